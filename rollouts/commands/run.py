@@ -47,16 +47,12 @@ from rollouts.commands.target import (
 from rollouts.concurrency.interrupts import handling_interrupts
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.wait_report import reporting_on_signal
-from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.shared import shared_policies, shared_policy
-from rollouts.observability import LoopLag, RunLogger, numbers_of
-from rollouts.observability.loggers import logger_of
-from rollouts.observability.prometheus import prometheus_client, serving_metrics
-from rollouts.observability.tracing import trace_api, trace_completions, traced
+from rollouts.observability.run_logger import RunLogger
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute, file_of
 from rollouts.runs.folder import read_info
@@ -82,42 +78,8 @@ _BLOCKED_SECONDS = 0.25
 
 Distribute: TypeAlias = Callable[[RunTarget, Recipe], contextlib.AbstractAsyncContextManager[RolloutConfig]]
 """Starts workers for a recipe's rollouts; the context value is the config that sends rollouts to them."""
-
-
-@attrs.frozen
-class Telemetry:
-    """Telemetry exported while a run is active; off by default."""
-
-    metrics_port: int | None = None
-    """Port of the Prometheus endpoint."""
-    trace: bool = False
-    """Whether to record OpenTelemetry spans."""
-
-
-@contextlib.asynccontextmanager
-async def _with_telemetry(telemetry: Telemetry, recipe: Recipe) -> AsyncIterator[tuple[RolloutConfig, Watch | None]]:
-    """The config with tracing, and an observer that exports metrics."""
-    if telemetry.trace:
-        recipe = attrs.evolve(recipe, config=traced(recipe.config, recipe.name))
-        for policy in shared_policies():  # preflight has created the one that the rollouts share
-            trace_completions(policy)
-    if telemetry.metrics_port is None:
-        yield recipe.config, None
-        return
-    renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    with serving_metrics(telemetry.metrics_port) as metrics:
-
-        async def export_metrics(manager: AsyncRolloutManager) -> None:
-            lag = LoopLag()
-
-            def read() -> dict[str, float]:
-                return numbers_of(manager, policies=shared_policies(), renderer=renderer, lag=lag)
-
-            async with first_error() as tasks:
-                tasks.start_soon(lag.run)
-                tasks.start_soon(metrics.run, read)
-
-        yield recipe.config, export_metrics
+Telemetry: TypeAlias = Callable[[Recipe], contextlib.AbstractAsyncContextManager[tuple[RolloutConfig, Watch | None]]]
+"""Exports telemetry while a run is active; the context value is the config that it observes, and what observes it."""
 
 
 async def _watch_pauses(manager: AsyncRolloutManager) -> None:
@@ -144,7 +106,7 @@ async def launch(
     allow_changes: bool = False,
     record: bool = False,
     distribute: Distribute | None = None,
-    telemetry: Telemetry = Telemetry(),
+    telemetry: Telemetry | None = None,
     rehearsal: bool = True,
     quiet: bool = False,
     loggers: Sequence[RunLogger] = (),
@@ -213,8 +175,10 @@ async def launch(
                 if distribute is not None:
                     config = await stack.enter_async_context(distribute(target, recipe))
                     played = attrs.evolve(recipe, config=config)
-                config, export_metrics = await stack.enter_async_context(_with_telemetry(telemetry, played))
-                played = attrs.evolve(played, config=config)
+                export_metrics: Watch | None = None
+                if telemetry is not None:
+                    config, export_metrics = await stack.enter_async_context(telemetry(played))
+                    played = attrs.evolve(played, config=config)
                 description = await anyio.to_thread.run_sync(_description, target, recipe, server)
                 if resume:
                     opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
@@ -394,20 +358,15 @@ def _run(args: argparse.Namespace) -> int:
     if resume:
         check_run(out, "--resume")
     distribute = None if args.workers is None else _in_workers(args.workers)
-    telemetry = Telemetry(args.metrics_port, args.trace)
-    if args.metrics_port is not None:
-        prometheus_client()
-    if args.trace:
-        trace_api()
     options: dict[str, Any] = {
         "resume": resume,
         "allow_changes": args.allow_changes,
         "record": args.record,
         "distribute": distribute,
-        "telemetry": telemetry,
+        "telemetry": _telemetry(args.metrics_port, args.trace),
         "rehearsal": not args.no_rehearsal,
         "quiet": args.quiet,
-        "loggers": [logger_of(text) for text in args.log],
+        "loggers": _loggers(args.log),
     }
     console = SafeConsole(stderr=args.json)
     result = in_loop(functools.partial(launch, target_of(args), out, args.format, args.overwrite, console, **options))
@@ -419,6 +378,24 @@ def _run(args: argparse.Namespace) -> int:
         tell(result.error, debug=args.debug)
         return BROKEN
     return 0 if result.status == "finished" else INTERRUPTED
+
+
+def _telemetry(metrics_port: int | None, trace: bool) -> Telemetry | None:
+    """The telemetry of the command line; its packages are imported only if it is on."""
+    if metrics_port is None and not trace:
+        return None
+    from rollouts.commands.telemetry import checked_telemetry
+
+    return checked_telemetry(metrics_port, trace)
+
+
+def _loggers(texts: Sequence[str]) -> list[RunLogger]:
+    """The loggers of the command line; the services are imported only if there is one."""
+    if not texts:
+        return []
+    from rollouts.observability.loggers import logger_of
+
+    return [logger_of(text) for text in texts]
 
 
 def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
@@ -438,6 +415,8 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
 
 
 def _in_workers(count: int) -> Distribute:
+    from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
+
     @contextlib.asynccontextmanager
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
         assert target.recipe is not None, "the recipe was built from a file"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import weakref
 
 import attrs
 
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.inference.policy import ServerPolicy, VocabSize
-from rollouts.inference.sglang import SGLangPolicy
-from rollouts.inference.vllm import VLLMPolicy
 
 __all__ = ["policy_of", "shared_policies", "shared_policy"]
 
-_POLICIES: dict[str, type[ServerPolicy]] = {"sglang": SGLangPolicy, "vllm": VLLMPolicy}
-"""By ``Endpoint.provider``."""
+_POLICIES = {
+    "sglang": ("rollouts.inference.sglang", "SGLangPolicy"),
+    "vllm": ("rollouts.inference.vllm", "VLLMPolicy"),
+}
+"""Module and class by ``Endpoint.provider``; a protocol is imported when an endpoint names it."""
 _ANY_SAMPLING = SamplingParams()
 _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoint, VocabSize], ServerPolicy]] = (
     weakref.WeakKeyDictionary()
@@ -24,7 +26,9 @@ _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoin
 
 def policy_of(endpoint: Endpoint, vocab_size: VocabSize = None) -> ServerPolicy:
     """Create a policy of the endpoint's protocol; arguments as :class:`ServerPolicy`."""
-    return _POLICIES[endpoint.provider](endpoint, vocab_size=vocab_size)
+    module, name = _POLICIES[endpoint.provider]
+    kind: type[ServerPolicy] = getattr(importlib.import_module(module), name)
+    return kind(endpoint, vocab_size=vocab_size)
 
 
 def shared_policy(endpoint: Endpoint, vocab_size: VocabSize = None) -> ServerPolicy:

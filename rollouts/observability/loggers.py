@@ -1,9 +1,7 @@
-"""Loggers of a run's batches: Weights & Biases, trackio, TensorBoard, MLflow, or any object with three methods.
+"""Loggers of services: Weights & Biases, trackio, TensorBoard, MLflow.
 
-Invariant: a logger cannot delay or fail a run. Each has a queue and is called in threads; one that raises, or that does
-not answer within a minute, is off for the rest of the run, which is reported on standard error. Only an error of
-``begin``, before the first rollout, ends the run. The packages are imported when a run begins; their own environment
-variables apply (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``, …).
+The packages are imported when a run begins; their own environment variables apply (``WANDB_MODE``,
+``MLFLOW_TRACKING_URI``, …).
 """
 
 from __future__ import annotations
@@ -11,70 +9,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import math
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
-import anyio
 import attrs
 
 from rollouts.base.extras import install_command
-from rollouts.base.terminal import say
-from rollouts.concurrency.boundary import call_foreign
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError
+from rollouts.observability.run_logger import LoggedRun, RunLogger
 
 __all__ = [
-    "LoggedRun",
     "MLflowLogger",
-    "RunLogger",
     "TensorBoardLogger",
     "TrackioLogger",
     "WandbLogger",
     "logger_of",
-    "logging_to",
 ]
-
-_SECONDS = 60.0
-"""Most seconds of one call of a logger."""
-_END_SECONDS = 120.0
-"""Most seconds for what is queued when a run ends."""
-
-
-@attrs.frozen
-class LoggedRun:
-    """What a logger knows of a run."""
-
-    name: str
-    """The name of its folder."""
-    id: str
-    """Unique; a resumed run has the same."""
-    path: Path
-    description: Mapping[str, Any] = MappingProxyType({})
-    """The content of ``run.json``: recipe, config, endpoint without keys, versions."""
-    first_step: int = 0
-    """Number of the first batch of this process; larger than 0 in a resumed run."""
-
-
-@runtime_checkable
-class RunLogger(Protocol):
-    """Receives the numbers of a run's batches. Methods are called one at a time, in threads."""
-
-    def begin(self, run: LoggedRun) -> None:
-        """Called once, before the first rollout."""
-        ...
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        """Called with the metrics of each batch, as in ``metrics.jsonl``, and its number."""
-        ...
-
-    def finish(self, status: str) -> None:
-        """Called once, with ``finished``, ``stopped`` or ``failed``."""
-        ...
 
 
 def _installed(instance: Any, field: Any, value: Any) -> None:
@@ -217,77 +171,3 @@ def logger_of(text: str) -> RunLogger:
         names = ", ".join(_LOGGERS)
         raise ConfigError.of("--log", text, f"one of {names}; or one of them with its project, as in wandb:PROJECT")
     return _LOGGERS[name](where) if where else _LOGGERS[name]()
-
-
-@attrs.define
-class Log:
-    """The queues of a run's loggers."""
-
-    status: str = "failed"
-    """How the run ended; set before the context of :func:`logging_to` ends."""
-    _queues: list[Any] = attrs.field(factory=list)
-
-    def batch(self, numbers: Mapping[str, float]) -> None:
-        """Queue the metrics of a batch; never waits."""
-        for queue in self._queues:
-            with contextlib.suppress(anyio.BrokenResourceError):  # this logger is off
-                queue.send_nowait((dict(numbers), int(numbers["batch"])))
-
-
-@contextlib.asynccontextmanager
-async def logging_to(loggers: Sequence[RunLogger], run: LoggedRun) -> AsyncIterator[Log]:
-    """Begin the loggers, pass them what is given to the :class:`Log`, and finish them.
-
-    Raises:
-        RolloutsError: a logger could not begin.
-    """
-    log, failure = Log(), None
-    for number, logger in enumerate(loggers):
-        try:
-            await _call(logger, "begin", run)
-        except RolloutsError:
-            for begun in loggers[:number]:
-                await _finish(begun, "failed")
-            raise
-    async with anyio.create_task_group() as tasks, contextlib.AsyncExitStack() as queues:
-        for logger in loggers:
-            send, receive = anyio.create_memory_object_stream[tuple[Mapping[str, float], int]](math.inf)
-            log._queues.append(await queues.enter_async_context(send))
-            tasks.start_soon(_feed, logger, receive, log)
-        try:
-            yield log
-        except Exception as error:  # noqa: BLE001 - raised below: the task group would wrap it
-            failure = error
-        tasks.cancel_scope.deadline = anyio.current_time() + _END_SECONDS
-    if tasks.cancel_scope.cancelled_caught:
-        _warn(f"the loggers did not end within {_END_SECONDS:g} s; batches may be missing there, metrics.jsonl has all")
-    if failure is not None:
-        raise failure
-
-
-async def _feed(logger: RunLogger, receive: Any, log: Log) -> None:
-    """Pass queued batches to a logger until the run ends, then finish it; an error turns the logger off."""
-    try:
-        with receive:
-            async for numbers, step in receive:
-                await _call(logger, "log", numbers, step)
-    except RolloutsError as error:
-        _warn(f"{error}; this logger is off, the run continues")
-    await _finish(logger, log.status)
-
-
-async def _finish(logger: RunLogger, status: str) -> None:
-    try:
-        await _call(logger, "finish", status)
-    except RolloutsError as error:
-        _warn(str(error))
-
-
-async def _call(logger: RunLogger, method: str, *arguments: Any) -> None:
-    name = getattr(logger, "name", type(logger).__name__)
-    await call_foreign(RolloutsError, f"{name}.{method}", getattr(logger, method), *arguments, seconds=_SECONDS)
-
-
-def _warn(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # standard error is closed
-        say(f"rollouts: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
-"""Runs stored by ``rollouts run`` of 0.1.0: one finished (Parquet), one killed (JSONL). They stay readable.
+"""Runs stored by ``rollouts run`` of 0.1.0: finished (Parquet) and killed (JSONL), without and with settings.
 
-Both are of the calculator recipe on the embedded engine, in a checkout at ``/srv/rollouts``.
+They stay readable. They are of the calculator recipe on the embedded engine, in a checkout at ``/srv/rollouts``; those
+with settings are of ``stored_by_0_1/calculator.py``.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from rollouts.runs.reader import load_run
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.verify import verify_run
 
-RECIPE = Path(__file__).parents[2] / "configs" / "calculator.py"
+STORED = Path(__file__).parent / "stored_by_0_1"
+RECIPE = STORED / "calculator.py"
 
 
-@pytest.fixture(params=["finished", "killed"])
+@pytest.fixture(params=["finished", "killed", "finished_with_settings", "killed_with_settings"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a stored run."""
-    return Path(shutil.copytree(Path(__file__).parent / "stored_by_0_1" / request.param, tmp_path / request.param))
+    return Path(shutil.copytree(STORED / request.param, tmp_path / request.param))
 
 
 def test_it_reads_and_verifies(run: Path) -> None:
@@ -77,8 +79,9 @@ def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 async def test_it_resumes(run: Path) -> None:
     """It resumes on the same demo model; the whole run verifies, earlier samples are unchanged.
 
-    What this version did not store is printed, and stored from now on.
+    Settings that the run did not store are printed, and stored from now on; those that it stored are the same.
     """
+    stored = read_info(run).get("settings", {})
     before = {sample.index: list(sample.tokens) for sample in load_run(run)}
     target = RunTarget(recipe=RECIPE, batches=3)
     console = Console(file=io.StringIO(), width=400)
@@ -90,6 +93,7 @@ async def test_it_resumes(run: Path) -> None:
     assert len(after) == 12
     assert isinstance(console.file, io.StringIO)
     for name in ("recipe", "template", "tokenizer", "versions"):
-        assert re.search(f"not stored with the run, not compared: .*{name}", console.file.getvalue())
-        assert read_info(run)["settings"][name]
+        said = re.search(f"not stored with the run, not compared: .*{name}", console.file.getvalue())
+        assert (said is None) == (name in stored)
+        assert read_info(run)["settings"][name] == stored.get(name, read_info(run)["settings"][name])
     assert verify_run(run).violations == []

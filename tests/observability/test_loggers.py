@@ -22,7 +22,8 @@ from rollouts.dtypes import Endpoint
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.observability import MLflowLogger, RunLogger, TensorBoardLogger, TrackioLogger, WandbLogger
-from rollouts.observability.loggers import LoggedRun, logger_of
+from rollouts.observability.loggers import logger_of
+from rollouts.observability.run_logger import LoggedRun
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.run import RunResult, run
@@ -219,7 +220,8 @@ REAL = """
 import sys
 from pathlib import Path
 import anyio
-from rollouts.observability.loggers import LoggedRun, logger_of, logging_to
+from rollouts.observability.loggers import logger_of
+from rollouts.observability.run_logger import LoggedRun, logging_to
 
 async def main():
     for first in (0, 2):
