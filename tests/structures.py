@@ -126,7 +126,7 @@ _RAISES = """
 _ENDS_OF_CALLS = """
 {{- '<|begin_of_text|>' }}
 {%- macro head(role) %}<|start_header_id|>{{ role }}<|end_header_id|>\n\n{% endmacro %}
-{%- if tools %}{{ head('system') + 'Call with <function=name>{}</function>. ' + tools | tojson + '<|eot_id|>' }}{% endif %}
+{%- if tools %}{{ head('system') + 'Call <function=name>{}</function>. ' + tools | tojson + '<|eot_id|>' }}{% endif %}
 {%- for m in messages %}
 {{- head('ipython' if m.role == 'tool' else m.role) + (m.content or '') }}
 {%- for c in m.tool_calls or [] %}

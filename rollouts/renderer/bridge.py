@@ -174,7 +174,7 @@ def _unused_words(messages: Sequence[Message], count: int) -> list[str]:
 def _dummies(reply: Message | None, new: Sequence[Message], sentinel: str) -> Iterator[tuple[str, Message]]:
     """Yield the turns that end in a sentinel, the most similar one first.
 
-    With each call twice: some templates end a turn of several calls with a stop token, and a turn of one call with none.
+    One has each call twice: some templates end a turn of two calls with a stop token, and a turn of one with none.
     """
     results = [message for message in new if message.role == "tool"]
     if results and new[0].role == "tool":
@@ -213,8 +213,8 @@ def _up_to_first(rest: str, words: Sequence[str], new: Sequence[Message]) -> str
 def _from_stop(rest: str, end: str, stops: Sequence[str], *, anywhere: bool) -> str:
     """Drop the end of the dummy's turn, so that the text begins with the turn's closing mark.
 
-    After a call comes the rest of its markup; after content, at most white space. If a turn without calls has no closing
-    mark, or one that the model never samples, nothing is dropped.
+    After a call comes the rest of its markup; after content, at most white space. If a turn without calls has no
+    closing mark, or one that the model never samples, nothing is dropped.
 
     Args:
         rest: the text after the sentinel.

@@ -105,7 +105,7 @@ def test_each_bridge_ends_the_rendering_of_the_real_history(
             stop = call.stop
 
 
-# -- new messages, whichever stop tokens are known ----------------------------------------------------------------------
+# -- new messages, whichever stop tokens are known --------------------------------------------------------------------
 
 ROUNDS = 4
 """Of tools: the first bridges render the whole conversation, the last one a dummy."""
@@ -231,6 +231,29 @@ def test_new_messages_are_in_the_next_request_whichever_stop_tokens_are_known(
                 assert "cannot render" in refusal
             if stops == complete.stop_token_ids and "refused" not in family.verdicts and news == "results":
                 assert refusal == ""
+
+
+def test_a_refusal_asks_which_stop_token_ends_a_turn_of_calls(request: pytest.FixtureRequest) -> None:
+    """The template ends a turn of calls with a token that is not known to be a stop token, and a result with one."""
+    complete = FAMILIES["Functionary 3.1"].make(request)
+    eot, _ = complete.stop_token_ids
+    renderer = FAMILIES["Functionary 3.1"].make(request, stop_token_ids=[eot])
+    with pytest.raises(ConfigError, match=r"\['<\|eot_id\|>'\].*which stop ends a turn of calls\?"):
+        renderer.self_test(TOOLS).raise_if_refused()
+    call = ToolCall("look", {"at": "x"}, id="c00000001")
+    history = [Message("user", "Well?"), Message("assistant", tool_calls=(call,))]
+    with pytest.raises(ConfigError, match="which stop ends a turn of calls"):
+        renderer.bridge(history, tool_results(1, [call], "seen"), tools=TOOLS, tail=[eot])
+
+
+def test_a_turn_whose_end_depends_on_the_result_is_refused() -> None:
+    """The text up to the stop token must be the same for every result, else it could be part of one."""
+    source = SORTED.replace(
+        "{{- '<|im_end|>' }}", "{{- (loop.nextitem.content or 'x')[0] if loop.nextitem }}<|im_end|>"
+    )
+    renderer = Renderer(load_tokenizer(DEMO_MODEL), chat_template=source)
+    with pytest.raises(ConfigError, match="how it ends depends on the text of the new messages"):
+        renderer.self_test(TOOLS).raise_if_refused()
 
 
 # -- the order of results ---------------------------------------------------------------------------------------------
