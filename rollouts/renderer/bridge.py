@@ -228,8 +228,8 @@ def _from_stop(rest: str, end: str, stops: Sequence[str], *, anywhere: bool) -> 
     found = [(position, stop) for stop in stops if (position := end.find(stop)) >= 0]
     if anywhere and not found:
         raise ConfigError(
-            f"none of the stop tokens {list(stops)} follows it before the new messages: which stop ends a turn of "
-            "calls? Are stop_token_ids complete?"
+            f"none of the stop tokens {list(stops)} follows it before the new messages; are stop_token_ids complete: "
+            "which stop ends a turn of calls?"
         )
     blank = len(end) - len(end.lstrip())
     position, stop = min(found) if anywhere else next((each for each in found if each[0] == blank), (0, ""))
