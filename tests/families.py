@@ -61,7 +61,7 @@ def _real(name: str, tokenizer: str = "qwen3", marks: tuple[str, ...] = (), stop
     def make(request: Any, **options: Any) -> Renderer:
         source = request.getfixturevalue("chat_template")(name)
         found = request.getfixturevalue("tokenizer")(tokenizer, *marks)
-        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops), **options)
+        return Renderer(found, **{"chat_template": source, "stop_token_ids": _ids(found, stops), **options})
 
     return make
 
@@ -158,8 +158,11 @@ def small(source: str, marks: tuple[str, ...], stops: tuple[str, ...], **variabl
 
     def make(request: Any, **options: Any) -> Renderer:
         found = tokenizer()
-        options = {"template_kwargs": variables, **options}
-        return Renderer(found, chat_template=source, stop_token_ids=_ids(found, stops), **options)
+        return Renderer(
+            found,
+            chat_template=source,
+            **{"stop_token_ids": _ids(found, stops), "template_kwargs": variables, **options},
+        )
 
     return make
 

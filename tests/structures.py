@@ -123,6 +123,44 @@ _RAISES = """
 {%- for m in messages %}{{ '<|' + m.role + '|>' + m.content | trim + '<|end|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
 
+_ENDS_OF_CALLS = """
+{{- '<|begin_of_text|>' }}
+{%- macro head(role) %}<|start_header_id|>{{ role }}<|end_header_id|>\n\n{% endmacro %}
+{%- if tools %}{{ head('system') + 'Call <function=name>{}</function>. ' + tools | tojson + '<|eot_id|>' }}{% endif %}
+{%- for m in messages %}
+{{- head('ipython' if m.role == 'tool' else m.role) + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}
+{{- '<function=' + c.function.name + '>' + c.function.arguments | tojson + '</function>' }}
+{%- endfor %}
+{{- '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ head('assistant') }}{% endif %}"""
+
+_ONE_TURN = """
+{{- '<s>' }}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '' if ns.open else '<|assistant_start|>' }}
+{%- set ns.open = m.tool_calls | default([], true) | length > 0 %}
+{{- m.content or '' }}
+{%- for c in m.tool_calls or [] %}
+{{- '<|tools_prefix|>[' if loop.first else ', ' }}
+{{- '{"' + c.function.name + '": ' + c.function.arguments | tojson + '}' + (']<|tools_suffix|>' if loop.last else '') }}
+{%- endfor %}
+{{- '' if ns.open else '<|assistant_end|>' }}
+{%- elif m.role == 'tool' %}
+{{- ('[' if loop.previtem.role != 'tool' else ', ') + m.content }}
+{{- ']' if loop.last or loop.nextitem.role != 'tool' else '' }}
+{%- else %}
+{{- '<|assistant_end|>' if ns.open else '' }}
+{%- set ns.open = false %}
+{{- '<|' + m.role + '_start|>' + m.content + (tools | tojson if tools and m.role == 'system' else '') }}
+{{- '<|' + m.role + '_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.open %}<|assistant_start|>{% endif %}"""
+
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<bos>", "<eos>")
 _TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>")
 _LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_start|>")
@@ -130,6 +168,8 @@ _KIMI = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<
 _KIMI += ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>")
 _KIMI += ("<|tool_call_end|>", "<|tool_call_argument_begin|>")
 _GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>")
+_ONE_TURN_MARKS = ("<s>", "<|assistant_start|>", "<|assistant_end|>", "<|tools_prefix|>", "<|tools_suffix|>")
+_ONE_TURN_MARKS += ("<|system_start|>", "<|system_end|>", "<|user_start|>", "<|user_end|>")
 
 STRUCTURES = {
     "Gemma 2": Family(
@@ -200,5 +240,18 @@ STRUCTURES = {
         "plain",
         "refuses tools; an end of text only where nothing is asked",
         calls=False,
+    ),
+    "Functionary 3.1": Family(
+        small(_ENDS_OF_CALLS, (*_LLAMA, "<|eom_id|>"), ("<|eot_id|>", "<|eom_id|>")),
+        (E,) * 5,
+        "functionary_v3_1",
+        "a turn of calls ends with another stop token than an answer",
+    ),
+    "Apertus": Family(
+        small(_ONE_TURN, _ONE_TURN_MARKS, ("<|assistant_end|>", "<|tools_suffix|>")),
+        (E,) * 5,
+        "apertus",
+        "results are written into the turn that called; the mark that closes calls is a stop token",
+        text_and_calls=False,
     ),
 }

@@ -299,6 +299,19 @@ def test_families_without_a_header_after_results_get_none(name: str, request: py
     assert not any(mark in text for mark in ("ssistant", "model"))
 
 
+def test_a_stop_token_that_closes_a_call_belongs_to_it(request: pytest.FixtureRequest) -> None:
+    """Apertus stops at the mark that closes its calls. A cut call has no mark, and an answer none of calls."""
+    renderer = FAMILIES["Apertus"].make(request)
+    ids = renderer.encode('<|tools_prefix|>[{"look": {"at": "x"}}]<|tools_suffix|>').tolist()
+    (call,) = renderer.parse(ids, tools=TOOLS).tool_calls
+    assert (call.name, call.arguments, call.error) == ("look", {"at": "x"}, None)
+    (cut,) = renderer.parse(ids[:-1], tools=TOOLS).tool_calls
+    assert cut.fault == "unclosed"
+    (broken,) = renderer.parse([*ids[:-2], ids[-1]], tools=TOOLS).tool_calls
+    assert broken.error is not None
+    assert renderer.parse([*renderer.encode("Yes.").tolist(), ids[-1]], tools=TOOLS).content == "Yes."
+
+
 # -- what a model does wrong ------------------------------------------------------------------------------------------
 
 

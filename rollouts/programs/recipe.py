@@ -39,7 +39,7 @@ def program_recipe(
     Args:
         name: name of the recipe.
         endpoint: the model's endpoint.
-        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``.
+        program: from task and model server to a command, e.g. ``rollouts.programs.launchers.claude_code``.
         prompts: the data.
         sandbox: this and the arguments down to ``context_window`` are those of
             :func:`~rollouts.training.program_rollout_to_samples`.

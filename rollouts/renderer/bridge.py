@@ -3,7 +3,8 @@
 Invariant: the sampled reply is never rendered. A short dummy conversation replaces the history. Its last turn ends with
 a sentinel, and the bridge is the text after the sentinel, so its cost does not grow with the history. The dummy has
 what templates look back at: the real system prompt and tools, calls with the ids and names of the results, and the
-earlier messages that contain a switch of the template.
+earlier messages that contain a switch of the template. No new message is cut: a second rendering, with a word in the
+place of each, shows where the first of them begins, and the stop token that ends the turn is looked for before it.
 
 This module does not know token ids; the renderer joins sampled ids and bridge ids.
 """
@@ -22,7 +23,7 @@ from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["STRATEGIES", "Kept", "Strategy", "bridge_text", "closes_turns", "is_system", "whole", "with_kept"]
 
-_SENTINEL = "qz7sentinelqz7"
+_SENTINEL = "qz7"
 _USER_TURN = Message("user", "U")
 
 Strategy = Callable[[Sequence[Message]], list[Message]]
@@ -119,8 +120,6 @@ def bridge_text(
     new: Sequence[Message],
     tools: Sequence[Tool],
     stops: Sequence[str],
-    *,
-    verbatim: bool = False,
 ) -> str:
     """Return the text after the last assistant turn: its closing mark if it has one, ``new``, the next header.
 
@@ -131,70 +130,112 @@ def bridge_text(
         new: all messages before the next assistant turn.
         tools: the real tools.
         stops: the stop tokens, as text.
-        verbatim: whether the bridge must contain the content of each new message verbatim.
 
     Raises:
-        ConfigError: the template raises on these messages, or no dummy produces a bridge.
+        ConfigError: the template raises on these messages or leaves one out, or no dummy produces a bridge.
     """
-    system = itertools.takewhile(is_system, history)
-    opening = [*system, *strategy(history)]
-    sentinel = _SENTINEL
-    while any(sentinel in message.text for message in new):
-        sentinel += "z"
-    reasons: list[str] = []
+    opening = [*itertools.takewhile(is_system, history), *strategy(history)]
+    sentinel, *words = _unused_words([*opening, *new], 1 + len(new))
+    marked = [attrs.evolve(message, content=word) for message, word in zip(new, words, strict=True)]
+    reasons: dict[str, str] = {}
+    written = False
     for kind, dummy in _dummies(history[-1] if history else None, new, sentinel):
+        if written and not dummy.tool_calls:  # it replaces only a turn that the template leaves out
+            break
         try:
-            text = template.render([*opening, dummy, *new], tools)
+            text, with_words = (template.render([*opening, dummy, *messages], tools) for messages in (new, marked))
         except ConfigError as error:
             if not reasons:  # the template refuses the matched turn; one without calls would hide that
                 raise
-            reasons.append(f"{kind}: {error}")
+            reasons.setdefault(kind, str(error))
             continue
-        _, separator, rest = text.rpartition(sentinel)
-        if not separator:
-            reasons.append(f"{kind}: the template leaves the turn out")
+        if sentinel not in text or sentinel not in with_words:
+            reasons.setdefault(kind, "the template leaves the turn out")
             continue
-        bridge = _from_stop(rest, stops, anywhere=bool(dummy.tool_calls))
-        missing = [message.role for message in new if verbatim and message.text not in rest]
-        if bridge is None:
-            reasons.append(f"{kind}: none of the stop tokens {list(stops)} follows it; are stop_token_ids complete?")
-        elif missing:
-            reasons.append(f"{kind}: the template leaves out {missing[0]} messages")
-        else:
-            return bridge
-    raise ConfigError(f"chat template {template.name}: no bridge for these messages; " + "; ".join(reasons))
+        written = True
+        rest, with_words = text.rpartition(sentinel)[2], with_words.rpartition(sentinel)[2]
+        try:
+            end = _up_to_first(with_words, words, new)
+            return _from_stop(rest, end, stops, anywhere=bool(dummy.tool_calls))
+        except ConfigError as error:
+            reasons.setdefault(kind, str(error))
+    described = "; ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    raise ConfigError(f"chat template {template.name}: no bridge for these messages; {described}")
+
+
+def _unused_words(messages: Sequence[Message], count: int) -> list[str]:
+    """Words that are in none of the messages, and not in each other."""
+    start = _SENTINEL
+    while any(start in message.text for message in messages):
+        start += "z"
+    return [f"{start}w{number}e" for number in range(count)]
 
 
 def _dummies(reply: Message | None, new: Sequence[Message], sentinel: str) -> Iterator[tuple[str, Message]]:
+    """Yield the turns that end in a sentinel, the most similar one first.
+
+    One has each call twice: some templates end a turn of two calls with a stop token, and a turn of one with none.
+    """
     results = [message for message in new if message.role == "tool"]
     if results and new[0].role == "tool":
-        yield "a turn with calls", Message("assistant", tool_calls=_calls(reply, results, sentinel))
+        calls = _calls(reply, results, sentinel)
+        yield "a turn with calls", Message("assistant", tool_calls=calls)
+        yield "a turn with calls", Message("assistant", tool_calls=[*calls, *calls])
     yield "a turn without calls", Message("assistant", sentinel)
 
 
 def _calls(reply: Message | None, results: Sequence[Message], sentinel: str) -> list[ToolCall]:
-    """Return the calls that these results answer, matched by id, else by position."""
+    """Return the calls that these results answer, matched by id, else by position; in the order of the reply."""
     replied = reply.tool_calls if reply is not None else ()
-    calls = []
+    calls: list[tuple[int, ToolCall]] = []
     for position, result in enumerate(results):
-        by_id = next((call for call in replied if call.id and call.id == result.tool_call_id), None)
-        call = by_id or (replied[position] if position < len(replied) else None)
+        by_id = (at for at, call in enumerate(replied) if call.id and call.id == result.tool_call_id)
+        at = next(by_id, position)
+        call = replied[at] if at < len(replied) else None
         name = result.name or (call.name if call is not None else "") or "f"
-        calls.append(ToolCall(name, {"x": sentinel}, id=result.tool_call_id or (call.id if call is not None else "")))
-    return calls
+        id = result.tool_call_id or (call.id if call is not None else "")
+        calls.append((at, ToolCall(name, {"x": sentinel}, id=id)))
+    return [call for _, call in sorted(calls, key=_position)]
 
 
-def _from_stop(rest: str, stops: Sequence[str], *, anywhere: bool) -> str | None:
+def _up_to_first(rest: str, words: Sequence[str], new: Sequence[Message]) -> str:
+    """Return the text before the first new message; ``rest`` has a word in the place of each.
+
+    Raises:
+        ConfigError: the template leaves one of them out, or moves it to the front.
+    """
+    for word, message in zip(words, new, strict=True):
+        if word not in rest:
+            raise ConfigError(f"the template leaves out {message.role} messages after it")
+    return rest[: min(map(rest.index, words))]
+
+
+def _from_stop(rest: str, end: str, stops: Sequence[str], *, anywhere: bool) -> str:
     """Drop the end of the dummy's turn, so that the text begins with the turn's closing mark.
 
-    After a call comes the rest of its markup; after content, at most white space. If the turn has no closing mark, or
-    one that the model never samples, nothing is dropped.
+    After a call comes the rest of its markup; after content, at most white space. If a turn without calls has no
+    closing mark, or one that the model never samples, nothing is dropped.
+
+    Args:
+        rest: the text after the sentinel.
+        end: the part of it before the first new message.
+        stops: the stop tokens, as text.
+        anywhere: whether the rest of a call's markup may come before the stop token.
+
+    Raises:
+        ConfigError: no stop token ends a turn of calls, or how the turn ends depends on the new messages.
     """
-    positions = [position for position in (rest.find(stop) for stop in stops) if position >= 0]
-    if anywhere:
-        return rest[min(positions) :] if positions else None
-    blank = len(rest) - len(rest.lstrip())
-    return rest[blank:] if blank in positions else rest
+    found = [(position, stop) for stop in stops if (position := end.find(stop)) >= 0]
+    if anywhere and not found:
+        raise ConfigError(
+            f"none of the stop tokens {list(stops)} follows it before the new messages; are stop_token_ids complete: "
+            "which stop ends a turn of calls?"
+        )
+    blank = len(end) - len(end.lstrip())
+    position, stop = min(found) if anywhere else next((each for each in found if each[0] == blank), (0, ""))
+    if not rest.startswith(end[: position + len(stop)]):
+        raise ConfigError("how it ends depends on the text of the new messages")
+    return rest[position:]
 
 
 def closes_turns(template: ChatTemplate) -> bool:

@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.dialects import Dialect, thought_marks
+from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
 from rollouts.renderer.reply_text import Render, opens_thought, reply_text
 
 __all__ = ["Calls", "Reader", "dialect_reads"]
@@ -92,7 +92,7 @@ def _read(reader: Reader, text: str, tools: Sequence[Tool]) -> Sequence[ToolCall
     text = reader.respell(text)
     stop = next((stop for stop in reader.stops if text.endswith(stop)), "")
     opened = opens_thought(reader.render(_HISTORY, tools), thought_marks(reader.dialect)[0])
-    return reader.dialect.parse(text.removesuffix(stop), tools=tools, reasoning_open=opened).tool_calls
+    return parse_stopped(reader.dialect, text.removesuffix(stop), stop, tools=tools, reasoning_open=opened).tool_calls
 
 
 def _short(text: str) -> str:

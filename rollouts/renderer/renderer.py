@@ -25,7 +25,7 @@ from rollouts.dtypes import Image, ImageSpan, Message, TokenColumn, Tool, packed
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.call_check import Calls, Reader, dialect_reads
-from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect, thought_marks
+from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect, parse_stopped, thought_marks
 from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.images import ImageProcessor, example_images, load_processor
 from rollouts.renderer.memory import BridgeMemory
@@ -287,8 +287,9 @@ class Renderer:
                 history is searched for switches, and the bridge is compared.
 
         Raises:
-            ConfigError: ``new`` is empty, the template cannot render it, the whole conversation is rendered with
-                another text in the bridge's place, or the model sampled the placeholder of an image.
+            ConfigError: ``new`` is empty, the template cannot render it or leaves out one of its messages (some
+                templates move system messages to the front), no stop token ends a turn of calls, the whole conversation
+                is rendered with another text in the bridge's place, or the model sampled the placeholder of an image.
         """
         if not new:
             raise ConfigError.of("bridge.new", (), "at least one message; without one there is nothing to reply to")
@@ -303,12 +304,6 @@ class Renderer:
             text = self._bridge_text(history, new, tools, memory)
             if memory.compares(history[-1], new, self._switches) or images:
                 self._check_bridge(text, history, new, tools)
-        for message in new:
-            # Some templates move system messages to the start of the conversation, which is already sampled from.
-            if message.role == "system" and message.text.strip() not in text:
-                raise ConfigError.of(
-                    "bridge.new", message, f"no system message; template {self._template.name} moves it"
-                )
         ids = self._encode(text, images)
         last = int(tail[-1]) if len(tail) else None
         return ids[1:] if self._replaces_first(last, ids) else ids
@@ -479,9 +474,9 @@ class Renderer:
                 block. Without them, a reply that never closes such a block is parsed as content.
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
-        text = self.decode(tokens[:-1] if stopped else tokens)
+        text, stop = (self.decode(tokens[:-1]), self.decode(tokens[-1:])) if stopped else (self.decode(tokens), "")
         opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]), thought_marks(self.dialect)[0])
-        reply = self.dialect.parse(text, tools=tools, reasoning_open=opened)
+        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened)
         return Message("assistant", reply.content, tool_calls=reply.tool_calls, reasoning=reply.reasoning)
 
     # -- the start-up test --------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def _judge(
         replied = [*history, turn.reply]
         try:
             whole = template.render([*replied, *turn.new], tools)
-            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops, verbatim=True)
+            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops)
         except ConfigError as error:
             return "refused", str(error), None
         verdict, reason = _bridge_verdict(whole, bridge, turn, encode, stops)

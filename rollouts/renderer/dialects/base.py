@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Tool, ToolCall
 
-__all__ = ["BlockDialect", "Dialect", "Reply", "thought_marks"]
+__all__ = ["BlockDialect", "Dialect", "Reply", "parse_stopped", "thought_marks"]
 
 
 @attrs.frozen
@@ -51,6 +51,26 @@ def thought_marks(dialect: Dialect) -> tuple[str, str]:
     """The marks around a thinking block: the dialect's ``reasoning``, by default ``<think>`` and ``</think>``."""
     marks: tuple[str, str] = getattr(dialect, "reasoning", ("<think>", "</think>"))
     return marks
+
+
+def parse_stopped(
+    dialect: Dialect, text: str, stop: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None
+) -> Reply:
+    """Parse one turn that ended with a stop token, which belongs to the last call if it is the mark that closes it.
+
+    Args:
+        dialect: the dialect.
+        text: the reply without its stop token.
+        stop: the stop token as text; empty if the reply has none.
+        tools: the tools in the prompt.
+        reasoning_open: whether the prompt ends inside a thinking block; ``None``: unknown.
+    """
+    reply = dialect.parse(text, tools=tools, reasoning_open=reasoning_open)
+    if stop and reply.tool_calls and reply.tool_calls[-1].fault == "unclosed":
+        closed = dialect.parse(text + stop, tools=tools, reasoning_open=reasoning_open)
+        if closed.tool_calls and closed.tool_calls[-1].error is None:
+            return closed
+    return reply
 
 
 class BlockDialect:
