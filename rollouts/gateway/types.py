@@ -108,11 +108,12 @@ class Session(Protocol):
     def ended(self) -> bool:
         """Whether the session takes no more calls."""
 
-    async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> Sequence[CallReply]:
-        """``request.n`` replies of the model. A cancelled call aborts its generation: its client has gone.
+    async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> Sequence[CallReply]:
+        """``request.n`` replies of the model. A cancelled call says that its client has gone.
 
         Args:
             lineage: the headers in which a program names its agent or conversation, by lower-case name.
+            attempt: how often the client has sent this request before, as its header says.
 
         Raises:
             ApiError: the answer is an error.
@@ -120,6 +121,9 @@ class Session(Protocol):
 
     def delivered(self, replies: Sequence[CallReply]) -> None:
         """Called when the whole answer with these replies was written to the client's connection."""
+
+    def undelivered(self, replies: Sequence[CallReply]) -> None:
+        """Called when the client went away before the whole answer with these replies was written."""
 
     def reply(self, reply_id: str) -> CallReply | None:
         """An earlier reply by its id, for items that a program sends back by reference."""
