@@ -52,7 +52,7 @@ from rollouts.errors import (
     HistoryRewritten,
 )
 from rollouts.gateway.call_ids import CallIds
-from rollouts.gateway.in_flight import TokensInFlight
+from rollouts.gateway.in_flight import InFlight
 from rollouts.gateway.normal import (
     Conversation,
     Conversations,
@@ -81,6 +81,10 @@ _MOST_STOPS = 32
 _MOST_COUNTS = 256
 """Names of counts of one session; what is beyond is one count, for a program may send any name of a tool's type."""
 _REWRITES_KEPT = 8
+_MOST_BODY = 1 << 26
+_LEAST_BODY = 1 << 22
+_BYTES_OF_TOKEN = 256
+"""Of a request: a token of text is some 4 bytes, 6 times that where each is escaped, and white space is longer."""
 _RULES: weakref.WeakKeyDictionary[Renderer, MessageRules] = weakref.WeakKeyDictionary()
 """The rules of the chat templates in use: sessions share a renderer."""
 _NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
@@ -208,7 +212,7 @@ class ProgramSession:
         self._latest: Conversations | None = None
         self._tools = ToolSets(renderer)
         self._ids = CallIds()
-        self._in_flight = TokensInFlight(self._limits.max_tokens_in_flight)
+        self._in_flight = InFlight(self._limits.max_tokens_in_flight)
         self._calls = 0
         self._names_agents = False
         """Whether the first request had a lineage."""
@@ -236,6 +240,24 @@ class ProgramSession:
     def denied(self) -> Failure | None:
         """The failure of a call that the model's server did not answer, and that was not repeated with success."""
         return next(iter(self._denied.values()), None)
+
+    @property
+    def max_body(self) -> int:
+        """The most bytes of a request: a longer one would not fit the context, unless it is of images."""
+        if self._max_context is None or self._renderer.images is not None:
+            return _MOST_BODY
+        return min(max(self._max_context * _BYTES_OF_TOKEN, _LEAST_BODY), _MOST_BODY)
+
+    @property
+    def no_images(self) -> str:
+        """Why the model takes no images; empty if it does."""
+        if self._renderer.images is None:
+            return f"got an image; expected text: the renderer of chat template {self._renderer.name} has no images"
+        try:
+            check_takes_images(self._policy)
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     @property
     def ended(self) -> bool:
@@ -519,7 +541,7 @@ class ProgramSession:
         try:
             work.tools = await self._tools.tested(work.tools_key, work.tools)
         except ConfigError as error:
-            if self._tools.any_served:  # those of the program are served: these are of this request
+            if await self._tools.serves_any():  # these are at fault: a program, and its model, can offer any name
                 self.count("refused/tools")
                 raise ApiError("invalid_request", f"tools: {error}") from error
             self.fail(error)

@@ -21,21 +21,28 @@ ErrorKind: TypeAlias = Literal[
     "not_found",
     "conflict",
     "too_large",
+    "media_type",
+    "timeout",
     "overflow",
     "upgrade",
     "rate_limit",
     "server",
 ]
 """The kinds of error that every API has a form for. ``overflow`` is a prompt that does not fit the context, ``upgrade``
-a request for a protocol that the server does not speak."""
+a request for a protocol that the server does not speak, ``media_type`` a compressed body, ``timeout`` a body that does
+not arrive."""
 
 
 class ApiError(RolloutsError):
     """A request that is answered with an error in the form of its API."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, tokens: int = 0, max_context: int = 0) -> None:
+    def __init__(
+        self, kind: ErrorKind, message: str, *, tokens: int = 0, max_context: int = 0, counted: str = ""
+    ) -> None:
         super().__init__(message)
         self.error_kind: ErrorKind = kind
+        self.counted = counted or kind
+        """Its name in the counts, behind ``refused/``."""
         self.tokens = tokens
         """Of an ``overflow``: the ids of the prompt."""
         self.max_context = max_context
@@ -107,6 +114,14 @@ class Session(Protocol):
     @property
     def ended(self) -> bool:
         """Whether the session takes no more calls."""
+
+    @property
+    def max_body(self) -> int:
+        """The most bytes of a request."""
+
+    @property
+    def no_images(self) -> str:
+        """Why the model takes no images; empty if it does."""
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> Sequence[CallReply]:
         """``request.n`` replies of the model. A cancelled call says that its client has gone.

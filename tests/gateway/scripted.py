@@ -55,6 +55,8 @@ class ScriptedSession:
     script: Iterator[Step] = attrs.field(default=(), converter=iter)
     key: str = "key-of-a-test-0001"
     ended: bool = False
+    max_body: int = 1 << 26
+    no_images: str = ""
     requests: list[CallRequest] = attrs.field(factory=list)
     lineages: list[Mapping[str, str]] = attrs.field(factory=list)
     attempts: list[int] = attrs.field(factory=list)

@@ -128,7 +128,7 @@ def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) 
         except ApiError as error:
             refused = error
         for _ in range(2):  # with entries that were read before, too
-            raw = decoded_body(json.dumps(body).encode(), wire.HISTORY)
+            raw = decoded_body(json.dumps(body).encode(), wire.HISTORY, wire.FIELDS)
             if refused is None:
                 assert wire.read(raw, replies.get, entries) == asked
             else:
