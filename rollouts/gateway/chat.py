@@ -45,7 +45,7 @@ _NOT_ENFORCED = (
     "structured_outputs",
 )  # fmt: skip
 """Fields of SGLang's and vLLM's servers beyond the API, which would change the prompt or the distribution."""
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     *SAMPLING, *_NOT_ENFORCED, "audio", "function_call", "functions", "logprobs", "max_completion_tokens", "max_tokens",
     "model", "n", "parallel_tool_calls", "response_format", "stop", "stream", "stream_options", "tool_choice",
     "web_search_options",

@@ -164,10 +164,14 @@ class Listener(socket.socket):
     """A listening socket that keeps a file descriptor for the connections that it cannot accept.
 
     An event loop asks again as long as a connection waits, and logs each error.
+
+    Args:
+        sock: the socket that listens; it is closed with this one.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock.family, sock.type, sock.proto, sock.detach())
+        super().__init__(sock.family, sock.type, sock.proto, os.dup(sock.fileno()))
+        self._given = sock
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -187,6 +191,7 @@ class Listener(socket.socket):
     def close(self) -> None:
         """Close it, and the descriptor that it keeps."""
         self._give_up_spare()
+        self._given.close()
         super().close()
 
     def _close_next(self) -> None:

@@ -43,7 +43,7 @@ _BILLING = "x-anthropic-billing-header:"
 """How Claude Code's first system block begins; it has a number that differs between requests."""
 _PARTS = ("text", "image", "document", "search_result")
 _KEPT = "clear_thinking_20251015"
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     *SAMPLING, "context_management", "max_tokens", "mcp_servers", "model", "output_config", "output_format",
     "stop_sequences", "stream", "system", "tool_choice",
 )  # fmt: skip

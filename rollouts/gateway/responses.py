@@ -45,7 +45,7 @@ _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
 _NOT_HERE = ("conversation", "prompt", "background")
 """Fields that refer to what a server keeps; this server keeps the session only."""
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     *SAMPLING, *_NOT_HERE, "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id",
     "stream", "text", "tool_choice", "top_logprobs", "truncation",
 )  # fmt: skip

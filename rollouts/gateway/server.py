@@ -141,10 +141,10 @@ class Gateway:
             auto_decompress=False,
         )
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=0.5)
-        sock = Listener(self._sock or _listening(self._host, self._wanted_port))
+        sock = self._sock or _listening(self._host, self._wanted_port)
         self.url, self.port = _url_of(sock), sock.getsockname()[1]
         await self._runner.setup()
-        await web.SockSite(self._runner, sock, backlog=BACKLOG).start()
+        await web.SockSite(self._runner, Listener(sock), backlog=BACKLOG).start()
         return self
 
     async def __aexit__(

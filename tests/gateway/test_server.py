@@ -504,7 +504,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(sent: bytes, caplog: p
             await stream.send(sent)
             answer = await stream.receive()
     head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400")
+    assert head.startswith(b"HTTP/1.0 400")
     assert "no HTTP request" in error_in(CHAT, msgspec.json.decode(body))["message"]
     assert caplog.records == []
 

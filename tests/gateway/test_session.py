@@ -854,6 +854,43 @@ async def test_later_tools_that_the_dialect_cannot_read_are_an_error_of_their_re
     check_laws(session, session.branches())
 
 
+ODD_NAMES = ['say"hello"', "a\nb", '{"name": "x"}', "a\\u0022", "</tool_call>", "\0"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+async def test_tools_that_no_dialect_reads_are_an_error_of_their_request_also_the_first(name: str) -> None:
+    """Names of tools are from files and servers that a model may write: they end no run."""
+    renderer = Renderer(demo_tokenizer())
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as session:
+        with pytest.raises(ApiError, match="tools: ") as refused:
+            await ask(session, "Leap!", tools=[LOOK, Tool(name)])
+        await ask(session, "Look!")
+    assert (refused.value.error_kind, session.counts["refused/tools"]) == ("invalid_request", 1)
+    check_laws(session, session.branches())
+
+
+class LaterRefusing(Renderer):
+    """A renderer whose test refuses all tools but the first."""
+
+    tested = 0
+
+    def self_test(self, *args: Any, **options: Any) -> Any:
+        found = super().self_test(*args, **options)
+        self.tested += 1
+        return found if self.tested == 1 else attrs.evolve(found, unread="not read")
+
+
+async def test_tools_that_a_session_of_the_run_was_served_keep_the_run() -> None:
+    """Whatever the test says later, in another session: it costs the request."""
+    renderer = LaterRefusing(demo_tokenizer())
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as first:
+        await ask(first, "Look!")
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as second:
+        with pytest.raises(ApiError, match=r"tools: .*not read"):
+            await ask(second, "Leap!", tools=[Tool("leap")])
+    assert second.branches() == []
+
+
 FAMILIES_WITH_TOOLS = [
     name for name, family in FAMILIES.items() if family.calls and "refused" not in family.verdicts and family.system
 ]
