@@ -264,14 +264,21 @@ def arguments_text(call: ToolCall) -> str:
         return call.raw
 
 
+_LONGEST_NAME = 256
+"""Characters of a tool's name, of which the test of a set of tools writes many."""
+
+
 def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
     """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
     if fields.value.get("strict") is True:
         counts["not_enforced/strict"] += 1
+    name = fields.required("name")
+    if len(name) > _LONGEST_NAME:
+        raise fields.wrong("name", f"at most {_LONGEST_NAME} characters")
     parameters = fields.object(schema)
     given = {} if parameters is None else {"parameters": dict(parameters.value)}
     try:
-        return Tool(fields.required("name"), fields.text("description") or "", **given)
+        return Tool(name, fields.text("description") or "", **given)
     except ConfigError as error:
         raise ApiError("invalid_request", f"{fields.path}: {error}") from None
 

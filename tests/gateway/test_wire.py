@@ -290,6 +290,17 @@ def test_an_image_for_a_model_without_images_is_not_decoded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WIRES)
+def test_the_name_of_a_tool_has_a_limit(name: str) -> None:
+    """It is refused before the template is tried with it."""
+    wire = WIRES[name]
+    own: dict[str, Any] = {"name": "a" * 257, "parameters": _SCHEMA, "input_schema": _SCHEMA}
+    tool = own if name == "messages" else {"type": "function", **own}
+    body = {wire.HISTORY: [{"role": "user", "content": "c"}], "tools": [tool]}
+    with pytest.raises(ApiError, match=r"tools\[0\].name: got .* expected at most 256 characters"):
+        wire.read(body)
+
+
+@pytest.mark.parametrize("name", WIRES)
 def test_a_ping_is_no_event_of_the_answer(name: str) -> None:
     """Clients skip a comment, and the event ``ping`` of the Messages API."""
     (ping, *more) = named_events(WIRES[name].PING + b"data: 1\n\n")
