@@ -478,17 +478,19 @@ def _chat(**fields: Any) -> bytes:
     return msgspec.json.encode({"messages": [{"role": "user", "content": "Hello"}], **fields})
 
 
-def _posts(body: Callable[[], bytes], *, times: int = 1, **headers: str) -> Callable[[ModelServer], Awaitable[None]]:
+def _posts(
+    body: Callable[[], bytes], *, times: int = 1, encoding: str = ""
+) -> Callable[[ModelServer], Awaitable[None]]:
     """Send a body some times at once; whatever is answered, the program goes on."""
 
     async def act(server: ModelServer) -> None:
-        sent, key = body(), {"x-api-key": server.api_key}
+        sent, headers = body(), {"x-api-key": server.api_key}
+        if encoding:
+            headers["Content-Encoding"] = encoding
 
         async def post(http: aiohttp.ClientSession) -> None:
             with contextlib.suppress(aiohttp.ClientError):
-                async with http.post(
-                    f"{server.base_url}/v1/chat/completions", data=sent, headers={**key, **headers}
-                ) as answer:
+                async with http.post(f"{server.base_url}/v1/chat/completions", data=sent, headers=headers) as answer:
                     await answer.read()
 
         async with aiohttp.ClientSession() as http, anyio.create_task_group() as tasks:
@@ -547,9 +549,7 @@ _ODD_NAMES = {
 }  # fmt: skip
 GUESTS = (
     *(GuestFault(f"offers a tool with {what} in its name", _offers(name)) for what, name in _ODD_NAMES.items()),
-    GuestFault(
-        "sends a compressed body", _posts(lambda: gzip.compress(b" " * 50_000_000), **{"Content-Encoding": "gzip"})
-    ),
+    GuestFault("sends a compressed body", _posts(lambda: gzip.compress(b" " * 50_000_000), encoding="gzip")),
     GuestFault("sends 100 MB", _posts(lambda: b" " * 100_000_000)),
     GuestFault("sends 3 MB of lists in an unknown field", _posts(lambda: b'{"x":[' + b"[]," * 1_000_000 + b"1]}")),
     GuestFault("sends 3 MB of lists in a message", _posts(lambda: b'{"messages":[' + b"[]," * 1_000_000 + b"1]}")),
@@ -728,8 +728,8 @@ async def play_guest(fault: GuestFault, folder: Path) -> tuple[Outcome, str]:
             max_new_tokens=64,
             epochs=None,
         )
-        sizes = {"batch_size": 5, "patience": 10**6, "failure_budget": 1.0, "max_attempts": 1}
-        outcome, error = await _outcome(attrs.evolve(recipe, config=attrs.evolve(recipe.config, **sizes)), folder)
+        config = attrs.evolve(recipe.config, batch_size=5, patience=10**6, failure_budget=1.0, max_attempts=1)
+        outcome, error = await _outcome(attrs.evolve(recipe, config=config), folder)
     if outcome == "held" and (not met or lost):
         return "silent", lost[0] if lost else "the fault was not met"
     return outcome, error

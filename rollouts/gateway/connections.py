@@ -69,7 +69,9 @@ class Connections(web.Server):
         self._owned[connection.owner] += 1
         if len(self._open) > self._most:
             idle = [one for one in self._open if not one.busy and one is not connection]
-            (max(idle, key=lambda one: self._owned[one.owner]) if idle else connection).force_close()
+            closed = max(idle, key=lambda one: self._owned[one.owner]) if idle else connection
+            self.remove(closed)
+            closed.force_close()
 
     def remove(self, connection: Connection) -> None:
         """Count a connection no more."""

@@ -212,7 +212,7 @@ class Gateway:
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
-            if not self._connections.own(connection, opened):
+            if not self._connections.own(connection, opened.session.key):
                 raise ApiError("rate_limit", "the session has too many connections; expected fewer at the same time")
             with _failures(opened, ConnectionError):  # the client has gone while it sent its body
                 return await self._route(http, wire, opened, path)

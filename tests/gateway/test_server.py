@@ -488,7 +488,9 @@ async def test_a_connection_waits_for_its_next_request() -> None:
             request = begun_body(client, len(body)) + body[1:]
             for _ in range(2):
                 await stream.send(request)
-                await anyio.sleep(0.1)
+                async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as silent:
+                    with pytest.raises(anyio.EndOfStream):  # as long as the deadline of a head
+                        await silent.receive()
                 late.set()
                 assert b"200 OK" in await stream.receive()
 
@@ -668,20 +670,21 @@ async def test_the_header_of_a_retry_reaches_the_session(sent: Any, attempt: int
         assert client.session.attempts == [attempt]
 
 
-async def test_the_session_is_told_of_replies_whose_client_has_gone() -> None:
-    """After its reply was there, and before the answer was written; without replies, of nothing."""
-    async with serving(never, "one", **SHORT) as client:
-
-        async def leave() -> None:
-            async with client.ask(CHAT, {**BODIES[CHAT], "stream": True}) as response:
-                await response.content.readline()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(leave)
-            await client.session.until(lambda: len(client.session.requests) == 1)
-            tasks.cancel_scope.cancel()
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_session_is_told_of_replies_whose_client_has_gone(stream: bool) -> None:
+    """After a part of the answer was written, too; a call without a reply has none to tell of."""
+    async with serving("x" * 20_000_000, never) as client:
+        for _ in range(2):
+            body = msgspec.json.encode({**BODIES[CHAT], "stream": stream})
+            async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as connection:
+                await connection.send(begun_body(client, len(body)) + body[1:])
+                if not client.session.requests:
+                    await connection.receive()
+                else:
+                    await client.session.until(lambda: len(client.session.requests) == 2)
+            await client.session.until(lambda: bool(client.session.lost))
         await client.session.until(lambda: client.session.gone == 1)
-        assert (client.session.received, client.session.lost) == ([], [])
+        assert (client.session.received, client.session.lost) == ([], ["r1"])
 
 
 # -- arguments that the model writes ----------------------------------------------------------------------------------
