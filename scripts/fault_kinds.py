@@ -465,7 +465,7 @@ CODE = tuple(_code_faults())
 
 @attrs.frozen
 class GuestFault:
-    """What one hostile program does to the gateway, beside the sound programs of other rollouts."""
+    """What one hostile program does to the gateway, among the sound programs of other rollouts."""
 
     name: str
     act: Callable[[ModelServer], Awaitable[Any]]

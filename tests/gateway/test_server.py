@@ -671,7 +671,7 @@ async def test_the_header_of_a_retry_reaches_the_session(sent: Any, attempt: int
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_session_is_told_of_replies_whose_client_has_gone(stream: bool) -> None:
+async def test_the_session_knows_the_replies_whose_client_has_gone(stream: bool) -> None:
     """After a part of the answer was written, too; a call without a reply has none to tell of."""
     async with serving("x" * 20_000_000, never) as client:
         for _ in range(2):

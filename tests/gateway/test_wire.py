@@ -239,7 +239,7 @@ def test_what_is_unread_of_a_list_has_all_its_new_entries() -> None:
 @pytest.mark.parametrize("name", WIRES)
 @pytest.mark.parametrize("value", [b"[" + b"[]," * 50_000 + b"[]]", b'{"a":' * 500 + b"{}" + b"}" * 500])
 def test_no_object_is_made_of_a_field_that_is_not_read(name: str, value: bytes) -> None:
-    """What a program sends beside the API costs its bytes and no memory of objects."""
+    """What a program sends beyond the API costs its bytes and no memory of objects."""
     wire = WIRES[name]
     body = b'{"model": "m", "unknown": ' + value + b', "%b": [], "stop": null}' % wire.HISTORY.encode()
     gc.collect()

@@ -113,6 +113,6 @@ def test_a_text_of_another_class_is_a_text(form: str) -> None:
 @pytest.mark.parametrize("form", ENCODERS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
 def test_what_ends_a_run_is_not_of_a_value(form: str, error: type[BaseException]) -> None:
-    """Ctrl-C, an exit and a cancellation reach whoever waits for them."""
+    """Ctrl-C, an exit and a cancellation reach the caller."""
     with pytest.raises(error):
         ENCODERS[form][0]({"v": Panicking(error)})

@@ -1,4 +1,4 @@
-"""One hostile program beside sound ones: it costs at most its own rollout, and the run ends sound."""
+"""One hostile program among sound ones: it costs at most its own rollout, and the run ends sound."""
 
 from __future__ import annotations
 
