@@ -1,7 +1,7 @@
 """All kinds of faults by area: how many were tried, held, silent, or ended their run; written into docs/failures.md.
 
-Faults of replies and of user code are played here, each in a run of its own. Those of the other areas are the cases of
-existing tests; a case that fails counts as silent.
+Faults of replies, of user code and of programs are played here, each in a run of its own. Those of the other areas are
+the cases of existing tests; a case that fails counts as silent.
 """
 
 from __future__ import annotations
@@ -14,11 +14,23 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 import attrs
 
-from scripts.fault_kinds import CODE, REPLIES, CodeFault, Outcome, ReplyFault, play_code, play_reply
+from scripts.fault_kinds import (
+    CODE,
+    GUESTS,
+    REPLIES,
+    CodeFault,
+    GuestFault,
+    Outcome,
+    ReplyFault,
+    play_code,
+    play_guest,
+    play_reply,
+)
 
 __all__ = ["BEGIN", "END", "Area", "play_all", "table"]
 
@@ -85,8 +97,13 @@ class Area:
             (self.ended if outcome == "ended" else self.silent).append(what)
 
 
-def _played(fault: ReplyFault | CodeFault, folder: Path) -> tuple[Outcome, str]:
+_Fault: TypeAlias = ReplyFault | CodeFault | GuestFault
+
+
+def _played(fault: _Fault, folder: Path) -> tuple[Outcome, str]:
     try:
+        if isinstance(fault, GuestFault):
+            return anyio.run(play_guest, fault, folder)
         if isinstance(fault, ReplyFault):
             return anyio.run(play_reply, fault, folder)
         return anyio.run(play_code, fault, folder)
@@ -108,25 +125,28 @@ def _tested(area: Area, folder: Path) -> None:
 def play_all() -> list[Area]:
     """Play every kind."""
     logging.getLogger("asyncio").disabled = True  # it repeats the errors that are provoked
-    replies, code = Area("replies of servers"), Area("user code")
-    areas = [replies, code, *map(Area, TESTS)]
+    played: dict[type[_Fault], Area] = {
+        ReplyFault: Area("replies of servers"),
+        CodeFault: Area("user code"),
+        GuestFault: Area("guests: programs"),
+    }
+    of_tests = [*map(Area, TESTS)]
     with (
         tempfile.TemporaryDirectory(prefix="fault_test_") as folder,
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # the tests are processes of their own
     ):
-        tested = [pool.submit(_tested, area, Path(folder)) for area in areas[2:]]
-        faults: list[ReplyFault | CodeFault] = [*REPLIES, *CODE]
+        tested = [pool.submit(_tested, area, Path(folder)) for area in of_tests]
+        faults: list[_Fault] = [*REPLIES, *CODE, *GUESTS]
         for number, fault in enumerate(faults):
             outcome, why = _played(fault, Path(folder) / str(number))
-            what = fault.name if isinstance(fault, ReplyFault) else f"{fault.place} {fault.name}"
-            ends = fault.ends if isinstance(fault, CodeFault) else ""
-            (replies if isinstance(fault, ReplyFault) else code).add(what, outcome, ends)
+            what = f"{fault.place} {fault.name}" if isinstance(fault, CodeFault) else fault.name
+            played[type(fault)].add(what, outcome, fault.ends if isinstance(fault, CodeFault) else "")
             if outcome != "held":
                 print(f"{what}: {outcome}: {why}", flush=True)
-        for area, done in zip(areas[2:], tested, strict=True):
+        for area, done in zip(of_tests, tested, strict=True):
             done.result()
             print(f"{area.name}: {area.held} of {area.tried}", *area.silent, flush=True)
-    return areas
+    return [*played.values(), *of_tests]
 
 
 def table(areas: Sequence[Area]) -> str:

@@ -266,7 +266,7 @@ async def test_a_late_call_of_a_program_does_what_an_early_one_does(name: str) -
     async with session_of(ScriptedPolicy(lambda tokens: reply)) as session:
 
         async def turn(body: bytes) -> Sequence[CallReply]:
-            request = wire.read(decoded_body(body, wire.HISTORY), session.reply, entries)
+            request = wire.read(decoded_body(body, wire.HISTORY, wire.FIELDS), session.reply, entries)
             replies = await session.call(request, lineage={})
             session.delivered(replies)
             history.extend(added(wire.answer(request, replies)))

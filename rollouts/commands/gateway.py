@@ -149,10 +149,10 @@ async def serve_program(
 class _PrintedSession(ProgramSession):
     """Prints each call when it is answered."""
 
-    async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
+    async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> list[CallReply]:
         known = len(self.tree.calls)
         try:
-            replies = await super().call(request, lineage=lineage)
+            replies = await super().call(request, lineage=lineage, attempt=attempt)
         except RolloutsError as error:
             say(f"a call is refused: {error}", flush=True)
             raise

@@ -1,11 +1,13 @@
 """Conversion of any value to data that JSON and MessagePack can represent.
 
 Invariant: encoding never fails on a user's metadata, whatever its own code does; a value without a plain form is
-written as its ``repr``. This module knows no file.
+written as its ``repr``. An interrupt, an exit and a cancellation are not of the value, and propagate. This module knows
+no file.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ __all__ = ["to_json", "to_msgpack", "to_plain"]
 _TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
 """Heads of MessagePack's timestamps, which lose the time zone."""
 _MOST_LEVELS = 200
+_OURS = (KeyboardInterrupt, SystemExit, asyncio.CancelledError)
 
 
 def to_json(value: Any) -> bytes:
@@ -35,7 +38,9 @@ def to_msgpack(value: Any) -> bytes:
 def _encoded(encode: Callable[..., bytes], value: Any) -> bytes:
     try:
         return encode(value, enc_hook=_foreign)
-    except Exception:  # noqa: BLE001 - the encoder does not take the value, or code of the value raises
+    except _OURS:
+        raise
+    except BaseException:  # noqa: BLE001 - the encoder does not take the value, or code of the value raises
         return encode(to_plain(value, keep_bytes=True))
 
 
@@ -70,12 +75,16 @@ def to_plain(value: Any, *, keep_bytes: bool = False, around: tuple[int, ...] = 
         if hasattr(value, "tolist"):
             return inside(value.tolist())
         return inside(msgspec.to_builtins(value, enc_hook=_foreign))  # as JSON writes it: dates, bytes, UUIDs, sets
-    except Exception:  # noqa: BLE001 - code of the value raises, or the value has no plain form
+    except _OURS:
+        raise
+    except BaseException:  # noqa: BLE001 - code of the value raises, or the value has no plain form
         return to_plain(_text(value, repr))
 
 
 def _text(value: Any, form: Callable[[Any], str]) -> str:
     try:
         return form(value)
-    except Exception:  # noqa: BLE001 - code of the value
+    except _OURS:
+        raise
+    except BaseException:  # noqa: BLE001 - code of the value
         return f"<{type(value).__name__} that cannot be printed>"

@@ -168,7 +168,7 @@ class GroupRunner:
             raise
         except RolloutsError as error:
             failure = Failure.of(error)
-            for sample in pack_lossy(samples):
+            for sample in pack_lossy(samples, prompt):
                 sample.failure = failure
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)

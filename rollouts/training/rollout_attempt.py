@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import numbers
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio.lowlevel
@@ -86,7 +86,9 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         raise
     except RolloutsError as error:
         failure = Failure.of(error)
-        samples = pack_lossy(samples) or [number_sample(Sample(prompt=request.prompt, label=request.label), request)]
+        samples = pack_lossy(samples, request) or [
+            number_sample(Sample(prompt=request.prompt, label=request.label), request)
+        ]
         for sample in samples:
             sample.status, sample.failure = Status.FAILED, failure
     for sample in samples:
@@ -235,20 +237,74 @@ def _are_same(name: str, one: Any, other: Any) -> bool:
     return isinstance(first, list | tuple) and bool(first == second)
 
 
-def pack_lossy(samples: Sequence[Sample]) -> list[Sample]:
-    """Pack samples of a failed rollout for the record; a sample that does not pack loses its columns."""
+def pack_lossy(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
+    """Pack samples of a failed rollout of a prompt for the record; what does not pack is lost, and nothing else."""
     for sample in samples:
         try:
             _pack(sample)
         except Exception:  # noqa: BLE001 - a user's value may raise anything
-            sample.tokens, sample.loss_mask, sample.rollout_log_probs = [], [], None
-            sample.versions, sample.completions, sample.metrics, sample.step_rewards = [], [], {}, []
-            sample.messages, sample.metadata, sample.label, sample.reward = [], {}, None, None
-            sample.times, sample.step_completions, sample.loss_multiplier = Timeline(), None, 1.0
-            sample.advantages = sample.teacher_log_probs = None
-            sample.response, sample.stop_reason, sample.failure, sample.history = "", None, None, None
-            sample.images, sample.named_images = (), {}
+            _lose_unfit(sample, prompt)
     return list(samples)
+
+
+def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
+    """Empty a sample, and give back each part with which it packs."""
+    given = [dict(_readable(sample, part)) for part in _PARTS]
+    for part in _PARTS:
+        _set(sample, {name: empty() for name, empty in part.items()})
+    sample.label = _copied(prompt.label)
+    for values in [*given, *map(_fitting, given)]:
+        before = {name: getattr(sample, name) for name in values}
+        try:
+            _set(sample, values)
+            _pack(sample)
+        except Exception:  # noqa: BLE001 - this part does not pack
+            _set(sample, before)
+
+
+_PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
+    {
+        "tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
+        "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
+        "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None,
+    },
+    {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
+    {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
+    {"failure": lambda: None}, {"history": lambda: None},
+)  # fmt: skip
+"""The fields of a sample that pack or do not pack together, with what is there if they do not."""
+
+
+def _readable(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        with contextlib.suppress(Exception):  # of a record that cannot be read
+            yield name, getattr(sample, name)
+
+
+def _set(sample: Sample, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(sample, name, value)
+
+
+def _fitting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of metrics and metadata, the entries that fit by themselves."""
+    fits = {"metrics": _is_metric, "metadata": _is_plain}
+    return {
+        name: {key: entry for key, entry in value.items() if fits[name](key, entry)}
+        for name, value in values.items()
+        if name in fits and isinstance(value, dict)
+    }
+
+
+def _is_metric(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and finite(value) is not None and abs(value) <= _LARGEST
+
+
+def _is_plain(name: Any, value: Any) -> bool:
+    with contextlib.suppress(Exception):  # a key or a value that does not pack
+        _check_plain("metadata", {name: value})
+        return True
+    return False
 
 
 def _pack(sample: Sample) -> None:

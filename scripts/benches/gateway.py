@@ -277,7 +277,7 @@ def reading(turns: Sequence[int] = (10, 25, 50, 100, 200), sessions: int = 40) -
         for turn in range(1, max(turns) + 1):
             body = json.dumps({"model": "any", "messages": history}).encode()
             began = time.thread_time()
-            request = chat.read(decoded_body(body, chat.HISTORY), entries=entries)
+            request = chat.read(decoded_body(body, chat.HISTORY, chat.FIELDS), entries=entries)
             conversations.keep(conversations.of(request.messages, set()))
             if turn in spent:
                 spent[turn].append(time.thread_time() - began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,23 @@ class Untouchable:
 
     def __repr__(self) -> str:
         return "untouchable"
+
+
+class Panic(BaseException):
+    """As those of Rust libraries and of pytest: no ``Exception``."""
+
+
+class Panicking:
+    """Its code raises an error of this type."""
+
+    def __init__(self, error: type[BaseException] = Panic) -> None:
+        self.__dict__["error"] = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
+
+    def __repr__(self) -> str:
+        raise self.error
 
 
 class Endless:
@@ -64,8 +82,8 @@ ENCODERS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
 @pytest.mark.parametrize("form", ENCODERS)
 @pytest.mark.parametrize(
     "value",
-    [Unprintable(), Untouchable(), Endless(), family(), Tree(), {Unprintable(): 1}],
-    ids=["unprintable", "untouchable", "endless", "parents", "in itself", "key"],
+    [Unprintable(), Untouchable(), Endless(), family(), Tree(), {Unprintable(): 1}, Panicking(), {Panicking(): 1}],
+    ids=["unprintable", "untouchable", "endless", "parents", "in itself", "key", "panicking", "panicking key"],
 )
 def test_any_object_is_encoded(form: str, value: Any) -> None:
     """What is next to it is stored as it is."""
@@ -90,3 +108,11 @@ def test_a_text_of_another_class_is_a_text(form: str) -> None:
     """Not its repr."""
     encode, decode = ENCODERS[form]
     assert decode(encode({"text": Text("a")})) == {"text": "a"}
+
+
+@pytest.mark.parametrize("form", ENCODERS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_what_ends_a_run_is_not_of_a_value(form: str, error: type[BaseException]) -> None:
+    """Ctrl-C, an exit and a cancellation reach the caller."""
+    with pytest.raises(error):
+        ENCODERS[form][0]({"v": Panicking(error)})

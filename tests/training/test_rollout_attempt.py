@@ -41,6 +41,7 @@ from rollouts.training import (
     Sample,
     generate_rollout_batch,
 )
+from rollouts.training.rollout_attempt import pack_lossy
 from tests.stored_runs import some_sample
 
 BAD = 0
@@ -303,6 +304,27 @@ async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: A
     """H13: a reward that is no finite number after the filter is the filter's failure."""
     reason = await failure_of(**in_filter(lambda sample: setattr(sample, "reward", value)))
     assert reason == f"FilterFailure: after filter hostile: Sample.reward: got {value!r}; expected a finite number"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("reward", float("nan"), None),
+        ("label", cyclic, "a"),
+        ("metadata", lambda: {"fit": 1, "unfit": cyclic()}, {"fit": 1}),
+        ("metrics", lambda: {"fit": 1.0, "unfit": float("nan")}, {"fit": 1.0}),
+        ("messages", lambda: [cyclic()], []),
+    ],
+)
+def test_a_failed_sample_loses_only_what_cannot_be_stored(field: str, value: Any, stored: Any) -> None:
+    """Its label is that of its group, and what says why it failed stays."""
+    prompt = Prompt("What?", label="a", metadata={"row": 1}, group_index=0, index=0)
+    expected, bad = (some_sample(prompt, 1).pack() for _ in range(2))
+    expected.reward = bad.reward = 1.0
+    setattr(bad, field, value() if callable(value) else value)
+    assert pack_lossy([bad], prompt) == [bad]
+    setattr(expected, field, stored)
+    assert to_json(bad.to_dict()) == to_json(expected.to_dict())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from typing import Any
 from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.programs.gateway.wire import (
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.wire import (
+    SAMPLING,
     STATUS,
     Counts,
     Entries,
@@ -31,7 +34,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = b": ping\n\n"
 HISTORY = "messages"
@@ -44,17 +47,22 @@ _NOT_ENFORCED = (
     "structured_outputs",
 )  # fmt: skip
 """Fields of SGLang's and vLLM's servers beyond the API, which would change the prompt or the distribution."""
+FIELDS: tuple[str, ...] = (
+    *SAMPLING, *_NOT_ENFORCED, "audio", "function_call", "functions", "logprobs", "max_completion_tokens", "max_tokens",
+    "model", "n", "parallel_tool_calls", "response_format", "stop", "stream", "stream_options", "tool_choice",
+    "web_search_options",
+)  # fmt: skip
 MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
 
 def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    fields, counts = Fields.of(body), Counts()
+    entries, counts = entries or Entries(), Counts()
+    fields = Fields.of(body, no_images=entries.no_images)
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
         if fields.value.get(name) is not None:
             raise fields.wrong(name, f"no such field; this server takes {instead} only")
-    entries = entries or Entries()
     messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")

@@ -1,6 +1,6 @@
-"""The tokens that one session has at the policy at the same time.
+"""An amount that is under way at the same time: tokens at the policy, or bytes of bodies.
 
-Invariant: they are at most the limit, except those of a single call that has more by itself.
+Invariant: it is at most the limit, except that of a single one that is more by itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 
 import anyio
 
-__all__ = ["TokensInFlight"]
+__all__ = ["InFlight"]
 
 
-class TokensInFlight:
-    """Tokens of prompts and budgets at the policy.
+class InFlight:
+    """Tokens or bytes that are under way.
 
     Args:
         most: the limit; ``None``: unlimited.
@@ -26,14 +26,14 @@ class TokensInFlight:
         self._fewer = anyio.Event()
 
     @contextlib.asynccontextmanager
-    async def more(self, tokens: int) -> AsyncIterator[None]:
+    async def more(self, amount: int) -> AsyncIterator[None]:
         """Wait until so many more may be in flight; they are while the context lasts."""
-        while self._most is not None and self._now and self._now + tokens > self._most:
+        while self._most is not None and self._now and self._now + amount > self._most:
             await self._fewer.wait()
-        self._now += tokens
+        self._now += amount
         try:
             yield
         finally:
-            self._now -= tokens
+            self._now -= amount
             self._fewer.set()
             self._fewer = anyio.Event()

@@ -13,6 +13,10 @@ from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
 from rollouts.programs.gateway.normal import joined
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.programs.gateway.wire import (
+from rollouts.programs.gateway.normal import joined
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.wire import (
+    SAMPLING,
     STATUS,
     Counts,
     Entries,
@@ -32,7 +36,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = event({"type": "ping"}, "ping")
 HISTORY = "messages"
@@ -42,12 +46,16 @@ _BILLING = "x-anthropic-billing-header:"
 """How Claude Code's first system block begins; it has a number that differs between requests."""
 _PARTS = ("text", "image", "document", "search_result")
 _KEPT = "clear_thinking_20251015"
+FIELDS: tuple[str, ...] = (
+    *SAMPLING, "context_management", "max_tokens", "mcp_servers", "model", "output_config", "output_format",
+    "stop_sequences", "stream", "system", "tool_choice",
+)  # fmt: skip
 
 
 def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    fields, counts = Fields.of(body), Counts()
-    entries = entries or Entries()
+    entries, counts = entries or Entries(), Counts()
+    fields = Fields.of(body, no_images=entries.no_images)
     system = _system(fields, counts, entries)
     messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
     if not messages:

@@ -16,6 +16,10 @@ from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.chat import PING, error
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.programs.gateway.wire import (
+from rollouts.programs.gateway.chat import PING, error
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
+from rollouts.programs.gateway.wire import (
+    SAMPLING,
     Counts,
     Entries,
     Fields,
@@ -33,7 +37,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
 
 HISTORY = "input"
 _ROLES = ("system", "developer", "user", "assistant")
@@ -44,11 +48,16 @@ _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
 _NOT_HERE = ("conversation", "prompt", "background")
 """Fields that refer to what a server keeps; this server keeps the session only."""
+FIELDS: tuple[str, ...] = (
+    *SAMPLING, *_NOT_HERE, "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id",
+    "stream", "text", "tool_choice", "top_logprobs", "truncation",
+)  # fmt: skip
 
 
 def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    fields, counts = Fields.of(body), Counts()
+    entries, counts = entries or Entries(), Counts()
+    fields = Fields.of(body, no_images=entries.no_images)
     for name in _NOT_HERE:
         if fields.value.get(name) not in (None, False):
             raise fields.wrong(name, "no such field; this server has no such objects")
@@ -56,7 +65,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     if previous is not None and not previous.startswith("resp_"):
         raise fields.wrong("previous_response_id", "the id of a response of this session")
     instructions = fields.text("instructions")
-    entries, conversation = entries or Entries(), _Conversation(reply_of)
+    conversation = _Conversation(reply_of)
     system = [] if instructions is None else [entries.system(instructions)]
     given = fields.value.get(HISTORY)
     if isinstance(given, str):

@@ -3,7 +3,8 @@
 Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing,
 and a probe of the server is all that it is answered.
 Every answer, also to a request that is wrong in any way, has the form of its API. A stream that has begun is kept open
-until its reply is there. This module knows no token and no tree.
+until its reply is there. A body has a size, and a time to arrive in; the bodies under way of one session, and of all,
+have a size too: others wait. This module knows no token and no tree.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.programs.gateway import chat, messages, responses
 from rollouts.programs.gateway.address import PublicAddress
+from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Session
 from rollouts.programs.gateway.wire import Entries, Wire, decoded_body, encoded
 
@@ -37,6 +39,8 @@ try:
     from aiohttp import web
 except ImportError as missing:
     raise ConfigError(f"the gateway needs aiohttp: {install_command('gateway')} ({missing})") from missing
+
+from rollouts.programs.gateway.connections import BACKLOG, Connection, Connections, Listener, most_connections
 
 __all__ = ["LINEAGE", "Gateway", "shared_gateway"]
 
@@ -56,11 +60,15 @@ LINEAGE = (
     "x-codex-window-id",
 )
 """Headers in which programs name their agents and conversations."""
+RETRY = "x-stainless-retry-count"
+"""The header in which the SDKs of OpenAI and Anthropic say how often they have sent a request before."""
 _IN_THREAD = 1 << 20
 """A body of more bytes, or with an image, is read in a worker thread: it would hold up the other calls."""
 _HEADER_BYTES = 1 << 16
 _KEEP_ALIVE = 3600.0
 """Seconds; a server that closes idle connections loses requests that are sent at that moment."""
+_ALL_BODIES = 1 << 30
+"""Bytes of the bodies under way of all sessions."""
 _KEY_LENGTH = 16
 _SHOWN_PATH = 80
 _UNKNOWN_ROUTES = 20
@@ -78,9 +86,12 @@ class Gateway:
         port: 0 picks a free port.
         sock: a listening socket to serve instead of ``host`` and ``port``.
         model: the name in the list of models; requests may name any other.
-        max_body: bytes of a request; a long history has many.
+        max_body: bytes of a request, if its session has no lower limit.
         head_seconds: how long the head of a stream waits for the reply, so that a failure is an HTTP status.
         ping_seconds: the interval of pings in a stream after its head.
+        read_seconds: how long a client may take to send the head of a request, and then its body.
+        connections: the most connections; by default three quarters of the file descriptors that the process may have.
+            A quarter of them are for one session.
 
     Attributes:
         url: the URL of the server, without the path of a session.
@@ -94,37 +105,46 @@ class Gateway:
         *,
         sock: socket.socket | None = None,
         model: str = "policy",
-        max_body: int = 1 << 30,
+        max_body: int = 1 << 26,
         head_seconds: float = 5.0,
         ping_seconds: float = 5.0,
+        read_seconds: float = 120.0,
+        connections: int | None = None,
     ) -> None:
         self.url, self.port = "", 0
         self._host, self._wanted_port, self._sock = host, port, sock
         self._model, self._created, self._max_body = model, int(time.time()), max_body
-        self._head_seconds, self._ping_seconds = head_seconds, ping_seconds
+        self._head_seconds, self._ping_seconds, self._read_seconds = head_seconds, ping_seconds, read_seconds
+        self._most_connections = connections
+        self._bodies = InFlight(_ALL_BODIES)
         self._opened: dict[str, _Opened] = {}
-        self._runner: web.AppRunner
+        self._connections: Connections
+        self._runner: web.ServerRunner
 
     def __repr__(self) -> str:
         calls = sum(len(opened.calls) for opened in self._opened.values())
         return f"<Gateway {self.url}: {len(self._opened)} sessions, {calls} calls>"
 
     async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=self._max_body)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(
-            app,
+        most = self._most_connections or most_connections()
+        self._connections = Connections(
+            self._handle,
+            _malformed,
+            most=most,
+            most_of_one=max(most // 4, 1),
+            head_seconds=self._read_seconds,
             access_log=None,
-            shutdown_timeout=0.5,
             handler_cancellation=True,
             keepalive_timeout=_KEEP_ALIVE,
             max_field_size=_HEADER_BYTES,
             max_line_size=_HEADER_BYTES,
+            auto_decompress=False,
         )
+        self._runner = web.ServerRunner(self._connections, shutdown_timeout=0.5)
         sock = self._sock or _listening(self._host, self._wanted_port)
         self.url, self.port = _url_of(sock), sock.getsockname()[1]
         await self._runner.setup()
-        await web.SockSite(self._runner, sock, backlog=4096).start()
+        await web.SockSite(self._runner, Listener(sock), backlog=BACKLOG).start()
         return self
 
     async def __aexit__(
@@ -142,7 +162,7 @@ class Gateway:
         The socket may be of another network namespace.
         """
         url = _url_of(sock)
-        site = web.SockSite(self._runner, sock, backlog=4096)
+        site = web.SockSite(self._runner, Listener(sock), backlog=BACKLOG)
         await site.start()
         try:
             yield url
@@ -166,7 +186,8 @@ class Gateway:
         digest = _digest(key)
         if digest in self._opened:
             raise ConfigError("key: got that of an open session; expected one key for each session")
-        self._opened[digest] = _Opened(session)
+        most = min(self._max_body, session.max_body)
+        self._opened[digest] = _Opened(session, most, self._bodies, self._read_seconds)
         return f"{self.url if url is None else url}/s/{_name(digest)}"
 
     def close(self, session: Session) -> None:
@@ -177,7 +198,13 @@ class Gateway:
 
     # -- routes --
 
-    async def _handle(self, http: web.Request) -> web.StreamResponse:
+    async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
+        connection = http.protocol
+        assert isinstance(connection, Connection), "made by Connections"
+        with connection.answering():
+            return await self._answer(http, connection)
+
+    async def _answer(self, http: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         found = _PATH.fullmatch(http.path)
         name, path = found.groups("") if found is not None else ("", http.path)
         if http.method == "HEAD" and path in _PROBES:
@@ -185,12 +212,14 @@ class Gateway:
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
+            if not self._connections.own(connection, opened.session.key):
+                raise ApiError("rate_limit", "the session has too many connections; expected fewer at the same time")
             with _failures(opened, ConnectionError):  # the client has gone while it sent its body
                 return await self._route(http, wire, opened, path)
         except ApiError as error:
             return _json(*wire.error(error))
 
-    async def _route(self, http: web.Request, wire: Wire, opened: _Opened, path: str) -> web.StreamResponse:
+    async def _route(self, http: web.BaseRequest, wire: Wire, opened: _Opened, path: str) -> web.StreamResponse:
         if path in WIRES and http.method == "POST":
             return await self._call(http, wire, opened)
         if path == "/v1/messages/count_tokens" and http.method == "POST":
@@ -206,7 +235,7 @@ class Gateway:
         shown = f"{http.method} {path[:_SHOWN_PATH]}"
         raise ApiError("not_found", f"{shown}: no such route; expected POST to one of {', '.join(WIRES)}")
 
-    def _find(self, http: web.Request, name: str) -> _Opened:
+    def _find(self, http: web.BaseRequest, name: str) -> _Opened:
         """The session of the request's key.
 
         Raises:
@@ -241,13 +270,13 @@ class Gateway:
 
     # -- calls --
 
-    async def _call(self, http: web.Request, wire: Wire, opened: _Opened) -> web.StreamResponse:
+    async def _call(self, http: web.BaseRequest, wire: Wire, opened: _Opened) -> web.StreamResponse:
         request = await _request_of(http, wire, opened)
         lineage = {name: http.headers[name] for name in LINEAGE if name in http.headers}
-        call = _Call(opened, wire, request, lineage)
+        call = _Call(opened, wire, request, lineage, _attempt(http))
         headers = {"Content-Type": "text/event-stream" if request.stream else "application/json"}
         response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
-        with opened.scope() as scope:
+        with opened.scope() as scope, call.answering():
             await (self._stream(http, response, call) if request.stream else _whole(http, response, call))
         if scope.cancelled_caught and not response.prepared:
             raise ApiError("conflict", "the session has ended")
@@ -255,7 +284,7 @@ class Gateway:
             http.transport.close()  # the end of the stream would say that the answer is whole
         return response
 
-    async def _stream(self, http: web.Request, response: web.StreamResponse, call: _Call) -> None:
+    async def _stream(self, http: web.BaseRequest, response: web.StreamResponse, call: _Call) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call.run)
             seconds = self._head_seconds
@@ -270,8 +299,8 @@ class Gateway:
             raise call.error
         if call.error is not None:
             await _written(http, response, call.wire.error_event(call.request, call.error), end=True)
-        elif await _written(http, response, call.answer, end=True):
-            call.opened.session.delivered(call.replies)
+        else:
+            call.delivered = await _written(http, response, call.answer, end=True)
 
 
 @attrs.define(eq=False)
@@ -314,15 +343,14 @@ async def shared_gateway(address: PublicAddress | None = None) -> AsyncIterator[
                     await gateway.__aexit__(None, None, None)
 
 
-async def _whole(http: web.Request, response: web.StreamResponse, call: _Call) -> None:
+async def _whole(http: web.BaseRequest, response: web.StreamResponse, call: _Call) -> None:
     await call.run()
     if call.error is not None:
         raise call.error
-    if await _written(http, response, call.answer, end=True):
-        call.opened.session.delivered(call.replies)
+    call.delivered = await _written(http, response, call.answer, end=True)
 
 
-async def _written(http: web.Request, response: web.StreamResponse, data: bytes, *, end: bool = False) -> bool:
+async def _written(http: web.BaseRequest, response: web.StreamResponse, data: bytes, *, end: bool = False) -> bool:
     """Send data, after the head if it was not sent yet; false if the client has gone."""
     try:
         if not response.prepared:
@@ -342,9 +370,18 @@ class _Opened:
     """An open session, and its calls under way."""
 
     session: Session
+    max_body: int
+    all_bodies: InFlight
+    read_seconds: float
     calls: set[anyio.CancelScope] = attrs.field(factory=set)
     unknown: set[str] = attrs.field(factory=set)
-    entries: defaultdict[Wire, Entries] = attrs.field(factory=lambda: defaultdict(Entries))
+    entries: defaultdict[Wire, Entries] = attrs.field(init=False)
+    bodies: InFlight = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        no_images = self.session.no_images
+        self.entries = defaultdict(lambda: Entries(no_images=no_images))
+        self.bodies = InFlight(self.max_body)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[anyio.CancelScope]:
@@ -372,8 +409,11 @@ class _Call:
     wire: Wire
     request: CallRequest
     lineage: Mapping[str, str]
+    attempt: int
     done: anyio.Event = attrs.field(factory=anyio.Event)
     replies: Sequence[CallReply] = ()
+    delivered: bool = False
+    """Whether the whole answer was written to the client's connection."""
     answer: bytes = b""
     error: ApiError | None = None
 
@@ -381,7 +421,7 @@ class _Call:
         """Ask the session; never raises an error."""
         try:
             with _failures(self.opened):
-                self.replies = await self.opened.session.call(self.request, lineage=self.lineage)
+                self.replies = await self.opened.session.call(self.request, lineage=self.lineage, attempt=self.attempt)
                 wire, request = self.wire, self.request
                 if request.stream:
                     self.answer = b"".join(wire.events(request, self.replies))
@@ -390,6 +430,15 @@ class _Call:
         except ApiError as error:
             self.error = error
         self.done.set()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Tell the session at the end whether the client got its replies."""
+        try:
+            yield
+        finally:
+            session = self.opened.session
+            (session.delivered if self.delivered else session.undelivered)(self.replies)
 
 
 @contextlib.contextmanager
@@ -411,34 +460,77 @@ def _failures(opened: _Opened, *passed: type[Exception]) -> Iterator[None]:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def _request_of(http: web.Request, wire: Wire, opened: _Opened) -> CallRequest:
+async def _request_of(http: web.BaseRequest, wire: Wire, opened: _Opened) -> CallRequest:
     """Read a request.
 
     Raises:
-        ApiError: the body is too long, is no JSON, or has a wrong field.
+        ApiError: the body is too long or too slow, is no JSON, or has a wrong field.
     """
     try:
-        body = await http.read()
-        long = len(body) > _IN_THREAD
-        fields = await anyio.to_thread.run_sync(_decoded, wire, body) if long else _decoded(wire, body)
-        with _json_errors(body):
-            read = functools.partial(wire.read, fields, opened.session.reply, opened.entries[wire])
-            images = b"base64" in opened.entries[wire].unread(fields, wire.HISTORY)
-            return await anyio.to_thread.run_sync(read) if long or images else read()
-    except web.HTTPRequestEntityTooLarge as error:
-        opened.session.count("refused/too_large")
-        raise ApiError("too_large", f"body: {error.text}") from None
+        size = _size_of(http, opened.max_body)
+        async with opened.bodies.more(size), opened.all_bodies.more(size):
+            return await _read(await _body_of(http, opened), wire, opened)
     except web.RequestPayloadError as error:
         opened.session.count("refused/invalid_request")
-        raise ApiError("invalid_request", f"body: cannot be decoded; expected JSON ({error})") from None
+        raise ApiError("invalid_request", f"body: cannot be read; expected JSON ({error})") from None
     except ApiError as error:
-        opened.session.count(f"refused/{error.error_kind}")
+        opened.session.count(f"refused/{error.counted}")
         raise
+
+
+async def _read(body: bytes, wire: Wire, opened: _Opened) -> CallRequest:
+    long = len(body) > _IN_THREAD
+    fields = await anyio.to_thread.run_sync(_decoded, wire, body) if long else _decoded(wire, body)
+    with _json_errors(body):
+        read = functools.partial(wire.read, fields, opened.session.reply, opened.entries[wire])
+        images = b"base64" in opened.entries[wire].unread(fields, wire.HISTORY)
+        return await anyio.to_thread.run_sync(read) if long or images else read()
+
+
+def _size_of(http: web.BaseRequest, most: int) -> int:
+    """The most bytes that the body of a request can have."""
+    encoding = http.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise ApiError("media_type", f"Content-Encoding: got {encoding[:40]!r}; expected a body that is not compressed")
+    size = http.content_length
+    if size is not None and size > most:
+        raise _too_large(size, most)
+    return most if size is None else size
+
+
+async def _body_of(http: web.BaseRequest, opened: _Opened) -> bytes:
+    body = bytearray()
+    with anyio.move_on_after(opened.read_seconds) as late:
+        if "100-continue" in http.headers.get("Expect", "").lower():
+            await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            http.writer.output_size = 0
+        while chunk := await http.content.readany():
+            body += chunk
+            if len(body) > opened.max_body:
+                raise _too_large(len(body), opened.max_body)
+    if late.cancelled_caught:
+        raise ApiError("timeout", f"body: got {len(body)} bytes in {opened.read_seconds:g} s; expected all of it")
+    return bytes(body)
+
+
+def _too_large(size: int, most: int) -> ApiError:
+    return ApiError("too_large", f"body: got {size} bytes; expected at most {most}")
+
+
+def _attempt(http: web.BaseRequest) -> int:
+    """How often the client says that it has sent the request before."""
+    given = http.headers.get(RETRY, "")
+    return int(given) if given.isascii() and given.isdigit() and len(given) < 4 else 0
+
+
+def _malformed(message: str | None) -> web.Response:
+    """The answer to a request that is no HTTP."""
+    return _json(*chat.error(ApiError("invalid_request", f"no HTTP request ({message})"[:200])))
 
 
 def _decoded(wire: Wire, body: bytes) -> Any:
     with _json_errors(body):
-        return decoded_body(body, wire.HISTORY)
+        return decoded_body(body, wire.HISTORY, wire.FIELDS)
 
 
 @contextlib.contextmanager
@@ -449,7 +541,7 @@ def _json_errors(body: bytes) -> Iterator[None]:
         raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected JSON ({error})") from None
 
 
-def _wire_of(http: web.Request, path: str) -> Wire:
+def _wire_of(http: web.BaseRequest, path: str) -> Wire:
     """The format of a request's errors."""
     if path in WIRES:
         return WIRES[path]
@@ -477,7 +569,7 @@ def _name(digest: str) -> str:
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=_family(host), backlog=4096)
+        return socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
 

@@ -4,8 +4,9 @@ A call takes these steps: match, render, complete, parse, add to the tree. Its l
 :mod:`rollouts.programs.gateway.tree`, and one more, Said: a field that is not honoured is a count in
 :attr:`ProgramSession.counts`.
 
-Invariant: a request that is repeated while it is being answered, or whose answer was not delivered, is not sampled
-again. A call whose clients have all gone aborts its generation. After the end of the session no call begins.
+Invariant: a reply is given to one call, and to retries of that call. A request is a retry if an equal one has lost its
+client and no other retry has taken its reply, or if its header says so and there is only one that it can repeat. A
+generation whose clients have gone is aborted if no retry comes. After the end of the session no call begins.
 
 This module knows no wire format and no HTTP; it knows the policy and the renderer.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import os
 import time
 import weakref
@@ -55,6 +57,9 @@ from rollouts.inference.base import Policy, check_takes_images, images_option
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.in_flight import TokensInFlight
 from rollouts.programs.gateway.normal import (
+from rollouts.programs.gateway.call_ids import CallIds
+from rollouts.programs.gateway.in_flight import InFlight
+from rollouts.programs.gateway.normal import (
     Conversation,
     Conversations,
     EchoChange,
@@ -80,6 +85,10 @@ _MOST_STOPS = 32
 _MOST_COUNTS = 256
 """Names of counts of one session; what is beyond is one count, for a program may send any name of a tool's type."""
 _REWRITES_KEPT = 8
+_MOST_BODY = 1 << 26
+_LEAST_BODY = 1 << 22
+_BYTES_OF_TOKEN = 256
+"""Of a request: a token of text is some 4 bytes, 6 times that where each is escaped, and white space is longer."""
 _RULES: weakref.WeakKeyDictionary[Renderer, MessageRules] = weakref.WeakKeyDictionary()
 """The rules of the chat templates in use: sessions share a renderer."""
 _NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
@@ -115,6 +124,8 @@ class _Work:
     retry_key: object
     lineage: Mapping[str, str]
     by_hand: bool
+    attempt: int
+    """How often its client had sent it before; of the calls that wait, the last."""
     numbered: bool = False
     """Whether the session has numbered its calls."""
     waiting: int = 0
@@ -150,6 +161,7 @@ class ProgramSession:
         history: what to do where a program sends a reply back otherwise than it was given it, with the same call ids:
             ``"append"`` goes on from the kept ids, ``"fork"`` opens a root that shows the reply as the program does,
             ``"error"`` fails the session.
+        retry_seconds: how long a generation continues without a client, for a retry of its call. SDKs wait up to 8 s.
 
     Attributes:
         tree: the calls.
@@ -173,6 +185,7 @@ class ProgramSession:
         limits: SessionLimits | None = None,
         training: Training | None = None,
         history: OnRewrite = "append",
+        retry_seconds: float = 10.0,
     ) -> None:
         self.key = os.urandom(16).hex() if key is None else key
         self.name = name
@@ -196,13 +209,14 @@ class ProgramSession:
         self._route = os.urandom(16).hex()  # not the key: servers write routes to their logs
         self._ends = time.monotonic() + self._limits.max_seconds
         self._error: Exception | None = None
-        self._works: dict[object, _Work] = {}
+        self._retry_seconds = retry_seconds
+        self._works: list[_Work] = []
         self._group: contextlib.AbstractAsyncContextManager[TaskGroup] | None = None
         self._tasks: TaskGroup | None = None
         self._latest: Conversations | None = None
         self._tools = ToolSets(renderer)
         self._ids = CallIds()
-        self._in_flight = TokensInFlight(self._limits.max_tokens_in_flight)
+        self._in_flight = InFlight(self._limits.max_tokens_in_flight)
         self._calls = 0
         self._names_agents = False
         """Whether the first request had a lineage."""
@@ -232,6 +246,24 @@ class ProgramSession:
         return next(iter(self._denied.values()), None)
 
     @property
+    def max_body(self) -> int:
+        """The most bytes of a request: a longer one would not fit the context, unless it is of images."""
+        if self._max_context is None or self._renderer.images is not None:
+            return _MOST_BODY
+        return min(max(self._max_context * _BYTES_OF_TOKEN, _LEAST_BODY), _MOST_BODY)
+
+    @property
+    def no_images(self) -> str:
+        """Why the model takes no images; empty if it does."""
+        if self._renderer.images is None:
+            return f"got an image; expected text: the renderer of chat template {self._renderer.name} has no images"
+        try:
+            check_takes_images(self._policy)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    @property
     def ended(self) -> bool:
         """Whether the session takes no more calls."""
         return self.stop_reason is not None
@@ -241,7 +273,7 @@ class ProgramSession:
         if self.stop_reason is None:
             self.stop_reason, self.failure = stop_reason, failure
             self.over.set()
-            for work in self._works.values():
+            for work in self._works:
                 work.scope.cancel()
 
     def fail(self, error: Exception) -> None:
@@ -265,6 +297,13 @@ class ProgramSession:
             if call is not None:
                 self.tree.delivered(call)
 
+    def undelivered(self, replies: Sequence[CallReply]) -> None:
+        """Note that the client of these replies went away: the same request again is a retry, and gets them."""
+        for reply in replies:
+            call = self.tree.call_of(reply.id)
+            if call is not None:
+                self.tree.not_delivered(call)
+
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
         conversation = self._conversations().of(request.messages, self.tree.ours)
@@ -272,12 +311,13 @@ class ProgramSession:
         opening, _ = await self._opening(self._to_render(conversation.messages), request.tools)
         return len(opening)
 
-    async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> list[CallReply]:
+    async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> list[CallReply]:
         """Return ``request.n`` replies of the model.
 
         Args:
             request: what the program asks.
             lineage: names of the agent or conversation; labels, and a part of what makes two requests the same.
+            attempt: how often the client has sent this request before, as its header says.
 
         Raises:
             ApiError: the request is refused or cannot be answered; ``conflict`` if the session has ended.
@@ -292,18 +332,16 @@ class ProgramSession:
         for name, value in request.sampling.items():
             if name == "seed" or value != self._run_value(name):  # each call has a seed of its own
                 self.count(f"sampling_overridden/{name}")
-        work = self._work_of(request, conversation, dict(lineage))
-        running = self._works.get(work.retry_key)
-        if running is not None and not running.scope.cancel_called:
+        work = self._work_of(request, conversation, dict(lineage), attempt)
+        if (earlier := self._repeated(work)) is not None:
             self.count("retries_joined")
-            return await self._replies_of(running)
-        kept = self.tree.kept(work.retry_key)
-        if len(kept) >= request.n:
+            return await self._replies_of(earlier)
+        if kept := self.tree.take_kept(work.retry_key, request.n):
             self.count("retries_served")
-            return [call.reply for call in kept[: request.n]]
+            return [call.reply for call in kept]
         self._check_calls(request.n)
         assert self._tasks is not None, "calls are made inside `async with session`"
-        self._works[work.retry_key] = work
+        self._works.append(work)
         # In the context of the rollout, not of the connection: failures name it, and pauses stop its deadlines.
         self._of_rollout.run(self._tasks.start_soon, self._run, work)
         return await self._replies_of(work)
@@ -348,7 +386,7 @@ class ProgramSession:
     def _check_calls(self, n: int) -> None:
         """End the session at one call too many; a retry is none."""
         most = self._limits.max_calls
-        starting = sum(work.request.n for work in self._works.values() if not work.numbered)
+        starting = sum(work.request.n for work in self._works if not work.numbered)
         if most is not None and self._calls + starting + n > most:
             self.end(StopReason.MAX_TURNS)
         self._check_not_ended()
@@ -370,17 +408,29 @@ class ProgramSession:
             self.count("refused/image")
             raise ApiError("invalid_request", f"messages: {error}") from None
 
-    def _work_of(self, request: CallRequest, conversation: Conversation, lineage: dict[str, str]) -> _Work:
+    def _work_of(
+        self, request: CallRequest, conversation: Conversation, lineage: dict[str, str], attempt: int
+    ) -> _Work:
         if not self._calls and not self._works and lineage:
             self._names_agents = True
         named = self._tools.key(request.tools)
-        shape = (request.max_tokens, request.stop, request.n)
+        shape = (request.max_tokens, request.stop, request.n, repr(request.sampling) if request.sampling else "")
         keys = conversation.keys
         retry_key = (tuple(sorted(lineage.items())), named, keys[-1] if keys else 0, shape)
         by_hand = self._names_agents and not lineage
         if by_hand:
             self.count("calls_by_hand")
-        return _Work(request, conversation, request.tools, named, retry_key, lineage, by_hand)
+        return _Work(request, conversation, request.tools, named, retry_key, lineage, by_hand, attempt)
+
+    def _repeated(self, work: _Work) -> _Work | None:
+        """The request under way that this one repeats: its client has gone, or it is the only one that it can be."""
+        equal = [one for one in self._works if one.retry_key == work.retry_key and not one.scope.cancel_called]
+        gone = next((one for one in equal if not one.waiting), None)
+        if gone is None and len(equal) == 1 and equal[0].attempt < work.attempt:
+            gone = equal[0]
+        if gone is not None:
+            gone.attempt = work.attempt
+        return gone
 
     def _whole(self, request: CallRequest) -> tuple[Message, ...]:
         """All messages of a request, with those of the replies that it follows by reference."""
@@ -405,17 +455,27 @@ class ProgramSession:
         return self._latest
 
     async def _replies_of(self, work: _Work) -> list[CallReply]:
-        """Wait for the replies; the last waiting call that is cancelled aborts the generation."""
+        """Wait for the replies; without a call that waits for it, the generation is aborted a little later."""
         work.waiting += 1
+        work.scope.deadline = math.inf
         try:
             await work.done.wait()
+        except anyio.get_cancelled_exc_class():
+            if work.done.is_set():
+                self._keep(work)
+            raise
         finally:
             work.waiting -= 1
             if not work.waiting and not work.done.is_set():
-                work.scope.cancel()
+                work.scope.deadline = anyio.current_time() + self._retry_seconds
         if work.error is not None:
             raise work.error
         return [call.reply for call in work.calls]
+
+    def _keep(self, work: _Work) -> None:
+        """Keep the replies for a retry: their clients have gone."""
+        for call in work.calls:
+            self.tree.not_delivered(call)
 
     async def _run(self, work: _Work) -> None:
         """Answer a request; errors go to the calls that wait for it."""
@@ -445,8 +505,9 @@ class ProgramSession:
         finally:
             if work.error is None and len(work.calls) < work.request.n:  # the task group of the session is cancelled
                 work.error = ApiError("conflict", "the session has ended")
-            if self._works.get(work.retry_key) is work:
-                del self._works[work.retry_key]
+            self._works.remove(work)
+            if not work.waiting:
+                self._keep(work)
             work.done.set()
 
     async def _sample(self, work: _Work) -> None:
@@ -484,7 +545,7 @@ class ProgramSession:
         try:
             work.tools = await self._tools.tested(work.tools_key, work.tools)
         except ConfigError as error:
-            if self._tools.any_served:  # those of the program are served: these are of this request
+            if await self._tools.serves_any():  # these are at fault: a program, and its model, can offer any name
                 self.count("refused/tools")
                 raise ApiError("invalid_request", f"tools: {error}") from error
             self.fail(error)

@@ -6,6 +6,8 @@ rendered. This module knows no request.
 
 from __future__ import annotations
 
+import weakref
+
 from rollouts.dtypes import Tool
 from rollouts.programs.gateway.normal import tools_key
 from rollouts.renderer import Renderer
@@ -14,13 +16,16 @@ from rollouts.renderer.in_threads import in_thread
 __all__ = ["ToolSets"]
 
 _MOST_KEYS = 64
+_PLAIN = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
+_SERVING: weakref.WeakSet[Renderer] = weakref.WeakSet()
+"""The renderers of sessions that were served tools."""
 
 
 class ToolSets:
     """The sets of tools of one session.
 
     Args:
-        renderer: tests whether calls of the tools would be lost.
+        renderer: tests whether calls of the tools would be lost. The sessions of a run share it.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -38,10 +43,11 @@ class ToolSets:
             self._keys[objects] = tools_key(tools), tools
         return self._keys[objects][0]
 
-    @property
-    def any_served(self) -> bool:
-        """Whether a set that is not empty was tested."""
-        return any(self._tested.values())
+    async def serves_any(self) -> bool:
+        """Whether a session was served tools with this renderer, or would be served one with a plain name."""
+        if self._renderer in _SERVING:
+            return True
+        return (await in_thread(self._renderer.self_test, (_PLAIN,))).verdict != "refused"
 
     async def tested(self, key: bytes, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         """The set with this key, once the renderer has tested it.
@@ -51,4 +57,6 @@ class ToolSets:
         """
         if key not in self._tested:
             (await in_thread(self._renderer.self_test, tools)).raise_if_refused()
+            if tools:
+                _SERVING.add(self._renderer)
         return self._tested.setdefault(key, tools)

@@ -311,7 +311,6 @@ class Tree:
             self._by_path[call.tools_key, key] = call
             self._seen[key] = call
         self._seen[call.request_key] = call
-        self.not_delivered(call)
 
     def delivered(self, call: Call) -> None:
         """Note that the program got the reply."""
@@ -321,14 +320,19 @@ class Tree:
             kept.remove(call)
 
     def not_delivered(self, call: Call) -> None:
-        """Keep the reply for a retry: it is not known yet whether the program got it."""
-        call.delivered = False
-        if call.completion.finish_reason != "abort" and call not in self._retries.setdefault(call.retry_key, []):
+        """Keep a reply that its program did not get for a retry."""
+        if not call.delivered and call not in self._retries.setdefault(call.retry_key, []):
             self._retries[call.retry_key].append(call)
 
-    def kept(self, retry_key: object) -> list[Call]:
-        """Replies to the same request that the program did not get, oldest first."""
-        return list(self._retries.get(retry_key, ()))
+    def take_kept(self, retry_key: object, n: int) -> list[Call]:
+        """Take ``n`` replies to the same request that their program did not get, oldest first; none if fewer are kept.
+
+        Each is for one retry.
+        """
+        kept = self._retries.get(retry_key, [])
+        taken = kept[:n] if len(kept) >= n else []
+        del kept[: len(taken)]
+        return taken
 
     # -- branches -----------------------------------------------------------------------------------------------------
 

@@ -21,21 +21,28 @@ ErrorKind: TypeAlias = Literal[
     "not_found",
     "conflict",
     "too_large",
+    "media_type",
+    "timeout",
     "overflow",
     "upgrade",
     "rate_limit",
     "server",
 ]
 """The kinds of error that every API has a form for. ``overflow`` is a prompt that does not fit the context, ``upgrade``
-a request for a protocol that the server does not speak."""
+a request for a protocol that the server does not speak, ``media_type`` a compressed body, ``timeout`` a body that does
+not arrive."""
 
 
 class ApiError(RolloutsError):
     """A request that is answered with an error in the form of its API."""
 
-    def __init__(self, kind: ErrorKind, message: str, *, tokens: int = 0, max_context: int = 0) -> None:
+    def __init__(
+        self, kind: ErrorKind, message: str, *, tokens: int = 0, max_context: int = 0, counted: str = ""
+    ) -> None:
         super().__init__(message)
         self.error_kind: ErrorKind = kind
+        self.counted = counted or kind
+        """Its name in the counts, behind ``refused/``."""
         self.tokens = tokens
         """Of an ``overflow``: the ids of the prompt."""
         self.max_context = max_context
@@ -108,11 +115,20 @@ class Session(Protocol):
     def ended(self) -> bool:
         """Whether the session takes no more calls."""
 
-    async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> Sequence[CallReply]:
-        """``request.n`` replies of the model. A cancelled call aborts its generation: its client has gone.
+    @property
+    def max_body(self) -> int:
+        """The most bytes of a request."""
+
+    @property
+    def no_images(self) -> str:
+        """Why the model takes no images; empty if it does."""
+
+    async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> Sequence[CallReply]:
+        """``request.n`` replies of the model. A cancelled call says that its client has gone.
 
         Args:
             lineage: the headers in which a program names its agent or conversation, by lower-case name.
+            attempt: how often the client has sent this request before, as its header says.
 
         Raises:
             ApiError: the answer is an error.
@@ -120,6 +136,9 @@ class Session(Protocol):
 
     def delivered(self, replies: Sequence[CallReply]) -> None:
         """Called when the whole answer with these replies was written to the client's connection."""
+
+    def undelivered(self, replies: Sequence[CallReply]) -> None:
+        """Called when the client went away before the whole answer with these replies was written."""
 
     def reply(self, reply_id: str) -> CallReply | None:
         """An earlier reply by its id, for items that a program sends back by reference."""

@@ -6,6 +6,7 @@ take for the end of a line. This module knows none of the formats, and does no I
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import weakref
@@ -22,6 +23,7 @@ from rollouts.programs.gateway.normal import joined
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 
 __all__ = [
+    "SAMPLING",
     "STATUS",
     "Counts",
     "Entries",
@@ -70,7 +72,9 @@ STATUS: Mapping[ErrorKind, int] = {
     "authentication": 401,
     "not_found": 404,
     "conflict": 409,
+    "timeout": 408,
     "too_large": 413,
+    "media_type": 415,
     "upgrade": 426,
     "rate_limit": 429,
     "server": 500,
@@ -90,12 +94,14 @@ class Wire(Protocol):
     """What keeps a silent stream open."""
     HISTORY: str
     """The field of a request with the list of its history."""
+    FIELDS: tuple[str, ...]
+    """All fields of a request that are read."""
 
     def read(self, body: Any, reply_of: ReplyOf = ..., entries: Entries | None = ..., /) -> CallRequest:
         """Read the decoded JSON of a request.
 
         Args:
-            body: as from :func:`decoded_body`, or decoded as a whole.
+            body: as from :func:`decoded_body` with ``HISTORY`` and ``FIELDS``, or decoded as a whole.
             reply_of: finds earlier replies of the session.
             entries: what was read of earlier requests of the session.
 
@@ -125,13 +131,15 @@ class Fields:
 
     value: Mapping[str, Any]
     path: str = ""
+    no_images: str = ""
+    """Why an image in it is refused; empty if images are taken."""
 
     @classmethod
-    def of(cls, value: Any, path: str = "") -> Fields:
+    def of(cls, value: Any, path: str = "", no_images: str = "") -> Fields:
         """Check that a value is an object."""
         if not isinstance(value, Mapping):
             raise ApiError("invalid_request", str(ConfigError.of(path or "body", value, "a JSON object")))
-        return cls(value, path)
+        return cls(value, path, no_images)
 
     def at(self, name: str) -> str:
         """The path of a field."""
@@ -174,7 +182,7 @@ class Fields:
     def object(self, name: str) -> Fields | None:
         """An object; ``None`` if the field is absent or ``null``."""
         value = self.value.get(name)
-        return None if value is None else Fields.of(value, self.at(name))
+        return None if value is None else Fields.of(value, self.at(name), self.no_images)
 
     def objects(self, name: str) -> list[Fields]:
         """A list of objects; empty if the field is absent or ``null``."""
@@ -184,7 +192,7 @@ class Fields:
         if not isinstance(value, list):
             raise self.wrong(name, "a list of objects")
         path = self.at(name)
-        return [Fields.of(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+        return [Fields.of(entry, f"{path}[{index}]", self.no_images) for index, entry in enumerate(value)]
 
 
 def content_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> Content:
@@ -219,8 +227,10 @@ def image_of(fields: Fields, name: str, url: str) -> Image:
     """The image of a ``data:`` URL, which the field has or stands for.
 
     Raises:
-        ApiError: it is another URL, or cannot be decoded.
+        ApiError: it is another URL, or cannot be decoded, or the model takes no images: then it is not decoded.
     """
+    if fields.no_images:
+        raise ApiError("invalid_request", f"{fields.at(name)}: {fields.no_images}", counted="image")
     if not url.startswith("data:"):
         raise fields.wrong(name, "a data: URL of an image in base64; this server fetches no image")
     key = hashlib.blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -254,14 +264,21 @@ def arguments_text(call: ToolCall) -> str:
         return call.raw
 
 
+_LONGEST_NAME = 256
+"""Characters of a tool's name, of which the test of a set of tools writes many."""
+
+
 def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
     """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
     if fields.value.get("strict") is True:
         counts["not_enforced/strict"] += 1
+    name = fields.required("name")
+    if len(name) > _LONGEST_NAME:
+        raise fields.wrong("name", f"at most {_LONGEST_NAME} characters")
     parameters = fields.object(schema)
     given = {} if parameters is None else {"parameters": dict(parameters.value)}
     try:
-        return Tool(fields.required("name"), fields.text("description") or "", **given)
+        return Tool(name, fields.text("description") or "", **given)
     except ConfigError as error:
         raise ApiError("invalid_request", f"{fields.path}: {error}") from None
 
@@ -346,9 +363,11 @@ class Entries:
     Args:
         most: the number of entries that are kept; where a session has more, all are read again.
         lists: the number of lists of each name whose beginnings are kept, with their JSON.
+        no_images: why images are refused; empty if they are taken.
     """
 
-    def __init__(self, most: int = 1 << 14, lists: int = 4) -> None:
+    def __init__(self, most: int = 1 << 14, lists: int = 4, no_images: str = "") -> None:
+        self.no_images = no_images
         self._most, self._lists = most, lists
         self._read: dict[int, tuple[Any, Counts]] = {}
         self._beginnings: dict[str, list[_Beginning]] = {}
@@ -416,7 +435,7 @@ class Entries:
             entry = self._read.get(key)
             if entry is None:
                 found = Counts()
-                entry = read(Fields.of(msgspec.json.decode(raw), path), found), found
+                entry = read(Fields.of(msgspec.json.decode(raw), path, fields.no_images), found), found
                 if len(self._read) >= self._most:
                     self._read.clear()
                 self._read[key] = entry
@@ -449,17 +468,34 @@ def _before(text: bytes, last: Sequence[msgspec.Raw]) -> bytes:
     return text[:stop]
 
 
-def decoded_body(body: bytes, history: str) -> Any:
+def decoded_body(body: bytes, history: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
     """A body of JSON, in which the lists ``history`` and ``tools`` stay raw.
+
+    Args:
+        body: the bytes of a request.
+        history: the name of the field with the history.
+        names: the other fields that are read. The rest is checked to be JSON, and no object is made of it.
 
     Raises:
         msgspec.DecodeError: it is no JSON.
+        ApiError: it is no object, or has too many values.
     """
+    _check_values(body)
     try:
-        values = _OBJECT.decode(body)
-    except msgspec.ValidationError:  # JSON, and no object
-        return msgspec.json.decode(body)
-    return {name: _value_of(raw, is_list=name in (history, "tools")) for name, raw in values.items()}
+        values = _decoder_of((history, "tools", *names)).decode(body)
+    except msgspec.ValidationError as error:
+        raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected a JSON object ({error})") from None
+    fields = ((name, getattr(values, name)) for name in values.__struct_fields__)
+    return {
+        name: _value_of(raw, is_list=name in (history, "tools")) for name, raw in fields if raw is not msgspec.UNSET
+    }
+
+
+@functools.cache
+def _decoder_of(names: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """Decodes an object with some of these fields, each of which stays raw."""
+    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in dict.fromkeys(names)]
+    return msgspec.json.Decoder(msgspec.defstruct("Body", fields, gc=False))
 
 
 def _value_of(raw: msgspec.Raw, *, is_list: bool) -> Any:
@@ -468,7 +504,27 @@ def _value_of(raw: msgspec.Raw, *, is_list: bool) -> Any:
     return msgspec.json.decode(raw)
 
 
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MOST_VALUES = 1 << 18
+"""Values of one body. Each is an object here and 3 tokens or more of a prompt; a byte of JSON can be 50 in objects."""
+
+
+def _check_values(body: bytes) -> None:
+    """Refuse a body with too many values, before any of them is decoded.
+
+    A long text has many commas and brackets, so that a body that seems to have too many is counted without its strings.
+    """
+    if len(body) <= 2 * _MOST_VALUES or _separators(body) <= _MOST_VALUES:
+        return
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    many = text.count(b'"') > 2 * _MOST_VALUES
+    if many or _separators(b"".join(text.split(b'"')[::2])) > _MOST_VALUES:
+        raise ApiError("too_large", f"body: got {len(body)} bytes; expected at most {_MOST_VALUES} values of JSON")
+
+
+def _separators(text: bytes) -> int:
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 

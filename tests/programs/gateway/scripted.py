@@ -55,20 +55,26 @@ class ScriptedSession:
     script: Iterator[Step] = attrs.field(default=(), converter=iter)
     key: str = "key-of-a-test-0001"
     ended: bool = False
+    max_body: int = 1 << 26
+    no_images: str = ""
     requests: list[CallRequest] = attrs.field(factory=list)
     lineages: list[Mapping[str, str]] = attrs.field(factory=list)
+    attempts: list[int] = attrs.field(factory=list)
     replies: list[CallReply] = attrs.field(factory=list)
     received: list[str] = attrs.field(factory=list)
     """The ids of the replies that were delivered."""
+    lost: list[str] = attrs.field(factory=list)
+    """The ids of the replies whose client went away."""
     gone: int = 0
     """Calls that were cancelled."""
     counts: Counter[str] = attrs.field(factory=Counter)
     failures: list[Exception] = attrs.field(factory=list)
     changed: anyio.Event = attrs.field(factory=anyio.Event)
 
-    async def call(self, request: CallRequest, *, lineage: Mapping[str, str]) -> Sequence[CallReply]:
+    async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> Sequence[CallReply]:
         self.requests.append(request)
         self.lineages.append(lineage)
+        self.attempts.append(attempt)
         self._change()
         try:
             return [await self._next(request) for _ in range(request.n)]
@@ -89,6 +95,10 @@ class ScriptedSession:
 
     def delivered(self, replies: Sequence[CallReply]) -> None:
         self.received += [reply.id for reply in replies]
+        self._change()
+
+    def undelivered(self, replies: Sequence[CallReply]) -> None:
+        self.lost += [reply.id for reply in replies]
         self._change()
 
     def reply(self, reply_id: str) -> CallReply | None:

@@ -159,6 +159,7 @@ async def take_turn(session: ProgramSession, agent: Agent, rng: random.Random) -
     try:
         replies = await session.call(request, lineage=agent.lineage)
         if rng.random() < 0.1:  # the answer is lost: the retry gets the same
+            session.undelivered(replies)
             assert await session.call(request, lineage=agent.lineage) == replies
     except ApiError as error:
         assert error.error_kind in ("server", "invalid_request")  # noqa: PT017 - most turns have no error

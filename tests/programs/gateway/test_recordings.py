@@ -257,8 +257,7 @@ async def replayed(
             if echo is not None:
                 theirs = [call.id for call in echo.tool_calls]
                 ids.update(zip(theirs, [call.id for call in reply.message.tool_calls], strict=False))
-            if policy.fault != "cut":
-                session.delivered([reply])
+            (session.undelivered if policy.fault == "cut" else session.delivered)([reply])
     return session
 
 

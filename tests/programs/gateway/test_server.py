@@ -6,9 +6,12 @@ import contextlib
 import gzip
 import io
 import json
+import os
+import resource
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -19,6 +22,7 @@ import pytest
 
 from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
+from rollouts.programs.gateway.connections import Listener
 from rollouts.programs.gateway.server import Gateway
 from rollouts.programs.gateway.types import ApiError, CallRequest
 from rollouts.testing.policy import ScriptedPolicy
@@ -361,15 +365,16 @@ async def test_any_body_gets_a_reply_or_a_typed_error(path: str) -> None:
     assert statuses[200] >= 3, "the bodies without a change are answered"
 
 
-async def test_a_compressed_body_is_read() -> None:
-    """What cannot be unpacked is refused."""
-    async with serving("one") as client:
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_compressed_body_is_refused(path: str) -> None:
+    """No SDK sends one, and a few bytes of it can be gigabytes."""
+    async with serving() as client:
         headers = {"x-api-key": client.session.key, "Content-Encoding": "gzip", "Content-Type": "application/json"}
-        whole = gzip.compress(msgspec.json.encode(BODIES[CHAT]))
-        async with client.http.post(client.base + CHAT, data=whole, headers=headers) as response:
-            assert response.status == 200
-        async with client.http.post(client.base + CHAT, data=b"no gzip", headers=headers) as response:
-            assert response.status == 400
+        whole = gzip.compress(msgspec.json.encode(BODIES[path]))
+        async with client.http.post(client.base + path, data=whole, headers=headers) as response:
+            assert response.status == 415
+            assert "not compressed" in error_in(path, await response.json())["message"]
+        assert (client.session.requests, client.session.counts) == ([], {"refused/media_type": 1})
 
 
 async def test_a_long_history_is_read() -> None:
@@ -391,6 +396,295 @@ async def test_a_body_over_the_limit_is_refused(path: str) -> None:
         assert status == 413
         assert "1000" in error["message"]
         assert client.session.counts == {"refused/too_large": 1}
+
+
+async def test_a_body_without_a_length_is_refused_at_the_limit_of_its_session() -> None:
+    """It is not read further, and a session has its own limit."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b'{"user": "'
+        for _ in range(100):
+            yield b"x" * 100
+
+    async with serving("one") as client:
+        client.gateway.close(client.session)
+        client.session.max_body = 1000
+        client.gateway.open(client.session)
+        headers = {"x-api-key": client.session.key}
+        async with client.http.post(client.base + CHAT, data=pieces(), headers=headers) as response:
+            assert response.status == 413
+        async with client.ask(CHAT) as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("max_context", "most"), [(None, 1 << 26), (1 << 10, 1 << 22), (1 << 17, 1 << 25), (1 << 22, 1 << 26)]
+)
+async def test_the_limit_of_a_body_is_that_of_the_context(max_context: int | None, most: int) -> None:
+    """256 bytes for each token of the context, from 4 MiB to 64 MiB."""
+    async with session_of(ScriptedPolicy(replies()), max_context=max_context) as session:
+        assert session.max_body == most
+
+
+def begun_body(client: Client, size: int, key: str = "") -> bytes:
+    """A request with the first byte of its body."""
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nx-api-key: {key or client.session.key}\r\nContent-Length: {size}\r\n\r\n"
+    )
+    return head.encode() + b"{"
+
+
+async def test_the_bodies_under_way_of_a_session_are_limited() -> None:
+    """A body that would exceed the limit waits for the others of its session, and for no other session."""
+    other = ScriptedSession(["theirs"], key="key-of-another-01")
+    async with serving("late", max_body=1000) as client:
+        client.gateway.open(other)
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            async with client.ask(CHAT, {**BODIES[CHAT], "user": "x" * 500}) as response:
+                statuses.append(response.status)
+
+        async with anyio.create_task_group() as tasks:
+            async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+                await stream.send(begun_body(client, 600))
+                async with client.ask(CHAT, {"messages": []}) as response:  # small: the body before is under way now
+                    assert response.status == 400
+                tasks.start_soon(ask)
+                async with client.ask(
+                    CHAT, {**BODIES[CHAT], "user": "x" * 500}, key=other.key, base=client.gateway.url
+                ) as response:
+                    assert response.status == 200
+                assert (statuses, client.session.requests) == ([], [])
+        assert statuses == [200]
+
+
+async def test_a_body_that_does_not_arrive_is_refused() -> None:
+    """After a time, which starts with its head; the connection is closed."""
+    async with serving(read_seconds=0.05) as client:
+        async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+            await stream.send(begun_body(client, 600))
+            assert b"408 Request Timeout" in await stream.receive()
+        assert client.session.counts == {"refused/timeout": 1}
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/mess", b"POST / HTTP/1.1\r\nHost: x\r\n"])
+async def test_a_head_that_does_not_arrive_ends_its_connection(sent: bytes) -> None:
+    """Also the first one, of which nothing came."""
+    async with serving(read_seconds=0.05) as client:
+        async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+            if sent:
+                await stream.send(sent)
+            with anyio.fail_after(5), pytest.raises(anyio.EndOfStream):
+                await stream.receive()
+
+
+async def test_a_connection_waits_for_its_next_request() -> None:
+    """The deadline is that of a head that has begun; an idle connection stays, and so does a call without reply."""
+    late = anyio.Event()
+    async with serving("one", holding(late), read_seconds=0.05) as client:
+        async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+            body = msgspec.json.encode(BODIES[CHAT])
+            request = begun_body(client, len(body)) + body[1:]
+            for _ in range(2):
+                await stream.send(request)
+                async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as silent:
+                    with pytest.raises(anyio.EndOfStream):  # as long as the deadline of a head
+                        await silent.receive()
+                late.set()
+                assert b"200 OK" in await stream.receive()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n", b"G\x1b[31m \r\n\r\n"],
+)
+async def test_what_is_no_http_is_answered_and_not_logged(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody can send it, without a key: it writes nothing on the standard error of the run."""
+    async with serving() as client:
+        async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
+            await stream.send(sent)
+            answer = await stream.receive()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 400")
+    assert "no HTTP request" in error_in(CHAT, msgspec.json.decode(body))["message"]
+    assert caplog.records == []
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+async def test_of_too_many_connections_idle_ones_of_the_greediest_are_closed() -> None:
+    """A client that holds connections open without a key does not keep others from their calls."""
+    async with serving("one", "two", connections=8) as client, contextlib.AsyncExitStack() as stack:
+        async with client.ask(CHAT) as response:
+            assert response.status == 200
+        connect = anyio.connect_tcp
+        held = [await stack.enter_async_context(await connect("127.0.0.1", client.gateway.port)) for _ in range(20)]
+        for stream in held[:12]:
+            with anyio.fail_after(5), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+        async with client.ask(CHAT) as response:
+            assert response.status == 200
+
+
+async def test_a_session_has_a_part_of_the_connections() -> None:
+    """What is more is answered with 429, which clients try again; another session has its own part."""
+    ready, other = anyio.Event(), ScriptedSession(["theirs"], key="key-of-another-01")
+    async with serving(holding(ready), holding(ready), "third", connections=8) as client:
+        client.gateway.open(other)
+        statuses: list[int] = []
+
+        async def ask() -> None:
+            async with client.ask(CHAT) as response:
+                statuses.append(response.status)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+            await client.session.until(lambda: len(client.session.requests) == 2)
+            async with client.ask(CHAT) as response:
+                assert (response.status, response.headers.get("x-should-retry")) == (429, None)
+            async with client.ask(CHAT, key=other.key, base=client.gateway.url) as response:
+                assert response.status == 200
+            ready.set()
+        assert statuses == [200, 200]
+
+
+def test_a_listener_without_file_descriptors_closes_what_it_cannot_accept() -> None:
+    """It says that nothing waits, so that an event loop neither logs an error nor asks at once again."""
+    listener = Listener(socket.create_server(("127.0.0.1", 0)))
+    client = socket.create_connection(listener.getsockname())
+    held = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        while not held or held[-1] < max(held[0], client.fileno()) + 8:
+            held.append(os.dup(client.fileno()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, hard))
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in held:
+            os.close(each)
+    client.settimeout(5)
+    with client, listener:
+        assert client.recv(1) == b""
+        with socket.create_connection(listener.getsockname()) as again:
+            accepted, address = listener.accept()
+            with accepted:
+                assert address == again.getsockname()
+
+
+# -- retries ----------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """A script whose replies wait for a gate, and are numbered."""
+
+    def __init__(self) -> None:
+        self.gate, self.changed, self.begun = anyio.Event(), anyio.Event(), 0
+
+    async def until(self, begun: int) -> None:
+        with anyio.fail_after(10):
+            while self.begun < begun:
+                await self.changed.wait()
+
+
+class GatedPolicy(ScriptedPolicy):
+    """A policy that answers when its gate is open."""
+
+    gate: Gate
+
+    async def complete(self, *args: Any, **options: Any) -> Any:
+        self.gate.begun += 1
+        self.gate.changed.set()
+        self.gate.changed = anyio.Event()
+        await self.gate.gate.wait()
+        return await super().complete(*args, **options)
+
+
+@contextlib.asynccontextmanager
+async def gated() -> AsyncIterator[tuple[Any, Gate, Callable[..., Awaitable[str]]]]:
+    """A session of a gated policy behind a gateway: the session, its gate, and a call that returns the text."""
+    policy = GatedPolicy(replies())
+    policy.gate = Gate()
+    async with session_of(policy) as session, Gateway() as gateway, aiohttp.ClientSession() as http:
+        url, key = gateway.open(session) + CHAT, {"x-api-key": session.key}
+
+        async def ask(headers: Mapping[str, str] = MappingProxyType({}), **fields: Any) -> str:
+            async with http.post(url, json={**BODIES[CHAT], **fields}, headers={**key, **headers}) as response:
+                return str((await response.json())["choices"][0]["message"]["content"])
+
+        yield session, policy.gate, ask
+        while any(not call.delivered for call in session.tree.calls):
+            await anyio.lowlevel.checkpoint()
+        gateway.close(session)
+    check_laws(session, session.branches(), policy)
+
+
+@pytest.mark.parametrize("own", [{}, {"seed": 1}])
+async def test_equal_requests_of_connected_clients_are_sampled_each(own: dict[str, int]) -> None:
+    """Four votes are four votes, with or without seeds."""
+    async with gated() as (session, gate, ask):
+        texts: list[str] = []
+
+        async def vote(number: int) -> None:
+            texts.append(await ask(**{name: value + number for name, value in own.items()}))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(vote, number)
+            await gate.until(4)
+            gate.gate.set()
+        assert (len(set(texts)), session.tree.untrained.total()) == (4, 0)
+
+
+async def test_a_client_that_times_out_and_asks_again_gets_its_generation() -> None:
+    """Its first connection is closed: the generation goes on, is served once, and is trained once."""
+    async with gated() as (session, gate, ask):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await gate.until(1)
+            tasks.cancel_scope.cancel()
+        texts: list[str] = []
+
+        async def again() -> None:
+            texts.append(await ask())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(again)
+            while not session.counts["retries_joined"]:
+                await anyio.lowlevel.checkpoint()
+            gate.gate.set()
+        assert (texts, gate.begun, len(session.tree.calls)) == (["reply number 1"], 1, 1)
+
+
+@pytest.mark.parametrize(("sent", "attempt"), [({}, 0), ("0", 0), ("2", 2), ("x", 0), ("-1", 0), ("9" * 99, 0)])
+async def test_the_header_of_a_retry_reaches_the_session(sent: Any, attempt: int) -> None:
+    """As the SDKs of OpenAI and Anthropic send it; anything else is none."""
+    async with serving("one") as client:
+        headers = {"x-api-key": client.session.key, **({"x-stainless-retry-count": sent} if sent else {})}
+        async with client.ask(CHAT, headers=headers) as response:
+            assert response.status == 200
+        assert client.session.attempts == [attempt]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_session_knows_the_replies_whose_client_has_gone(stream: bool) -> None:
+    """After a part of the answer was written, too; a call without a reply has none to tell of."""
+    async with serving("x" * 20_000_000, never) as client:
+        for _ in range(2):
+            body = msgspec.json.encode({**BODIES[CHAT], "stream": stream})
+            async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as connection:
+                await connection.send(begun_body(client, len(body)) + body[1:])
+                if not client.session.requests:
+                    await connection.receive()
+                else:
+                    await client.session.until(lambda: len(client.session.requests) == 2)
+            await client.session.until(lambda: bool(client.session.lost))
+        await client.session.until(lambda: client.session.gone == 1)
+        assert (client.session.received, client.session.lost) == ([], ["r1"])
 
 
 # -- arguments that the model writes ----------------------------------------------------------------------------------

@@ -148,38 +148,153 @@ async def test_a_request_that_the_template_refuses_is_invalid() -> None:
     assert caught.value.error_kind == "invalid_request"
 
 
-async def test_a_retry_while_the_first_is_under_way_is_one_generation() -> None:
-    """The same request twice at the same time is sampled once, and both calls get the same reply."""
-    policy = GatedPolicy(replies("once"))
+async def test_equal_requests_at_the_same_time_are_sampled_each() -> None:
+    """Votes and best-of-n: as long as its client is there, a reply belongs to one call."""
+    policy = GatedPolicy(replies(*"abcd"))
     answers: list[CallReply] = []
 
     async def call() -> None:
         answers.extend(await session.call(asks("Look!"), lineage={}))
 
     async with session_of(policy) as session, anyio.create_task_group() as tasks:
-        tasks.start_soon(call)
-        await begun(policy, 1)
-        tasks.start_soon(call)
-        await anyio.wait_all_tasks_blocked()
+        for _ in range(4):
+            tasks.start_soon(call)
+        await begun(policy, 4)
         policy.gate.set()
-    assert answers[0] is answers[1]
-    assert (len(policy.requests), session.counts["retries_joined"]) == (1, 1)
+    assert sorted(answer.message.text for answer in answers) == [*"abcd"]
+    session.delivered(answers)
+    check_laws(session, session.branches(), policy)
+    assert {count: amount for count, amount in session.counts.items() if count.startswith("retries")} == {}
+
+
+async def test_an_equal_request_does_not_get_a_reply_that_another_client_is_being_sent() -> None:
+    """A reply that was sampled and is not delivered yet is no lost one."""
+    policy = ScriptedPolicy(replies("one", "two"))
+    async with session_of(policy) as session:
+        (first,) = await session.call(asks("Look!"), lineage={})
+        (second,) = await session.call(asks("Look!"), lineage={})
+        session.delivered([first, second])
+    assert [first.message.text, second.message.text] == ["one", "two"]
+    check_laws(session, session.branches(), policy)
+
+
+async def left(session: ProgramSession, policy: GatedPolicy, **fields: Any) -> None:
+    """A call whose client goes away while it is sampled."""
+    leaves, number = anyio.CancelScope(), policy.begun + 1
+
+    async def call() -> None:
+        with leaves:
+            await session.call(asks("Look!", **fields), lineage={})
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await begun(policy, number)
+        leaves.cancel()
+
+
+async def test_a_retry_after_its_client_has_gone_gets_the_generation() -> None:
+    """A client that times out while its reply is sampled, and asks again: one generation, trained once."""
+    policy = GatedPolicy(replies("once"))
+    async with session_of(policy) as session:
+        await left(session, policy)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, session, "Look!")
+            await anyio.wait_all_tasks_blocked()
+            policy.gate.set()
+    (branch,) = session.branches()
+    check_laws(session, [branch], policy)
+    assert (policy.begun, policy.cancelled, session.counts["retries_joined"]) == (1, 0, 1)
+    assert branch.mask.sum() == len(spoken("once"))
+
+
+async def test_of_two_retries_one_gets_the_generation_that_was_left() -> None:
+    """The second is a call with another reply."""
+    policy = GatedPolicy(replies("left", "new"))
+    async with session_of(policy) as session:
+        await left(session, policy)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, session, "Look!")
+            tasks.start_soon(ask, session, "Look!")
+            await begun(policy, 2)
+            policy.gate.set()
+    check_laws(session, session.branches(), policy)
+    assert (policy.begun, session.counts["retries_joined"], session.tree.untrained.total()) == (2, 1, 0)
+
+
+async def test_a_generation_ends_after_its_client_has_gone_and_a_retry_is_served() -> None:
+    """The reply waits for the retry, and another request does not get it."""
+    policy = GatedPolicy(replies("left", "new"))
+    async with session_of(policy) as session:
+        await left(session, policy)
+        policy.gate.set()
+        await anyio.wait_all_tasks_blocked()
+        texts = [(await ask(session, "Look!")).message.text for _ in range(2)]
+    check_laws(session, session.branches(), policy)
+    assert (texts, session.counts["retries_served"]) == (["left", "new"], 1)
+
+
+@pytest.mark.parametrize("sampling", [{"seed": 2}, {"temperature": 0.5}, {"logit_bias": {"7": 1}}])
+async def test_a_request_with_another_sampling_is_no_retry(sampling: dict[str, Any]) -> None:
+    """The parameters of the run are used for both, but they are different requests: neither gets the other's reply."""
+    policy = GatedPolicy(replies("left", "new"))
+    async with session_of(policy) as session:
+        await left(session, policy, sampling={"seed": 1})
+        policy.gate.set()
+        await ask(session, "Look!", sampling=sampling)
+    check_laws(session, session.branches(), policy)
+    assert (policy.begun, session.counts["retries_joined"], session.counts["retries_served"]) == (2, 0, 0)
+
+
+async def attempts(session: ProgramSession, policy: GatedPolicy, *numbers: int) -> list[str]:
+    """The replies to equal requests at the same time, whose headers have these numbers."""
+    texts: list[str] = []
+
+    async def call(number: int) -> None:
+        (reply,) = await session.call(asks("Look!"), lineage={}, attempt=number)
+        session.delivered([reply])
+        texts.append(reply.message.text)
+
+    async with anyio.create_task_group() as tasks:
+        for number in numbers:
+            tasks.start_soon(call, number)
+            await anyio.wait_all_tasks_blocked()
+        policy.gate.set()
+    return texts
+
+
+async def test_a_request_that_says_that_it_is_a_retry_joins_the_first() -> None:
+    """A proxy may keep the connection of a client that has gone."""
+    policy = GatedPolicy(replies("once"))
+    async with session_of(policy) as session:
+        assert await attempts(session, policy, 0, 1) == ["once", "once"]
+    check_laws(session, session.branches(), policy)
+    assert (policy.begun, session.counts["retries_joined"]) == (1, 1)
+
+
+@pytest.mark.parametrize("numbers", [(1, 1), (0, 0, 1), (0, 1, 1)])
+async def test_retries_of_several_equal_requests_are_sampled_each(numbers: tuple[int, ...]) -> None:
+    """Which of several requests a retry repeats is not known, and two first retries repeat different ones."""
+    policy = GatedPolicy(replies(*"abc"))
+    async with session_of(policy) as session:
+        texts = await attempts(session, policy, *numbers)
+    check_laws(session, session.branches(), policy)
+    assert len(set(texts)) == policy.begun >= 2
 
 
 async def test_a_second_call_keeps_the_generation_that_the_first_leaves() -> None:
-    """A call that goes away does not abort the generation that another one waits for."""
+    """A call that goes away does not abort the generation that its retry waits for."""
     policy = GatedPolicy(replies("once"))
     answers: list[CallReply] = []
 
-    async def call(scope: anyio.CancelScope) -> None:
+    async def call(scope: anyio.CancelScope, attempt: int) -> None:
         with scope:
-            answers.extend(await session.call(asks("Look!"), lineage={}))
+            answers.extend(await session.call(asks("Look!"), lineage={}, attempt=attempt))
 
     leaves = anyio.CancelScope()
-    async with session_of(policy) as session, anyio.create_task_group() as tasks:
-        tasks.start_soon(call, leaves)
+    async with session_of(policy, retry_seconds=0) as session, anyio.create_task_group() as tasks:
+        tasks.start_soon(call, leaves, 0)
         await begun(policy, 1)
-        tasks.start_soon(call, anyio.CancelScope())
+        tasks.start_soon(call, anyio.CancelScope(), 1)
         await anyio.wait_all_tasks_blocked()
         leaves.cancel()
         await anyio.wait_all_tasks_blocked()
@@ -188,19 +303,10 @@ async def test_a_second_call_keeps_the_generation_that_the_first_leaves() -> Non
 
 
 async def test_a_call_that_goes_away_aborts_its_generation() -> None:
-    """The generation is cancelled and counted, and the same request is sampled again."""
+    """If no retry comes, the generation is cancelled and counted, and the same request is sampled again."""
     policy = GatedPolicy(replies("once"))
-    leaves = anyio.CancelScope()
-
-    async def call() -> None:
-        with leaves:
-            await session.call(asks("Look!"), lineage={})
-
-    async with session_of(policy) as session:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            await begun(policy, 1)
-            leaves.cancel()
+    async with session_of(policy, retry_seconds=0) as session:
+        await left(session, policy)
         policy.gate.set()
         await ask(session, "Look!")
     assert (policy.begun, policy.cancelled, session.counts["undelivered"]) == (2, 1, 1)
@@ -211,12 +317,13 @@ async def test_an_answer_that_was_not_delivered_is_served_again() -> None:
     """A cut stream: the same request gets the kept reply, also without stream; after delivery, another one."""
     policy = ScriptedPolicy(replies("one", "two"))
     async with session_of(policy) as session:
-        (lost,) = await session.call(asks("Look!", stream=True), lineage={})
-        (again,) = await session.call(asks("Look!"), lineage={})
-        session.delivered([again])
+        lost = await session.call(asks("Look!", stream=True), lineage={})
+        session.undelivered(lost)
+        again = await session.call(asks("Look!"), lineage={})
+        session.delivered(again)
         (other,) = await session.call(asks("Look!"), lineage={})
         session.delivered([other])
-    assert (lost is again, other.message.content) == (True, "two")
+    assert (lost == again, other.message.content) == (True, "two")
     assert (len(policy.requests), session.counts["retries_served"]) == (2, 1)
     check_laws(session, session.branches(), policy)
 
@@ -605,7 +712,8 @@ async def test_calls_that_begin_together_stay_within_the_limit() -> None:
     async with session_of(policy, limits=SessionLimits(max_calls=1)) as session:
         request = asks("Question 0")
         first = await session.call(request, lineage={})
-        assert await session.call(request, lineage={}) == first  # its connection was lost before it was delivered
+        session.undelivered(first)
+        assert await session.call(request, lineage={}) == first
         assert (session.counts["retries_served"], session.ended) == (1, False)
 
 
@@ -744,6 +852,43 @@ async def test_later_tools_that_the_dialect_cannot_read_are_an_error_of_their_re
         await ask(session, "Look again!")
     assert (refused.value.error_kind, session.counts["refused/tools"]) == ("invalid_request", 1)
     check_laws(session, session.branches())
+
+
+ODD_NAMES = ['say"hello"', "a\nb", '{"name": "x"}', "a\\u0022", "</tool_call>", "\0"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+async def test_tools_that_no_dialect_reads_are_an_error_of_their_request_also_the_first(name: str) -> None:
+    """Names of tools are from files and servers that a model may write: they end no run."""
+    renderer = Renderer(demo_tokenizer())
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as session:
+        with pytest.raises(ApiError, match="tools: ") as refused:
+            await ask(session, "Leap!", tools=[LOOK, Tool(name)])
+        await ask(session, "Look!")
+    assert (refused.value.error_kind, session.counts["refused/tools"]) == ("invalid_request", 1)
+    check_laws(session, session.branches())
+
+
+class LaterRefusing(Renderer):
+    """A renderer whose test refuses all tools but the first."""
+
+    tested = 0
+
+    def self_test(self, *args: Any, **options: Any) -> Any:
+        found = super().self_test(*args, **options)
+        self.tested += 1
+        return found if self.tested == 1 else attrs.evolve(found, unread="not read")
+
+
+async def test_tools_that_a_session_of_the_run_was_served_keep_the_run() -> None:
+    """Whatever the test says later, in another session: it costs the request."""
+    renderer = LaterRefusing(demo_tokenizer())
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as first:
+        await ask(first, "Look!")
+    async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as second:
+        with pytest.raises(ApiError, match=r"tools: .*not read"):
+            await ask(second, "Leap!", tools=[Tool("leap")])
+    assert second.branches() == []
 
 
 FAMILIES_WITH_TOOLS = [

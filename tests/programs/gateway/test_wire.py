@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from typing import Any
@@ -127,13 +128,17 @@ def test_any_body_is_read_or_refused(name: str, request: pytest.FixtureRequest) 
             return
         except ApiError as error:
             refused = error
+
+        def reread() -> CallRequest:
+            raw = decoded_body(json.dumps(body).encode(), wire.HISTORY, wire.FIELDS)
+            return wire.read(raw, replies.get, entries)
+
         for _ in range(2):  # with entries that were read before, too
-            raw = decoded_body(json.dumps(body).encode(), wire.HISTORY)
             if refused is None:
-                assert wire.read(raw, replies.get, entries) == asked
+                assert reread() == asked
             else:
                 with pytest.raises(ApiError) as again:  # of several errors, the one that is found first
-                    wire.read(raw, replies.get, entries)
+                    reread()
                 assert again.value.error_kind in ("invalid_request", "not_found")
         if refused is not None:
             assert refused.error_kind in ("invalid_request", "not_found")
@@ -229,6 +234,70 @@ def test_what_is_unread_of_a_list_has_all_its_new_entries() -> None:
         texts.of(body)
         read = length
     assert texts.entries.unread(decoded_body(b'{"history": "text"}', "history"), "history") == b""
+
+
+@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("value", [b"[" + b"[]," * 50_000 + b"[]]", b'{"a":' * 500 + b"{}" + b"}" * 500])
+def test_no_object_is_made_of_a_field_that_is_not_read(name: str, value: bytes) -> None:
+    """What a program sends beyond the API costs its bytes and no memory of objects."""
+    wire = WIRES[name]
+    body = b'{"model": "m", "unknown": ' + value + b', "%b": [], "stop": null}' % wire.HISTORY.encode()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        decoded = decoded_body(body, wire.HISTORY, wire.FIELDS)
+        made = len(gc.get_objects()) - before
+    finally:
+        gc.enable()
+    assert (made < 20, "unknown" in decoded) == (True, False)
+
+
+@pytest.mark.parametrize("value", [b"[]", b"{}", b'"a"', b"1", b'"\\\\"', b'{"a":"b"}'])
+def test_a_body_of_too_many_values_is_refused(value: bytes) -> None:
+    """Before one of them is decoded, wherever they are."""
+    body = b'{"messages": [' + b",".join([value] * (1 << 18)) + b",1]}"
+    with pytest.raises(ApiError, match=r"body: got \d+ bytes; expected at most 262144 values") as refused:
+        decoded_body(body, "messages")
+    assert refused.value.error_kind == "too_large"
+
+
+@pytest.mark.parametrize(
+    "text", ["[],{" * (1 << 18), '"[,' * (1 << 18), "\\" * (1 << 18) + '"' + "," * (1 << 20), "x, " * (1 << 19)]
+)
+def test_a_long_text_is_one_value(text: str) -> None:
+    """Whatever characters it has."""
+    body = json.dumps({"messages": [{"content": text}]}).encode()
+    assert chat.HISTORY in decoded_body(body, "messages")
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_an_image_for_a_model_without_images_is_not_decoded(name: str) -> None:
+    """A few bytes can be an image of any size: what is no image at all is refused in the same way."""
+    wire, parts = (
+        WIRES[name],
+        {
+            "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+            "responses": {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+            "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+        },
+    )
+    body = {wire.HISTORY: [{"role": "user", "content": [parts[name]]}]}
+    for given in (body, decoded_body(json.dumps(body).encode(), wire.HISTORY, wire.FIELDS)):
+        with pytest.raises(ApiError, match=r"\[0\].content\[0\].*: it sees none") as refused:
+            wire.read(given, REPLIES.get, Entries(no_images="it sees none"))
+        assert (refused.value.error_kind, refused.value.counted) == ("invalid_request", "image")
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_the_name_of_a_tool_has_a_limit(name: str) -> None:
+    """It is refused before the template is tried with it."""
+    wire = WIRES[name]
+    own: dict[str, Any] = {"name": "a" * 257, "parameters": _SCHEMA, "input_schema": _SCHEMA}
+    tool = own if name == "messages" else {"type": "function", **own}
+    body = {wire.HISTORY: [{"role": "user", "content": "c"}], "tools": [tool]}
+    with pytest.raises(ApiError, match=r"tools\[0\].name: got .* expected at most 256 characters"):
+        wire.read(body)
 
 
 @pytest.mark.parametrize("name", WIRES)
