@@ -12,8 +12,6 @@ from typing import Any
 from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.programs.gateway.wire import (
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
-from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
     Counts,

@@ -13,9 +13,6 @@ from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
 from rollouts.programs.gateway.normal import joined
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
 from rollouts.programs.gateway.wire import (
-from rollouts.programs.gateway.normal import joined
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
-from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
     Counts,

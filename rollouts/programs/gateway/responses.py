@@ -16,9 +16,6 @@ from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.chat import PING, error
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
 from rollouts.programs.gateway.wire import (
-from rollouts.programs.gateway.chat import PING, error
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
-from rollouts.programs.gateway.wire import (
     SAMPLING,
     Counts,
     Entries,

@@ -55,9 +55,6 @@ from rollouts.errors import (
 )
 from rollouts.inference.base import Policy, check_takes_images, images_option
 from rollouts.programs.gateway.call_ids import CallIds
-from rollouts.programs.gateway.in_flight import TokensInFlight
-from rollouts.programs.gateway.normal import (
-from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.normal import (
     Conversation,
