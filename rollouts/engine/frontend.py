@@ -97,7 +97,7 @@ class Frontend:
         await anyio.to_thread.run_sync(self.scheduler.stop, COMMAND_SECONDS)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.loaded.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.loaded.tokenizer.decode(ids))
 
     def _deliver(self, updated: list[Request]) -> None:
         self._loop.call_soon_threadsafe(_notify, updated)

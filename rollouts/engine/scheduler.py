@@ -286,14 +286,13 @@ class Scheduler:
                 self._updated.append(request)
 
     def _reason(self, request: Request, token: int, logprob: float) -> dict[str, Any] | None:
-        """The finish reason if the request ends with this token, checked in SGLang's order."""
+        """The finish reason if the request ends with this token.
+
+        In the order of SGLang 0.5.23 (managers/schedule_batch.py: update_finish_state): string, id, length.
+        """
         rules = request.rules
         if logprob != logprob:
             return {"type": "stop", "matched": "NaN happened"}
-        if len(request.logprobs) >= rules.limit:
-            return {"type": "length", "length": rules.limit}
-        if token in rules.stop_ids:
-            return {"type": "stop", "matched": token}
         if rules.stop:
             # A token has at least one byte, so the last ``reach`` tokens contain any stop string that ends here.
             reach = max(len(stop.encode()) for stop in rules.stop) + 4
@@ -301,6 +300,10 @@ class Scheduler:
             for stop in rules.stop:
                 if stop in tail:
                     return {"type": "stop", "matched": stop}
+        if token in rules.stop_ids:
+            return {"type": "stop", "matched": token}
+        if len(request.logprobs) >= rules.limit:
+            return {"type": "length", "length": rules.limit}
         return None
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
+import attrs
 import pytest
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
-from rollouts.errors import EndpointUnavailable, GenerateFailure
+from rollouts.engine.teacher import Teacher
+from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
 from rollouts.inference.base import ServerInfo, describe_once
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.trajectory import digest
+from tests.interruptions import deviation_of_repeats, interrupted
 
 PROMPT = packed_tokens([1, 2, 3])
 
@@ -247,3 +250,67 @@ async def test_the_parts_of_a_reply_have_its_route() -> None:
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s", route="r")
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s")
     assert inner.routes == ["r", "r", ""]
+
+
+# -- law 10: an interrupted reply has the distribution of an uninterrupted one ----------------------------------------
+
+TEXT = "<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    return Codec(load_tokenizer(DEMO_MODEL))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SGLangPolicy]:
+    async with running_server(DEMO_MODEL) as url, SGLangPolicy(Endpoint(model=str(DEMO_MODEL), base_url=url)) as client:
+        yield client
+
+
+async def test_an_interruption_does_not_repeat_random_numbers(engine: SGLangPolicy) -> None:
+    """With seeds, the token after an interruption repeats the first token as often as under the policy."""
+    teacher = Teacher(DEMO_MODEL, "float32")
+    for after, at in (((), 1), ((1,), 1), ((1, 1), 2)):
+        deviation = await deviation_of_repeats(engine, teacher, 200, after=after, at=at)
+        assert abs(deviation) < 4, (after, deviation)
+
+
+async def test_a_stop_string_may_span_an_interruption(engine: SGLangPolicy, codec: Codec) -> None:
+    """At every split point, the reply ends as an uninterrupted one: ids, logprobs, versions and finish reason."""
+    ids = packed_tokens(codec.encode(TEXT))
+    for stop in ((', "multiply"',), (" is 36", "ply"), ("er is 3630. a", "nothing")):
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=24, stop=stop)
+        whole = await engine.complete(ids, sampling)
+        assert whole.finish_reason == "stop"
+        count = len(whole.tokens)
+        assert 4 < count < 20
+        for budget in (24, count):  # the second one ends with the stop string
+            bounded = attrs.evolve(sampling, max_new_tokens=budget)
+            for after in (*([split] for split in range(1, count)), [1] * count):
+                joined = await interrupted(engine, ids, bounded, after, decode=codec.decode)
+                assert joined.tokens.tolist() == whole.tokens.tolist(), (stop, budget, after)
+                assert joined.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+                assert joined.finish_reason == "stop"
+                assert {(one.version, one.stop <= count) for one in joined.versions} == {("default", True)}
+
+
+async def test_the_budget_and_the_minimum_are_those_of_the_whole_reply(engine: SGLangPolicy) -> None:
+    """Parts together have at most ``max_new_tokens``, and no stop id within ``min_new_tokens``."""
+    sampling = SamplingParams(temperature=2.0, max_new_tokens=40, min_new_tokens=30, seed=3)
+    for after in ([1], [29], [30, 5], [7, 7, 7]):
+        reply = await interrupted(engine, PROMPT, sampling, after)
+        assert 30 < len(reply.tokens) <= 40 or (len(reply.tokens), reply.finish_reason) == (30, "stop")
+    exact = SamplingParams(temperature=2.0, max_new_tokens=30, min_new_tokens=30, seed=3)
+    reply = await interrupted(engine, PROMPT, exact, [29])
+    assert (len(reply.tokens), reply.finish_reason) == (30, "length")
+
+
+async def test_stop_strings_need_a_decoder() -> None:
+    """Without one, a stop string that spans an interruption would be missed: nothing is sent."""
+    inner = CountingPolicy()
+    with pytest.raises(
+        ConfigError, match=r"SamplingParams\.stop: got \('x',\); expected none, or ResumablePolicy\(decode"
+    ):
+        await ResumablePolicy(inner).complete(PROMPT, SamplingParams(stop="x"))
+    assert not inner.requests
