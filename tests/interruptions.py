@@ -15,10 +15,12 @@ import attrs
 import numpy as np
 
 from rollouts.dtypes import Completion, SamplingParams, TokenColumn, packed_tokens
+from rollouts.engine import DEMO_MODEL
 from rollouts.engine.teacher import Teacher
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
+from rollouts.renderer.tokenizer import Codec, load_tokenizer
 
 PROMPT = packed_tokens(range(10, 40))
 
@@ -88,3 +90,26 @@ async def deviation_of_repeats(
             ids = np.concatenate([PROMPT, one.tokens[:at], one.tokens[:1]])
             chances.append(math.exp(teacher.logprobs(ids, np.array([len(ids) - 1]), temperature)[0]))
     return (repeats - sum(chances)) / math.sqrt(sum(chance * (1 - chance) for chance in chances))
+
+
+async def check_stops_at_every_split(policy: ServerPolicy) -> None:
+    """Compare replies that end at a stop string of several tokens with the same ones, interrupted at each token.
+
+    The server has the demo model. One budget is longer than the reply, the other one ends with the stop string.
+    """
+    codec = Codec(load_tokenizer(DEMO_MODEL))
+    ids = codec.encode("<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n")
+    for stop in ((', "multiply"',), (" is 36", "ply"), ("er is 3630. a", "nothing")):
+        sampling = SamplingParams(temperature=0.0, max_new_tokens=24, stop=stop)
+        whole = await policy.complete(ids, sampling)
+        count = len(whole.tokens)
+        assert whole.finish_reason == "stop"
+        assert 4 < count < 20
+        for budget in (24, count):
+            bounded = attrs.evolve(sampling, max_new_tokens=budget)
+            for after in (*([split] for split in range(1, count)), [1] * count):
+                joined = await interrupted(policy, ids, bounded, after, decode=codec.decode)
+                assert joined.tokens.tolist() == whole.tokens.tolist(), (stop, budget, after)
+                assert np.abs(joined.logprobs - whole.logprobs).max() < 1e-4
+                assert joined.finish_reason == "stop"
+                assert {one.version for one in joined.versions} == {one.version for one in whole.versions}

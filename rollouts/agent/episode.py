@@ -394,7 +394,7 @@ class Episode:
         continues = self.reply_start < self.part_start == len(self.trajectory)
         if continues:
             self.trajectory.messages.pop()  # the turn so far
-        temperature = self.sampling.temperature
+        temperature = self.sampling.sent_temperature
         self.trajectory.add_reply(completion, _UNPARSED, continues=continues, temperature=temperature)
         reply, counters = self._parse(tools)
         self.trajectory.messages[-1] = self._whole_turn(reply, tools)

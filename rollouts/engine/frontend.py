@@ -50,6 +50,7 @@ class Faults:
     stale_cache: bool = False
     shared_prefixes: bool = False
     reported_model: Path | None = None
+    original_logprobs: bool = False
 
 
 class Frontend:
@@ -81,6 +82,7 @@ class Frontend:
             self._deliver,
             version=self.version,
             decode=self._decode,
+            original_logprobs=faults.original_logprobs,
         )
         self.scheduler.start()
 

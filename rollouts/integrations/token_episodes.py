@@ -212,7 +212,7 @@ class _Episode:
         asked = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
         reply = await self.policy.complete(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
         message = Message("assistant", self.decode(reply.tokens))
-        trajectory.add_reply(reply, message, temperature=self.sampling.temperature)
+        trajectory.add_reply(reply, message, temperature=self.sampling.sent_temperature)
         trajectory.count("generation_seconds", reply.seconds)
         self.sampled += len(reply.tokens)
         return reply

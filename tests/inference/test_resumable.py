@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 import anyio
-import attrs
 import pytest
 
 from rollouts.concurrency.boundary import boundary
@@ -19,7 +18,7 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.trajectory import digest
-from tests.interruptions import deviation_of_repeats, interrupted
+from tests.interruptions import check_stops_at_every_split, deviation_of_repeats, interrupted
 
 PROMPT = packed_tokens([1, 2, 3])
 
@@ -254,13 +253,6 @@ async def test_the_parts_of_a_reply_have_its_route() -> None:
 
 # -- law 10: an interrupted reply has the distribution of an uninterrupted one ----------------------------------------
 
-TEXT = "<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def codec() -> Codec:
-    return Codec(load_tokenizer(DEMO_MODEL))
-
 
 @pytest.fixture
 async def engine() -> AsyncIterator[SGLangPolicy]:
@@ -276,23 +268,9 @@ async def test_an_interruption_does_not_repeat_random_numbers(engine: SGLangPoli
         assert abs(deviation) < 4, (after, deviation)
 
 
-async def test_a_stop_string_may_span_an_interruption(engine: SGLangPolicy, codec: Codec) -> None:
+async def test_a_stop_string_may_span_an_interruption(engine: SGLangPolicy) -> None:
     """At every split point, the reply ends as an uninterrupted one: ids, logprobs, versions and finish reason."""
-    ids = packed_tokens(codec.encode(TEXT))
-    for stop in ((', "multiply"',), (" is 36", "ply"), ("er is 3630. a", "nothing")):
-        sampling = SamplingParams(temperature=0.0, max_new_tokens=24, stop=stop)
-        whole = await engine.complete(ids, sampling)
-        assert whole.finish_reason == "stop"
-        count = len(whole.tokens)
-        assert 4 < count < 20
-        for budget in (24, count):  # the second one ends with the stop string
-            bounded = attrs.evolve(sampling, max_new_tokens=budget)
-            for after in (*([split] for split in range(1, count)), [1] * count):
-                joined = await interrupted(engine, ids, bounded, after, decode=codec.decode)
-                assert joined.tokens.tolist() == whole.tokens.tolist(), (stop, budget, after)
-                assert joined.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-                assert joined.finish_reason == "stop"
-                assert {(one.version, one.stop <= count) for one in joined.versions} == {("default", True)}
+    await check_stops_at_every_split(engine)
 
 
 async def test_the_budget_and_the_minimum_are_those_of_the_whole_reply(engine: SGLangPolicy) -> None:

@@ -106,7 +106,7 @@ async def _continue_text(
     except ContextOverflow as error:
         raise GenerateFailure(f"the prompt does not fit the model's context: {error}") from error
     reply = Message("assistant", codec.decode(completion.tokens.tolist()))
-    trajectory.add_reply(completion, reply, temperature=sampling.temperature)
+    trajectory.add_reply(completion, reply, temperature=sampling.sent_temperature)
     trajectory.count("generation_seconds", completion.seconds)
     trajectory.seal(_ENDS[completion.finish_reason])
     return trajectory_to_sample(trajectory, prompt, lambda tokens: codec.decode(tokens.tolist()))
