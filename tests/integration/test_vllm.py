@@ -215,14 +215,16 @@ async def test_interrupted_replies_go_on(server: VLLMServer, weights: dict[str, 
         assert float(np.abs(exact - reply.logprobs).max()) <= TOLERANCE
 
 
-async def test_an_interruption_does_not_repeat_random_numbers(server: VLLMServer) -> None:
+async def test_an_interruption_does_not_repeat_random_numbers(server: VLLMServer, weights: dict[str, Path]) -> None:
     """With seeds, the token after an interruption repeats the first token as often as under the policy."""
     from rollouts.engine.teacher import Teacher
     from tests.interruptions import deviation_of_repeats
 
     async with VLLMPolicy(server.endpoint) as policy:
         for after, at in (((), 1), ((1,), 1), ((1, 1), 2)):
-            deviation = await deviation_of_repeats(policy, Teacher(DEMO_MODEL, "float32"), 500, after=after, at=at)
+            deviation = await deviation_of_repeats(
+                policy, Teacher(weights["default"], "float32"), 500, after=after, at=at
+            )
             assert abs(deviation) < 5, (after, deviation)
 
 
