@@ -84,11 +84,14 @@ async def deviation_of_repeats(
         for seed in range(replies):
             tasks.start_soon(reply, seed)
     chances, repeats = [], 0
+    known: dict[bytes, float] = {}
     for one in found:
         if len(one.tokens) > at:  # else it ended before
             repeats += int(one.tokens[at] == one.tokens[0])
             ids = np.concatenate([PROMPT, one.tokens[:at], one.tokens[:1]])
-            chances.append(math.exp(teacher.logprobs(ids, np.array([len(ids) - 1]), temperature)[0]))
+            if ids.tobytes() not in known:
+                known[ids.tobytes()] = math.exp(teacher.logprobs(ids, np.array([len(ids) - 1]), temperature)[0])
+            chances.append(known[ids.tobytes()])
     return (repeats - sum(chances)) / math.sqrt(sum(chance * (1 - chance) for chance in chances))
 
 

@@ -263,8 +263,8 @@ async def engine() -> AsyncIterator[SGLangPolicy]:
 async def test_an_interruption_does_not_repeat_random_numbers(engine: SGLangPolicy) -> None:
     """With seeds, the token after an interruption repeats the first token as often as under the policy."""
     teacher = Teacher(DEMO_MODEL, "float32")
-    for after, at in (((), 1), ((1,), 1), ((1, 1), 2)):
-        deviation = await deviation_of_repeats(engine, teacher, 200, after=after, at=at)
+    for after in ((), (1,)):
+        deviation = await deviation_of_repeats(engine, teacher, 150, after=after)
         assert abs(deviation) < 4, (after, deviation)
 
 
