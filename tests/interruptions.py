@@ -1,7 +1,7 @@
 """Replies that are interrupted at chosen tokens, on any server, and the count that shows repeated random numbers.
 
 An interruption is exact without timing: a part is requested with a budget of as many tokens, and its end by length is
-told as an abort. The server cannot tell it from an abort after this token.
+reported as an abort. The server cannot tell it from an abort after this token.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class SamplingParams:
     def sent_temperature(self) -> float:
         """The temperature of requests, which records of completions have: 0 if they are greedy.
 
-        SGLang would report the logprobs of ``top_k=1`` at another temperature as its other requests need them: tempered
-        beside sampled ones, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
+        At another temperature, SGLang's logprob of a token with ``top_k=1`` depends on its batch: tempered if any
+        request in it is not greedy, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
         """
         return 0.0 if self.greedy else self.temperature
 

@@ -703,7 +703,7 @@ def test_an_answer_without_the_probed_ids_is_refused_or_tried_again() -> None:
 
 
 async def test_top_k_1_is_sent_and_recorded_as_temperature_0(client: Client) -> None:
-    """SGLang tempers the logprob of such a token only beside requests that are not greedy."""
+    """SGLang tempers the logprob of such a token only in a batch with requests that are not greedy."""
     sampling = SamplingParams(temperature=0.5, top_k=1)
     assert (sampling.greedy, sampling.sent_temperature) == (True, 0.0)
     async with StubServer() as server, client.policy(server.url) as policy:
