@@ -79,7 +79,7 @@ class CompletionRecord:
     continues: bool = attrs.field(default=False, converter=bool)
     """Whether the reply goes on in the turn of the completion before it, after a text of the environment."""
     temperature: float | None = None
-    """The sampling temperature; ``None`` in runs of earlier versions."""
+    """The sampling temperature, 0 if greedy; ``None`` in runs of earlier versions."""
     logprobs_of: LogprobsOf | None = None
     """The distribution of its logprobs; ``None`` if the policy does not say."""
     extras: Extras | None = attrs.field(default=None, eq=False, repr=False)

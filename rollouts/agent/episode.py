@@ -55,6 +55,7 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.inference.base import Policy, check_takes_images, images_option
+from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
 from rollouts.renderer.in_threads import bridged, in_thread, rendered
 from rollouts.trajectory import Trajectory
@@ -93,6 +94,8 @@ class Past:
     tokens after the last reply are in the trajectory already, and the model replies to them."""
     part_start: int | None = None
     """In a turn that the environment continued, the position after its last text; else ``None``."""
+    aborted: bool = False
+    """Whether the last reply was cut by an abort: what is left of its budget is that of the whole reply."""
 
 
 @attrs.define(eq=False)
@@ -124,6 +127,10 @@ class Episode:
     continued the turn."""
     continues_reply: bool = attrs.field(init=False, default=False)
     """Whether the next completion continues the last reply."""
+    cut_tokens: int = attrs.field(init=False, default=0)
+    """Number of tokens of a cut reply that the next request continues."""
+    spent_tokens: int = attrs.field(init=False, default=0)
+    """Number of them that count against the budget of the reply: it was aborted."""
     rendered: str = attrs.field(init=False, default="")
     """The last prompt as the template renders it; only where ``history`` is not ``"append"``."""
     began: float = attrs.field(init=False, factory=time.monotonic)
@@ -208,13 +215,17 @@ class Episode:
             return None, limit
         sampling = self._begin_reply(budget)
         began = now()
+        stops = self.renderer.stop_token_ids
         completion = await self.policy.complete(
             self.trajectory.tokens,
             sampling,
-            stop_token_ids=self.renderer.stop_token_ids,
+            stop_token_ids=stops,
             session=self.session,
             **images_option(self.trajectory.images),
         )
+        if self.cut_tokens:
+            before = self.trajectory.tokens[-self.cut_tokens :]
+            completion = until_stop(before, completion, sampling.stop, stops, self.renderer.decode)
         self._add_times(completion, began)
         # 4. Parse the reply.
         reply = self._parse_reply(completion, tools)
@@ -262,6 +273,9 @@ class Episode:
         self.call_count -= len(stored.tool_calls)
         self.continues_reply = past.state == "cut"
         if self.continues_reply:
+            cut_start = past.reply_start if past.part_start is None else past.part_start
+            self.cut_tokens = len(past.trajectory) - cut_start
+            self.spent_tokens = self.cut_tokens if past.aborted else 0
             return tools, None
         reply, _ = self._parse(tools)
         past.trajectory.messages.append(self._whole_turn(reply, tools))
@@ -328,10 +342,15 @@ class Episode:
 
     # -- 3. request a completion --
 
+    @property
+    def _reply_budget(self) -> int:
+        """The number of tokens that the next request may sample of its reply, but for the limits."""
+        return self.sampling.max_new_tokens - self.spent_tokens
+
     def _token_budget(self) -> tuple[int, StopReason]:
         """The number of tokens that the limits allow the next reply, and the stop reason if that is too few."""
         limits, length = self.limits, len(self.trajectory)
-        budget, limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
+        budget, limit = self._reply_budget, StopReason.MAX_TOKENS
         if limits.max_tokens is not None:
             budget = min(budget, limits.max_tokens - length)
         if limits.max_sampled_tokens is not None:
@@ -352,9 +371,10 @@ class Episode:
             replacement = f"/{self.prompt.replacement}" if self.prompt.replacement else ""
             source = f"{seed}/{self.prompt.index}/{position or self.replies}{replacement}"
             seed = zlib.crc32(source.encode()) & 0x7FFFFFFF
-        if budget == self.sampling.max_new_tokens and seed == self.sampling.seed:
+        least = min(max(0, self.sampling.min_new_tokens - self.cut_tokens), budget)
+        if (budget, least, seed) == (self.sampling.max_new_tokens, self.sampling.min_new_tokens, self.sampling.seed):
             return self.sampling
-        return attrs.evolve(self.sampling, max_new_tokens=budget, seed=seed)
+        return attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, seed=seed)
 
     def _add_times(self, completion: Completion, began: float) -> None:
         """Add the spans of a request that began at ``began`` and was just answered, and count what it sampled."""
@@ -374,7 +394,7 @@ class Episode:
         continues = self.reply_start < self.part_start == len(self.trajectory)
         if continues:
             self.trajectory.messages.pop()  # the turn so far
-        temperature = self.sampling.temperature
+        temperature = self.sampling.sent_temperature
         self.trajectory.add_reply(completion, _UNPARSED, continues=continues, temperature=temperature)
         reply, counters = self._parse(tools)
         self.trajectory.messages[-1] = self._whole_turn(reply, tools)
@@ -443,11 +463,12 @@ class Episode:
 
         ``budget`` and ``limit`` are those that the completion was requested with.
         """
-        limits = self.limits
+        limits, whole = self.limits, self._reply_budget
+        self.cut_tokens = self.spent_tokens = 0
         if completion.finish_reason == "abort":
             return StopReason.ABORTED
         if completion.finish_reason == "length":
-            if budget < self.sampling.max_new_tokens:
+            if budget < whole:
                 return limit
             if len(completion.tokens) < budget:  # the server ran out of context or KV cache
                 return StopReason.CONTEXT_OVERFLOW

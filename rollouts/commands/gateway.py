@@ -122,7 +122,11 @@ async def serve_program(
     policy = shared_policy(endpoint, renderer.vocab_size)
     described = await describe_once(policy)
     session = _PrintedSession(
-        resuming(policy), renderer, endpoint.sampling, max_context=described.max_context, history=history
+        resuming(policy, renderer.decode),
+        renderer,
+        endpoint.sampling,
+        max_context=described.max_context,
+        history=history,
     )
 
     async def serve(on_ready: Callable[[str], None]) -> None:

@@ -119,6 +119,20 @@ class SamplingParams:
     )
     """Logprobs are those of the penalised distribution."""
 
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the most probable one."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def sent_temperature(self) -> float:
+        """The temperature of requests, which records of completions have: 0 if they are greedy.
+
+        At another temperature, SGLang's logprob of a token with ``top_k=1`` depends on its batch: tempered if any
+        request in it is not greedy, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
+        """
+        return 0.0 if self.greedy else self.temperature
+
 
 def without_password(text: str) -> str:
     """A text for printing: user names and passwords in its URLs are removed."""

@@ -41,6 +41,7 @@ async def running_server(
     max_queued: int | None = None, health_seconds: float = 20.0, keep_alive_seconds: float = 5.0,
     dtype: str = "float32", api_key: str | None = None, unflushed_updates: bool = False, stale_cache: bool = False,
     shared_prefixes: bool = False, reported_model: Path | None = None,
+    original_logprobs: bool = False,
 ) -> AsyncIterator[str]:  # fmt: skip
     """Serve a model folder in this process while the context lasts; yields the base URL.
 
@@ -61,6 +62,8 @@ async def running_server(
         stale_cache: inject a fault for tests: a flush succeeds, and the cached prefixes stay.
         shared_prefixes: inject a fault for tests: ``extra_key`` is ignored.
         reported_model: inject a fault for tests: the server reports this folder, and serves ``model``.
+        original_logprobs: inject a fault for tests: logprobs are those before the temperature, as from SGLang with
+            ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
 
     Raises:
         ConfigError: the extra ``engine`` is not installed, the folder does not load, the address is not available, or
@@ -75,7 +78,7 @@ async def running_server(
         raise ConfigError(
             f"the engine needs torch, safetensors and aiohttp: {install_command('engine')} ({error})"
         ) from error
-    faults = Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model)
+    faults = Faults(unflushed_updates, stale_cache, shared_prefixes, reported_model, original_logprobs)
     options = server.Options(slots, max_context, max_queued, health_seconds, dtype, keep_alive_seconds, faults, api_key)
     async with server.running_server(Path(model), host, port, options) as url:
         yield url

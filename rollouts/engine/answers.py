@@ -69,6 +69,8 @@ class Answers:
         if self.logprobs[index]:
             meta["output_token_logprobs"] = self._triples(logprobs, ids)
             meta["output_token_logprobs_length"] = count
+            if request.tops:
+                meta["output_top_logprobs"] = request.top_logprobs[:count]
             start = request.score_from
             scored = request.tokens[start : request.prompt_tokens] if start >= 0 else []
             values = [None, *request.prompt_logprobs]

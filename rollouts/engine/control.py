@@ -28,11 +28,13 @@ DIFFERENCES = (
     "A weight update of a busy server waits for its requests and succeeds; in SGLang it sometimes fails to flush then,"
     " because the last request still counts as running. running_server(unflushed_updates=True) reproduces it.",
     "Each slot has room for a whole context, so that the K/V pool is never the limit of a request.",
-    "One prompt has one reply (n is 1), and top_logprobs_num, token_ids_logprob, return_sampling_mask, LoRA,"
+    "One prompt has one reply (n is 1), and token_ids_logprob, return_sampling_mask, LoRA,"
     " sessions, penalties, grammars and beam search are a 400 that names the field.",
     "The model does not see images: it computes with the embedding of the placeholder. The processor of the model's"
     " folder expands placeholders, so that ids, counts and refusals are those of a server.",
-    "A greedy token always has its logprob at temperature 1; SGLang does so if the whole batch is greedy.",
+    "top_logprobs_num has the ids of sampled tokens only; with logprobs of the prompt it is a 400.",
+    "A token of top_k 1 always has its logprob at temperature 1; SGLang does so at temperature 0, or if the whole batch"
+    " is greedy.",
 )
 """The deliberate differences from SGLang, which ``/server_info`` reports as ``differences``."""
 FLUSH_SECONDS = 600.0

@@ -50,6 +50,7 @@ class Faults:
     stale_cache: bool = False
     shared_prefixes: bool = False
     reported_model: Path | None = None
+    original_logprobs: bool = False
 
 
 class Frontend:
@@ -81,6 +82,7 @@ class Frontend:
             self._deliver,
             version=self.version,
             decode=self._decode,
+            original_logprobs=faults.original_logprobs,
         )
         self.scheduler.start()
 
@@ -97,7 +99,7 @@ class Frontend:
         await anyio.to_thread.run_sync(self.scheduler.stop, COMMAND_SECONDS)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self.loaded.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.loaded.tokenizer.decode(ids))
 
     def _deliver(self, updated: list[Request]) -> None:
         self._loop.call_soon_threadsafe(_notify, updated)

@@ -72,8 +72,8 @@ class GenerateBody(msgspec.Struct, gc=False):
     stream: bool = False
     extra_key: str | None = None
     image_data: Any = None
+    top_logprobs_num: int | list[int] | None = None
 
-    top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
     return_sampling_mask: Any = None
@@ -121,7 +121,7 @@ class SamplingBody(msgspec.Struct, gc=False):
 
 
 _NAMES = frozenset(SamplingBody.__struct_fields__)
-_UNSERVED = GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("top_logprobs_num") :]
+_UNSERVED = GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("token_ids_logprob") :]
 _INERT: dict[str, tuple[Any, ...]] = {
     "n": (1,), "stream_interval": (None, 1), "custom_params": (None, {}),
     "stop_regex": (None, []), "frequency_penalty": (0.0,), "presence_penalty": (0.0,), "repetition_penalty": (1.0,),
@@ -199,12 +199,16 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     rids = _rids(body.rid, count, single)
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]
+    tops = [one or 0 for one in _each("top_logprobs_num", body.top_logprobs_num, count)]
     requests = []
     for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
         limit = _limit(len(tokens), sampling, loaded)
         start = starts[index] if wants[index] else -1
         if not -1 <= start < len(tokens):
             raise Refusal(f"logprob_start_len: got {start}; expected -1 to {len(tokens) - 1}")
+        if tops[index] < 0 or (tops[index] and start >= 0):
+            expected = "at least 0, and 0 with logprobs of the prompt: this engine does not support their top logprobs"
+            raise Refusal(f"top_logprobs_num: got {tops[index]}; expected {expected}")
         check_ids("input_ids", tokens, loaded.vocab_size)
         request = Request(
             rid=rids[index],
@@ -214,6 +218,7 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
             score_from=start,
             namespace=body.extra_key or "",
             stream=body.stream,
+            tops=tops[index] if wants[index] else 0,
         )
         requests.append(request)
     return Answers(

@@ -59,10 +59,14 @@ class Request:
     namespace: str = ""
     """Only requests of one namespace share cached prefixes."""
     stream: bool = False
+    tops: int = 0
+    """Number of the most probable ids whose logprobs each sampled token has in the response."""
     prompt_tokens: int = attrs.field(init=False)
     logprobs: list[float] = attrs.field(factory=list)
     prompt_logprobs: list[float] = attrs.field(factory=list)
     """Logprobs of the prompt tokens after ``score_from``."""
+    top_logprobs: list[list[tuple[float, int, None]]] = attrs.field(factory=list)
+    """For each sampled token, if there are ``tops``: logprob and id of the most probable ones, descending."""
     spans: list[tuple[str, int]] = attrs.field(factory=list)
     """(weight version, offset of its first sampled token), ascending."""
     cached_tokens: int = 0

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Draws", "sample", "uniforms"]
+__all__ = ["Draws", "sample", "tempered", "uniforms"]
 
 
 @attrs.define
@@ -47,15 +47,25 @@ def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
+def tempered(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """The logprobs of all ids, ``(rows, vocabulary)``: after the temperature, before truncation."""
+    scale = np.where(_greedy(draws), np.float32(1), draws.temperature)
+    if (scale != 1).any():
+        logits = logits / torch.from_numpy(scale).to(logits.device)[:, None]
+    return logits.log_softmax(-1)
+
+
+def _greedy(draws: Draws) -> npt.NDArray[np.bool_]:
+    greedy: npt.NDArray[np.bool_] = (draws.temperature == 0) | (draws.top_k == 1)
+    return greedy
+
+
 @torch.inference_mode()
 def sample(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token for each row of ``logits`` (rows, vocabulary); return tokens and logprobs, both (rows,)."""
     device = logits.device
-    greedy = (draws.temperature == 0) | (draws.top_k == 1)
-    scale = np.where(greedy, np.float32(1), draws.temperature)
-    if (scale != 1).any():
-        logits = logits / torch.from_numpy(scale).to(device)[:, None]
-    logprobs = logits.log_softmax(-1)
+    greedy = _greedy(draws)
+    logprobs = tempered(logits, draws)
     if greedy.all():
         tokens = logprobs.argmax(-1)
     else:

@@ -21,7 +21,7 @@ import torch
 
 from rollouts.engine.model import SlotModel
 from rollouts.engine.requests import Request
-from rollouts.engine.sampler import sample
+from rollouts.engine.sampler import sample, tempered
 from rollouts.engine.slots import Ids, Slots
 
 __all__ = ["PauseMode", "Scheduler"]
@@ -48,6 +48,7 @@ class Scheduler:
         *,
         version: str,
         decode: Callable[[list[int]], str],
+        original_logprobs: bool = False,
     ) -> None:
         self.model = model
         self.slots = Slots(model.slots)
@@ -59,6 +60,8 @@ class Scheduler:
         """Tokens sampled so far."""
         self._deliver = deliver
         self._decode = decode
+        self._original_logprobs = original_logprobs
+        """Whether logprobs are reported before the temperature, a fault for tests."""
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -271,7 +274,12 @@ class Scheduler:
         """Sample a token for each row and append it to the row's request."""
         slots: list[int] = rows.tolist()
         requests = [request for slot in slots if (request := self.slots.requests[slot]) is not None]
-        drawn, logprobs = sample(_shaped(logits, requests), self.slots.draws(rows))
+        shaped, draws = _shaped(logits, requests), self.slots.draws(rows)
+        drawn, logprobs = sample(shaped, draws)
+        if self._original_logprobs or any(request.tops for request in requests):
+            reported = shaped.log_softmax(-1) if self._original_logprobs else tempered(shaped, draws)
+            logprobs = reported.gather(1, drawn[:, None])[:, 0]
+            _append_tops(requests, reported)
         ids = drawn.cpu().numpy()
         self.slots.append(rows, ids)
         self.generated += len(slots)
@@ -286,14 +294,13 @@ class Scheduler:
                 self._updated.append(request)
 
     def _reason(self, request: Request, token: int, logprob: float) -> dict[str, Any] | None:
-        """The finish reason if the request ends with this token, checked in SGLang's order."""
+        """The finish reason if the request ends with this token.
+
+        In the order of SGLang 0.5.23 (managers/schedule_batch.py: update_finish_state): string, id, length.
+        """
         rules = request.rules
         if logprob != logprob:
             return {"type": "stop", "matched": "NaN happened"}
-        if len(request.logprobs) >= rules.limit:
-            return {"type": "length", "length": rules.limit}
-        if token in rules.stop_ids:
-            return {"type": "stop", "matched": token}
         if rules.stop:
             # A token has at least one byte, so the last ``reach`` tokens contain any stop string that ends here.
             reach = max(len(stop.encode()) for stop in rules.stop) + 4
@@ -301,7 +308,21 @@ class Scheduler:
             for stop in rules.stop:
                 if stop in tail:
                     return {"type": "stop", "matched": stop}
+        if token in rules.stop_ids:
+            return {"type": "stop", "matched": token}
+        if len(request.logprobs) >= rules.limit:
+            return {"type": "length", "length": rules.limit}
         return None
+
+
+def _append_tops(requests: list[Request], logprobs: torch.Tensor) -> None:
+    """Append the most probable ids to the requests that ask for them."""
+    for row, request in enumerate(requests):
+        if request.tops:
+            values, ids = logprobs[row].topk(min(request.tops, logprobs.shape[1]))
+            request.top_logprobs.append(
+                [(value, id_, None) for value, id_ in zip(values.tolist(), ids.tolist(), strict=True)]
+            )
 
 
 def _shaped(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:

@@ -138,7 +138,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         ConfigError: a seed that does not fit 64 bits.
     """
     params: dict[str, Any] = {
-        "temperature": sampling.temperature,
+        "temperature": sampling.sent_temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,

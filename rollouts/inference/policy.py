@@ -150,6 +150,8 @@ class ServerPolicy(abc.ABC):
     ABORTS: ClassVar[AbortRoutes]
     takes_images: ClassVar[bool] = False
     """Whether requests may have images."""
+    minimum_delays_stops: ClassVar[bool] = False
+    """Whether no stop string ends a reply within its ``min_new_tokens``."""
 
     def __init__(
         self,

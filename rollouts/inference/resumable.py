@@ -1,8 +1,8 @@
 """A policy that resumes interrupted completions, after its own pauses and after aborts by the server.
 
 Invariant: an interrupted completion is continued from exactly its own ids. The result is one sequence, each token with
-the logprob and the version with which it was sampled. While the policy is paused nothing is sampled, and the deadlines
-of waiting calls are paused.
+the logprob and the version with which it was sampled, and has the distribution of an uninterrupted one (law 10, see
+``reply_parts.py``). While the policy is paused nothing is sampled, and the deadlines of waiting calls are paused.
 
 It does not know trainers, messages or samples.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import Completion, Extras, ImageSpan, SamplingParams, TokenColumn, VersionSpan
-from rollouts.errors import EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import (
     ExtrasRequest,
     Policy,
@@ -31,6 +31,7 @@ from rollouts.inference.base import (
     route_option,
     takes_images,
 )
+from rollouts.inference.reply_parts import Decode, rest_of, until_stop
 
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "SessionRecorder"]
 
@@ -88,6 +89,7 @@ class ResumablePolicy:
 
     Args:
         inner: policy that samples.
+        decode: the text of ids, special tokens included; needed for stop strings, which may span an interruption.
         at_most: maximum requests in flight, or a limiter that is shared with another policy; ``None`` for no limit.
         stop_token_ids: ids that end a reply, in addition to those of each call.
         extras: what each completion needs beyond tokens and logprobs; ``inner`` must accept it. Routed experts are
@@ -99,6 +101,7 @@ class ResumablePolicy:
         self,
         inner: InterruptiblePolicy,
         *,
+        decode: Decode | None = None,
         at_most: int | anyio.CapacityLimiter | None = None,
         stop_token_ids: tuple[int, ...] = (),
         extras: ExtrasRequest | None = None,
@@ -109,6 +112,7 @@ class ResumablePolicy:
         self._routed: OrderedDict[str, int] = OrderedDict()
         """Number of positions of each session whose routed experts are known."""
         self.inner = inner
+        self.decode = decode
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
         """Number of times a completion was continued after an interruption."""
@@ -161,21 +165,24 @@ class ResumablePolicy:
         route: str = "",
         images: Sequence[ImageSpan] = (),
     ) -> Completion:
-        """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``."""
+        """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``.
+
+        Raises:
+            ConfigError: there are stop strings, and no ``decode`` that finds one which spans an interruption.
+        """
+        if sampling.stop and self.decode is None:
+            expected = "none, or ResumablePolicy(decode=...): a stop string may span an interruption"
+            raise ConfigError.of("SamplingParams.stop", sampling.stop, expected)
         if self.stop_token_ids:
             stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
-            rest = sampling
-            if sampled:
-                rest = attrs.evolve(
-                    sampling,
-                    max_new_tokens=sampling.max_new_tokens - sampled,
-                    min_new_tokens=max(0, sampling.min_new_tokens - sampled),
-                )
             ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
-            part = await self._send(ids, rest, stop_token_ids, session, route, images)
+            part = await self._send(ids, rest_of(sampling, sampled), stop_token_ids, session, route, images)
+            if parts or part.finish_reason == "abort":
+                part = self._until_stop(ids[len(tokens) :], part, sampling, stop_token_ids)
+            self._note_routed(session, part)
             parts.append(part)
             sampled += len(part.tokens)
             if part.finish_reason != "abort":
@@ -202,18 +209,26 @@ class ResumablePolicy:
         try:
             options: dict[str, Any] = {} if self._extras is None else {"extras": self._extras_of(session)}
             options |= route_option(route) | images_option(images)
-            part = await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session, **options)
+            return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session, **options)
         finally:
             self.in_flight -= 1
             if not self.in_flight and self._idle is not None:
                 self._idle.set()
             self._return_slot(borrower)
+
+    def _until_stop(
+        self, before: TokenColumn, part: Completion, sampling: SamplingParams, stop_token_ids: tuple[int, ...]
+    ) -> Completion:
+        unstopped = sampling.min_new_tokens if getattr(self.inner, "minimum_delays_stops", False) else 0
+        return until_stop(before, part, sampling.stop, stop_token_ids, self.decode, unstopped=unstopped)
+
+    def _note_routed(self, session: str, part: Completion) -> None:
+        """Record the positions whose routed experts are known."""
         if session and part.extras is not None and part.extras.experts is not None:
             self._routed.pop(session, None)
             self._routed[session] = part.extras.experts_start + len(part.extras.experts)
             if len(self._routed) > _MOST_SESSIONS:
                 self._routed.popitem(last=False)  # its next request gets all rows again
-        return part
 
     def _extras_of(self, session: str) -> ExtrasRequest:
         """The extras of the next request of a session."""

@@ -1,32 +1,50 @@
 """Policy that samples from SGLang servers.
 
+The kind of a server's logprobs is probed before its first request with a temperature for which it matters, and again
+after it was away.
+
 This module knows which routes of SGLang a policy needs; ``generate_wire.py`` knows their format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from rollouts.dtypes import Completion, SamplingParams
-from rollouts.inference import generate_wire
+import anyio
+
+from rollouts.dtypes import Completion, SamplingParams, without_password
+from rollouts.http.client import HttpClient
+from rollouts.inference import generate_probe, generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
 from rollouts.inference.base import ExtrasRequest, ServerInfo
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import describe_server
+from rollouts.inference.generate_probe import ReportedLogprobs
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.wire_errors import error_of, message_of
 
-__all__ = ["SGLangPolicy"]
+__all__ = ["SGLangPolicy", "reported_logprobs"]
+
+ROUTE = "/generate"
 
 
 class SGLangPolicy(ServerPolicy):
     """Samples from one or several SGLang servers of the same model; arguments as :class:`ServerPolicy`."""
 
-    ROUTE = "/generate"
+    ROUTE = ROUTE
     ABORTS = SGLANG_ABORTS
     takes_images = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._reported: dict[str, ReportedLogprobs] = {}
+        """The kinds of the servers' logprobs, by URL."""
+        self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     def _request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
@@ -55,7 +73,30 @@ class SGLangPolicy(ServerPolicy):
         return await is_ready(self._transport, url, self._headers)
 
     async def _check_server(self, worker: Worker, sampling: SamplingParams) -> None:
-        return  # all servers report the same logprobs
+        if not generate_probe.needs_probe(sampling):
+            return
+        if worker.url not in self._reported:
+            async with self._probing[worker.url]:
+                if worker.url not in self._reported:
+                    found = await reported_logprobs(self._transport, worker.url, self._headers)
+                    self._reported[worker.url] = found
+        generate_probe.check_reported(self._reported[worker.url], sampling, worker.name)
 
     def _forget_server(self, worker: Worker) -> None:
-        return
+        self._reported.pop(worker.url, None)
+
+
+async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ReportedLogprobs:
+    """Probe the kind of a server's logprobs, which it does not report.
+
+    Raises:
+        EndpointUnavailable: no answer, or it was aborted.
+        EndpointRefused: the answers do not show it.
+    """
+    found = []
+    for body in generate_probe.PROBES:
+        status, payload = await transport.post(url + ROUTE, body, headers)
+        if status != 200:
+            raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}{ROUTE})")
+        found.append(generate_probe.top_logprobs(payload))
+    return generate_probe.reported_by(*found)

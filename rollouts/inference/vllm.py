@@ -65,6 +65,7 @@ class VLLMPolicy(ServerPolicy):
 
     ROUTE = ROUTE
     ABORTS = VLLM_ABORTS
+    minimum_delays_stops = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

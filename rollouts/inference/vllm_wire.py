@@ -75,16 +75,15 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         raise ConfigError.of("SamplingParams.temperature", sampling.temperature, "at most 2, the limit of vLLM")
     if top_p_sets:
         raise ConfigError.of("ExtrasRequest.top_p_sets", True, "False: only SGLang reports the ids that top_p kept")
-    greedy = _is_greedy(sampling)
     params: dict[str, Any] = {
-        "temperature": 0.0 if greedy else sampling.temperature,
+        "temperature": sampling.sent_temperature,
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": [int(token) for token in stop_token_ids],
         "logprobs": 0,  # of the sampled id only
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
     }
-    if not greedy:
+    if not sampling.greedy:
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     if sampling.stop:
         params["stop"] = sampling.stop
@@ -117,10 +116,6 @@ def request_body(
     salt = b'"cache_salt":%b,' % msgspec.json.encode(namespace) if namespace else b""
     head = b'{"request_id":"%b",%b"token_ids":[' % (rid.encode(), salt)
     return b"".join((head, *ids.pieces, options)), len(head)
-
-
-def _is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature == 0 or sampling.top_k == 1
 
 
 # -- the mode of logprobs ---------------------------------------------------------------------------------------------
@@ -173,7 +168,7 @@ def check_mode(mode: LogprobsMode, sampling: SamplingParams, where: str) -> None
         ConfigError: they are not for these parameters.
     """
     if mode == "processed":
-        if _is_greedy(sampling) or (sampling.top_p == 1 and sampling.top_k == -1 and sampling.min_p == 0):
+        if sampling.greedy or (sampling.top_p == 1 and sampling.top_k == -1 and sampling.min_p == 0):
             return
         got = f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}"
         expected = (
@@ -181,7 +176,7 @@ def check_mode(mode: LogprobsMode, sampling: SamplingParams, where: str) -> None
             " temperature 1, one with --logprobs-mode raw_logprobs has the logprobs of the whole distribution"
         )
     else:
-        if (_is_greedy(sampling) or sampling.temperature == 1) and sampling.repetition_penalty == 1:
+        if (sampling.greedy or sampling.temperature == 1) and sampling.repetition_penalty == 1:
             return
         got = f"temperature {sampling.temperature:g}, repetition_penalty {sampling.repetition_penalty:g}"
         expected = (

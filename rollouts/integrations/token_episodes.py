@@ -108,7 +108,7 @@ async def token_rollout_to_samples(
     client = shared_policy(endpoint, None) if policy is None else policy
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     context = (await describe_once(client)).max_context
-    episode = _Episode(prompt, resuming(client), decode, sampling or endpoint.sampling, limits, context)
+    episode = _Episode(prompt, resuming(client, decode), decode, sampling or endpoint.sampling, limits, context)
     name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
     try:
         with deadline(limits.episode_seconds):
@@ -208,10 +208,11 @@ class _Episode:
             seed = zlib.crc32(source.encode()) & 0x7FFFFFFF
         texts = tuple(dict.fromkeys((*self.sampling.stop, *(one for one in seen.stop if isinstance(one, str)))))
         ids = tuple(one for one in seen.stop if not isinstance(one, str))
-        asked = attrs.evolve(self.sampling, max_new_tokens=budget, stop=texts, seed=seed)
+        least = min(self.sampling.min_new_tokens, budget)
+        asked = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
         reply = await self.policy.complete(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
         message = Message("assistant", self.decode(reply.tokens))
-        trajectory.add_reply(reply, message, temperature=self.sampling.temperature)
+        trajectory.add_reply(reply, message, temperature=self.sampling.sent_temperature)
         trajectory.count("generation_seconds", reply.seconds)
         self.sampled += len(reply.tokens)
         return reply

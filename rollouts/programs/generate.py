@@ -348,7 +348,7 @@ async def _session(
         raise ConfigError.of("context_window", None, "a number of tokens: the server does not report its context")
     window = min(size for size in (known, context_window) if size is not None)
     session = ProgramSession(
-        resuming(client),
+        resuming(client, renderer.decode),
         renderer,
         sampling or endpoint.sampling,
         name=f"{prompt.group_index}/{prompt.index}/{prompt.replacement}",

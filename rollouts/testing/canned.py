@@ -30,7 +30,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.testing.latency import Latency
-from rollouts.testing.replies import ERRORS, Fault, Request, reply_body
+from rollouts.testing.replies import ERRORS, Fault, Request, probe_body, reply_body
 
 __all__ = ["Canned", "canned_server"]
 
@@ -38,6 +38,8 @@ _START_SECONDS = 60.0
 _UNSERVED = ("drip", "error_duplicate")
 """Faults that this server does not have."""
 
+_LONGEST_PROBE = 1000
+"""Bytes of a request of the probe of logprobs, at most."""
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _RID = re.compile(rb'"rid"\s*:\s*"([^"]*)"')
 _BUDGET = re.compile(rb'"max_(?:new_)?tokens"\s*:\s*(\d+)')
@@ -262,6 +264,9 @@ class _Connection(asyncio.Protocol):
             self._respond(200, b'{"version": "0.5.23", "model_path": "canned", "weight_version": "v1"}')
 
     def _generate(self, body: bytes) -> None:
+        if len(body) < _LONGEST_PROBE and b'"top_logprobs_num"' in body:
+            self._respond(200, msgspec.json.encode(probe_body(msgspec.json.decode(body))))
+            return
         found = _RID.search(body, 0, 64) or _RID.search(body)
         rid = found[1] if found else b"canned-%d" % next(self._answers.unnamed)
         fault, latency = self._answers.fault(), self._answers.canned.latency

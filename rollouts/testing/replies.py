@@ -5,12 +5,13 @@ Invariant: without a fault the body is what SGLang 0.5.23 sends for these ids. T
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
-__all__ = ["ERRORS", "Answer", "Fault", "Request", "Script", "reply_body"]
+__all__ = ["ERRORS", "Answer", "Fault", "Request", "Script", "probe_body", "reply_body"]
 
 Script: TypeAlias = Callable[[list[int], dict[str, Any]], Sequence[int] | tuple[Any, Any, Any] | Mapping[str, Any]]
 """A function of ``(input_ids, sampling_params)`` that returns the ids of a reply; ``(ids, logprobs, finish)``, where
@@ -112,6 +113,20 @@ def reply_body(script: Script, arrived: Request, fault: Fault | Answer, *, versi
     if fault == "no_output_ids":
         del answer["output_ids"]
     return {**answer, "meta_info": meta}
+
+
+def probe_body(body: Mapping[str, Any], *, original_logprobs: bool = False) -> Mapping[str, Any]:
+    """The response to a request for the most probable ids: those of one fixed distribution, after the temperature.
+
+    ``original_logprobs``: before it, as with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
+    """
+    params = body.get("sampling_params", {})
+    temperature = 1.0 if original_logprobs else params.get("temperature", 1.0)
+    logits = [-number / (temperature or 1.0) for number in range(20)]
+    total = math.log(sum(map(math.exp, logits)))
+    tops = [[logit - total, token, None] for token, logit in enumerate(logits)][: body["top_logprobs_num"]]
+    meta = {"finish_reason": {"type": "length", "length": 1}, "output_top_logprobs": [tops]}
+    return {"output_ids": [0], "meta_info": {**meta, "output_token_logprobs": tops[:1]}}
 
 
 def _is_triple(value: Any) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from rollouts.errors import ConfigError
-from rollouts.testing.replies import ERRORS, Answer, Fault, Request, Script, reply_body
+from rollouts.testing.replies import ERRORS, Answer, Fault, Request, Script, probe_body, reply_body
 
 __all__ = ["Answer", "Fault", "Request", "StubServer"]
 
@@ -38,11 +38,12 @@ class StubServer:
         workers: act as a router: no ``/abort_request``, and ``/workers`` lists these URLs.
         loads: further fields of the one rank in ``/v1/loads``; ``None`` for a server without this route.
         closes_idle: reset a connection at its second request, as a server that closes idle connections.
+        original_logprobs: report logprobs before the temperature to the probe for them.
         port: port to listen on; 0 for a free one.
 
     Attributes:
         url: the server's URL.
-        requests: every received ``/generate`` request, in order.
+        requests: every received ``/generate`` request but probes of logprobs, in order.
         asked: the paths of all other requests, in order.
         aborted: the rids of all aborts, in order.
         live: rids of the generations in progress.
@@ -62,6 +63,7 @@ class StubServer:
         workers: Sequence[str] | None = None,
         loads: Callable[[], Mapping[str, float]] | None = None,
         closes_idle: bool = False,
+        original_logprobs: bool = False,
         port: int = 0,
     ) -> None:
         self._reply: Script = reply or (lambda input_ids, params: [1, 2, 3])
@@ -76,6 +78,7 @@ class StubServer:
         self._workers = workers
         self._loads = loads
         self._closes_idle = closes_idle
+        self.original_logprobs = original_logprobs
         self._port = port
         self._generations: dict[str, anyio.CancelScope] = {}
         self._transports: set[Any] = set()  # strong references, so that no identity is reused
@@ -163,6 +166,9 @@ class StubServer:
             return _cut(request)
         self._transports.add(request.transport)
         body = msgspec.json.decode(await request.read())
+        if body.get("top_logprobs_num"):
+            self.asked.append("the probe of logprobs")
+            return _json(probe_body(body, original_logprobs=self.original_logprobs))
         arrived = Request(
             rid=body.get("rid") or uuid.uuid4().hex,
             input_ids=body.get("input_ids") or [],

@@ -26,6 +26,7 @@ from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, describe_once
 from rollouts.inference.policy import ServerPolicy
+from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
@@ -112,7 +113,7 @@ async def agent_rollout_to_samples(
     branches = await run_branches(
         prompt,
         environment_cls,
-        resuming(client),
+        resuming(client, renderer.decode),
         renderer,
         sampling=sampling or endpoint.sampling,
         limits=check_limits(limits, max_turns),
@@ -156,9 +157,12 @@ async def generate_all(
     return list(itertools.chain.from_iterable(samples))
 
 
-def resuming(policy: Policy) -> Policy:
-    """The policy; one of servers continues a reply that they abort, as an update of their weights may order them to."""
-    return ResumablePolicy(policy) if isinstance(policy, ServerPolicy) else policy
+def resuming(policy: Policy, decode: Decode) -> Policy:
+    """The policy; one of servers continues a reply that they abort, as an update of their weights may order them to.
+
+    ``decode`` is the text of ids, special tokens included.
+    """
+    return ResumablePolicy(policy, decode=decode) if isinstance(policy, ServerPolicy) else policy
 
 
 _DEFAULT_LIMITS = Limits()

@@ -108,8 +108,10 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     turn_start, part_start = _starts(sample.completions)
     if unanswered:  # by a text of the environment: the last turn goes on
         return Past(trajectory, turn_start, state="asked", part_start=len(sample))
-    cut = sample.completions[-1].finish_reason != "stop"
-    return Past(trajectory, turn_start, tuple(new), state="cut" if cut else "replied", part_start=part_start)
+    finish = sample.completions[-1].finish_reason
+    state: Any = "replied" if finish == "stop" else "cut"
+    aborted = finish == "abort"
+    return Past(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
 
 
 def _completion(sample: Sample, record: CompletionRecord) -> Completion:

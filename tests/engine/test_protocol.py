@@ -71,7 +71,7 @@ async def test_an_unknown_sampling_key_is_an_error_that_is_a_string(client: Any)
 @pytest.mark.parametrize(
     ("name", "neutral", "value"),
     [
-        ("top_logprobs_num", 0, 2),
+        ("top_logprobs_num", 0, -1),
         ("token_ids_logprob", None, [1]),
         ("return_hidden_states", False, True),
         ("return_sampling_mask", False, True),

@@ -236,13 +236,25 @@ async def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay(client: An
     assert answer["output_ids"] == whole["output_ids"][: len(answer["output_ids"])]
 
 
-async def test_a_full_budget_is_a_length_even_if_it_ends_with_a_stop_token(client: Any) -> None:
-    """SGLang checks the length first."""
+async def test_a_stop_comes_before_the_length(client: Any) -> None:
+    """Where the last token of the budget ends a stop string or is a stop id; the string comes first."""
     whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
-    count = len(whole["output_ids"])
-    answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0, "max_new_tokens": count})
+    assert whole["output_ids"][-1] == EOS
+    params = {"temperature": 0, "max_new_tokens": len(whole["output_ids"])}
+    answer = await client.generate(text=QUESTION, sampling_params=params)
     assert answer["output_ids"] == whole["output_ids"]
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    answer = await client.generate(text=QUESTION, sampling_params={**params, "stop": "<|im_end|>"})
+    assert answer["output_ids"] == whole["output_ids"]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "<|im_end|>"}
+
+
+async def test_the_text_of_stop_strings_has_special_tokens(client: Any) -> None:
+    """As in SGLang: a stop string may be, or contain, the text of a special token."""
+    sampling = {"temperature": 0, "ignore_eos": True, "stop": ".<|im_end|>", "max_new_tokens": 100}
+    answer = await client.generate(text=QUESTION, sampling_params=sampling)
+    assert answer["output_ids"][-1] == EOS
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ".<|im_end|>"}
 
 
 async def test_no_stop_token_is_sampled_before_the_minimum(client: Any) -> None:

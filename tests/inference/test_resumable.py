@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import anyio
 import pytest
@@ -11,12 +11,14 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
-from rollouts.errors import EndpointUnavailable, GenerateFailure
+from rollouts.engine.teacher import Teacher
+from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
 from rollouts.inference.base import ServerInfo, describe_once
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.trajectory import digest
+from tests.interruptions import check_stops_at_every_split, deviation_of_repeats, interrupted
 
 PROMPT = packed_tokens([1, 2, 3])
 
@@ -247,3 +249,46 @@ async def test_the_parts_of_a_reply_have_its_route() -> None:
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s", route="r")
     await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s")
     assert inner.routes == ["r", "r", ""]
+
+
+# -- law 10: an interrupted reply has the distribution of an uninterrupted one ----------------------------------------
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[SGLangPolicy]:
+    async with running_server(DEMO_MODEL) as url, SGLangPolicy(Endpoint(model=str(DEMO_MODEL), base_url=url)) as client:
+        yield client
+
+
+async def test_an_interruption_does_not_repeat_random_numbers(engine: SGLangPolicy) -> None:
+    """With seeds, the token after an interruption repeats the first token as often as under the policy."""
+    teacher = Teacher(DEMO_MODEL, "float32")
+    for after in ((), (1,)):
+        deviation = await deviation_of_repeats(engine, teacher, 150, after=after)
+        assert abs(deviation) < 4, (after, deviation)
+
+
+async def test_a_stop_string_may_span_an_interruption(engine: SGLangPolicy) -> None:
+    """At every split point, the reply ends as an uninterrupted one: ids, logprobs, versions and finish reason."""
+    await check_stops_at_every_split(engine)
+
+
+async def test_the_budget_and_the_minimum_are_those_of_the_whole_reply(engine: SGLangPolicy) -> None:
+    """Parts together have at most ``max_new_tokens``, and no stop id within ``min_new_tokens``."""
+    sampling = SamplingParams(temperature=2.0, max_new_tokens=40, min_new_tokens=30, seed=3)
+    for after in ([1], [29], [30, 5], [7, 7, 7]):
+        reply = await interrupted(engine, PROMPT, sampling, after)
+        assert 30 < len(reply.tokens) <= 40 or (len(reply.tokens), reply.finish_reason) == (30, "stop")
+    exact = SamplingParams(temperature=2.0, max_new_tokens=30, min_new_tokens=30, seed=3)
+    reply = await interrupted(engine, PROMPT, exact, [29])
+    assert (len(reply.tokens), reply.finish_reason) == (30, "length")
+
+
+async def test_stop_strings_need_a_decoder() -> None:
+    """Without one, a stop string that spans an interruption would be missed: nothing is sent."""
+    inner = CountingPolicy()
+    with pytest.raises(
+        ConfigError, match=r"SamplingParams\.stop: got \('x',\); expected none, or ResumablePolicy\(decode"
+    ):
+        await ResumablePolicy(inner).complete(PROMPT, SamplingParams(stop="x"))
+    assert not inner.requests

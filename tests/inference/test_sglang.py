@@ -10,16 +10,20 @@ import threading
 import uuid
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
+import attrs
 import numpy as np
 import pytest
 
 from rollouts.concurrency.boundary import waits
 from rollouts.concurrency.wait_report import where_of_users
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, VersionSpan
+from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, at
+from rollouts.inference import generate_probe
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.policy import full_jitter
 from rollouts.inference.sglang import SGLangPolicy
@@ -623,3 +627,86 @@ def test_a_key_that_is_no_valid_header_is_a_config_error(client: Client) -> None
     with pytest.raises(ConfigError, match="api_key") as raised:
         client.policy("http://x", api_key="hunter2\r\nX: y")
     assert "hunter2" not in str(raised.value)
+
+
+# -- the kind of the server's logprobs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("original", [False, True], ids=["tempered", "original"])
+async def test_the_probe_tells_what_the_engine_reports(client: Client, original: bool) -> None:
+    """A server of logprobs before the temperature is refused by name where they differ, before a token is sampled."""
+    tempered = attrs.evolve(client.sampling, temperature=0.7)
+    async with running_server(DEMO_MODEL, original_logprobs=original) as url, client.policy(url) as policy:
+        for same in (attrs.evolve(client.sampling, temperature=0.0), attrs.evolve(tempered, top_k=1), client.sampling):
+            await policy.check_sampling(same)
+            await client.complete(policy, sampling=same)
+        asked = policy.totals.requests
+        if original:
+            message = r"temperature 0.7'; expected temperature 0 or 1: .* without SGLANG_RETURN_ORIGINAL_LOGPROB"
+            with pytest.raises(ConfigError, match=message):
+                await policy.check_sampling(tempered)
+            with pytest.raises(ConfigError, match=message):
+                await client.complete(policy, sampling=tempered)
+            assert policy.totals.sampled_tokens <= 3 * client.sampling.max_new_tokens
+        else:
+            assert len((await client.complete(policy, sampling=tempered)).tokens) > 0
+            assert policy.totals.requests == asked + 1
+
+
+async def test_a_server_is_probed_once_and_only_where_it_matters(client: Client) -> None:
+    """Two requests for each server, however many calls begin together; none at temperature 0 or 1."""
+    tempered = attrs.evolve(client.sampling, temperature=0.7)
+    async with StubServer() as server, client.policy(server.url) as policy:
+        await client.complete(policy)
+        assert server.asked == []
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(partial(client.complete, policy, sampling=tempered))
+        assert server.asked == ["the probe of logprobs"] * 2
+        assert len(server.requests) == 6
+
+
+async def test_a_server_that_comes_back_has_its_logprobs_probed_again(client: Client) -> None:
+    """It may have been started otherwise."""
+    tempered = attrs.evolve(client.sampling, temperature=0.7)
+    async with StubServer() as server, client.policy(server.url, outage_seconds=60) as policy:
+        await policy.describe()
+        await client.complete(policy, sampling=tempered)
+        server.original_logprobs = True
+        await client.complete(policy, sampling=tempered)
+        (worker,) = policy._workers.all
+        worker.away = True
+        with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            await client.complete(policy, sampling=tempered)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({1: -1.0, 2: -1.001}, {1: -1.0, 2: -1.0005}, "two ids are 0.001 apart at temperature 1"),
+        ({1: -1.0, 2: -3.0}, {1: -1.0, 2: -2.4}, "and 0.7 of it at temperature 2"),
+        ({1: -1.0, 2: -3.0}, {3: -1.0, 4: -2.4}, "two ids are 0 apart"),
+    ],
+)
+def test_a_probe_that_shows_nothing_is_refused(first: dict[int, float], second: dict[int, float], message: str) -> None:
+    """Equal logprobs, other ids, or a distance that is neither."""
+    with pytest.raises(EndpointRefused, match=message):
+        generate_probe.reported_by(first, second)
+
+
+def test_an_answer_without_the_probed_ids_is_refused_or_tried_again() -> None:
+    """A proxy dropped the field; or a weight update aborted the request."""
+    with pytest.raises(EndpointRefused, match="output_top_logprobs: got 0 ids; expected 8"):
+        generate_probe.top_logprobs(b'{"meta_info": {"finish_reason": {"type": "length"}}}')
+    with pytest.raises(EndpointUnavailable, match="aborted"):
+        generate_probe.top_logprobs(b'{"meta_info": {"finish_reason": {"type": "abort"}}}')
+
+
+async def test_top_k_1_is_sent_and_recorded_as_temperature_0(client: Client) -> None:
+    """SGLang tempers the logprob of such a token only in a batch with requests that are not greedy."""
+    sampling = SamplingParams(temperature=0.5, top_k=1)
+    assert (sampling.greedy, sampling.sent_temperature) == (True, 0.0)
+    async with StubServer() as server, client.policy(server.url) as policy:
+        await client.complete(policy, sampling=sampling)
+    assert server.requests[0].sampling_params["temperature"] == 0.0
+    assert server.asked == [], "greedy logprobs are the same on all servers"

@@ -25,6 +25,7 @@ from rollouts.inference.shared import policy_of
 from rollouts.inference.vllm import VLLMPolicy, read_metrics
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.testing.json_server import JsonServer
+from tests.interruptions import check_stops_at_every_split, deviation_of_repeats
 from tests.vllm_server import VLLMServer, vllm_server
 
 PROMPT = packed_tokens(range(1, 30))
@@ -201,6 +202,13 @@ async def test_weights_of_nan_are_broken_numbers(server: VLLMServer, tmp_path: P
         with pytest.raises(BrokenNumbers, match="expected a finite logprob: the model computed NaN"):
             await policy.complete(PROMPT, SHORT)
     assert len(server.bodies) == 1
+
+
+async def test_interrupted_replies_are_those_of_an_uninterrupted_server(server: VLLMServer, teacher: Teacher) -> None:
+    """Other random numbers after an interruption, and the same ends at stop strings."""
+    async with policy_at(server.url) as policy:
+        assert abs(await deviation_of_repeats(policy, teacher, 150, after=(1,))) < 4
+        await check_stops_at_every_split(policy)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

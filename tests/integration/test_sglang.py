@@ -23,6 +23,7 @@ from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
+from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info
 from scripts.sglang_server import READY
@@ -198,6 +199,25 @@ async def test_other_updates(
     proof = await anyio.to_thread.run_sync(proven, tmp_path / "after", weights)
     report_line(f"a run after it: {proof}")
     assert proof.versions == {"v2"}
+
+
+async def test_an_interruption_does_not_repeat_random_numbers(server: SGLangServer) -> None:
+    """With seeds, the token after an interruption repeats the first token as often as under the policy."""
+    from rollouts.engine.teacher import Teacher
+    from tests.interruptions import deviation_of_repeats
+
+    async with SGLangPolicy(server.endpoint) as policy:
+        for after, at in (((), 1), ((1,), 1), ((1, 1), 2)):
+            deviation = await deviation_of_repeats(policy, Teacher(DEMO_MODEL, "float32"), 500, after=after, at=at)
+            assert abs(deviation) < 5, (after, deviation)
+
+
+async def test_a_stop_string_may_span_an_interruption(server: SGLangServer) -> None:
+    """At every split point, the reply ends as an uninterrupted one."""
+    from tests.interruptions import check_stops_at_every_split
+
+    async with SGLangPolicy(server.endpoint) as policy:
+        await check_stops_at_every_split(policy)
 
 
 async def test_a_server_that_is_away_for_90_seconds(

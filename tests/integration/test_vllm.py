@@ -215,6 +215,27 @@ async def test_interrupted_replies_go_on(server: VLLMServer, weights: dict[str, 
         assert float(np.abs(exact - reply.logprobs).max()) <= TOLERANCE
 
 
+async def test_an_interruption_does_not_repeat_random_numbers(server: VLLMServer, weights: dict[str, Path]) -> None:
+    """With seeds, the token after an interruption repeats the first token as often as under the policy."""
+    from rollouts.engine.teacher import Teacher
+    from tests.interruptions import deviation_of_repeats
+
+    async with VLLMPolicy(server.endpoint) as policy:
+        for after, at in (((), 1), ((1,), 1), ((1, 1), 2)):
+            deviation = await deviation_of_repeats(
+                policy, Teacher(weights["default"], "float32"), 500, after=after, at=at
+            )
+            assert abs(deviation) < 5, (after, deviation)
+
+
+async def test_a_stop_string_may_span_an_interruption(server: VLLMServer) -> None:
+    """At every split point, the reply ends as an uninterrupted one."""
+    from tests.interruptions import check_stops_at_every_split
+
+    async with VLLMPolicy(server.endpoint) as policy:
+        await check_stops_at_every_split(policy)
+
+
 async def test_greedy_replies_are_those_of_the_embedded_engine(
     server: VLLMServer, report_line: Callable[[str], None]
 ) -> None:

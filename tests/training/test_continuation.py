@@ -205,3 +205,24 @@ async def test_a_forked_rollout_continues_with_its_history_option(tokenizer: Any
     assert (first.tokens, first.stop_reason) == (sample.tokens, "forked")
     assert sum(second.loss_mask) == sum(first.loss_mask)
     assert "hm" not in renderer.decode(second.tokens[: second.completions[0].start])
+
+
+async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Renderer) -> None:
+    """The next request gets what is left of both, and the reply ends at a stop string that spans the two."""
+    whole = renderer.encode("The answer is 42. The answer is 43.<|im_end|>").tolist()
+    sampling = SamplingParams(max_new_tokens=60, min_new_tokens=4, stop="answer is 42", seed=1)
+    sent: list[SamplingParams] = []
+
+    class Watched(ScriptedPolicy):
+        async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Any:
+            sent.append(sampling)
+            return await super().complete(tokens, sampling, **options)
+
+    for split in (2, 3):
+        cut = await played(renderer, spoken(renderer, Reply(whole[:split], "abort")), sampling=sampling)
+        continued = await continue_last(renderer, cut, Watched([Reply(whole[split:])]), sampling=sampling)
+        assert (sent[-1].max_new_tokens, sent[-1].min_new_tokens) == (60 - split, 4 - split)
+        assert renderer.decode(continued.tokens[continued.completions[0].start :]) == "The answer is 42"
+        assert continued.completions[-1].finish_reason == "stop"
+        assert check_sample(continued) == []
+    assert sent[0].seed != sent[1].seed

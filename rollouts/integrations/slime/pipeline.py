@@ -152,7 +152,9 @@ class Pipeline:
         elif self.recipe is not None and flags:
             name = function_name(self.recipe.config.generate_fn)
             raise ConfigError.of(flags, f"set, with the generate_fn {name}", "a generate_fn that takes a policy")
-        if self.recipe is None and not all(map(self._custom, (None, *self.settings.eval_sets))):
+        samplings = (self.settings.endpoint.sampling, *(data.sampling for data in self.settings.eval_sets))
+        text_only = self.recipe is None and not all(map(self._custom, (None, *self.settings.eval_sets)))
+        if text_only or any(sampling.stop for sampling in samplings):
             await anyio.to_thread.run_sync(codec_of, self.settings.endpoint.model)
         if flags and self._custom(None) is None:
             await self._check_replay()
@@ -176,8 +178,10 @@ class Pipeline:
         other = copy.copy(self)
         stops = stop_ids_of_params(data.params)
         extras = self.settings.replay.request(evaluation=True)
-        inner, limiter = self.policy.inner, self.policy.limiter
-        other.policy = ResumablePolicy(inner, at_most=limiter, stop_token_ids=stops, extras=extras)
+        policy = self.policy
+        other.policy = ResumablePolicy(
+            policy.inner, decode=policy.decode, at_most=policy.limiter, stop_token_ids=stops, extras=extras
+        )
         other.rollout_id = rollout_id
         return other
 

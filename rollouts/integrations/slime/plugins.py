@@ -25,6 +25,7 @@ from rollouts.integrations.slime.given_ids import check_given_ids
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
+from rollouts.integrations.slime.single_turn import decoder_of
 from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
 from rollouts.training.rollout_attempt import ends, share_rewards
@@ -135,7 +136,8 @@ def _pipeline(args: Any) -> Pipeline:
     client = shared_policy(settings.endpoint, settings.vocab_size)
     stops = stop_ids_of_params(settings.params)
     extras = settings.replay.request()
-    policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
+    decode = decoder_of(settings.endpoint.model)
+    policy = ResumablePolicy(client, decode=decode, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
     pipelines.append(Pipeline(args, settings, policy, CustomCalls(client.abort_all), lambda index: None))
     return pipelines[-1]
 

@@ -35,6 +35,7 @@ from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
 from rollouts.integrations.slime.settings import Settings, load_function, stop_ids_of_params
+from rollouts.integrations.slime.single_turn import decoder_of
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.staleness import Staleness
 from rollouts.training.types import Group, Sample
@@ -81,7 +82,8 @@ class TrainerRollouts:
         client = policy_of(settings.endpoint, settings.vocab_size)
         stops = stop_ids_of_params(settings.params)
         extras = settings.replay.request()
-        policy = ResumablePolicy(client, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
+        decode = decoder_of(settings.endpoint.model)
+        policy = ResumablePolicy(client, decode=decode, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
         self._calls = CustomCalls(client.abort_all)
         pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.get)
         await pipeline.check()

@@ -24,6 +24,7 @@ from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason,
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import Policy
+from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import family, records
@@ -105,7 +106,7 @@ async def _continue_text(
     except ContextOverflow as error:
         raise GenerateFailure(f"the prompt does not fit the model's context: {error}") from error
     reply = Message("assistant", codec.decode(completion.tokens.tolist()))
-    trajectory.add_reply(completion, reply, temperature=sampling.temperature)
+    trajectory.add_reply(completion, reply, temperature=sampling.sent_temperature)
     trajectory.count("generation_seconds", completion.seconds)
     trajectory.seal(_ENDS[completion.finish_reason])
     return trajectory_to_sample(trajectory, prompt, lambda tokens: codec.decode(tokens.tolist()))
@@ -119,6 +120,11 @@ def codec_of(model: str) -> tuple[Codec, tuple[int, ...]]:
     """
     tokenizer = load_tokenizer(model)
     return Codec(tokenizer), stop_ids_of(tokenizer)
+
+
+def decoder_of(model: str) -> Decode:
+    """The text of ids of a model, special tokens included; its tokenizer is loaded at the first call."""
+    return lambda ids: codec_of(model)[0].decode(ids)
 
 
 @functools.lru_cache(maxsize=64)

@@ -693,7 +693,7 @@ class ProgramSession:
             lineage=work.lineage,
             by_hand=work.by_hand,
             began=began,
-            temperature=self._sampling.temperature,
+            temperature=self._sampling.sent_temperature,
             asked=new,
             instructions=instructions,
         )
