@@ -142,29 +142,32 @@ class LeavingServer(StubServer):
         return response
 
 
-async def test_a_resumed_run_waits_for_a_server_that_dies_after_preflight(target: RunTarget, tmp_path: Path) -> None:
-    """The description is asked for again by the first rollouts: no prompt is lost."""
-    target = attrs.evolve(target, model=MODEL)
-    async with a_server() as server:
-        await play(attrs.evolve(target, urls=(server.url,)), tmp_path / "run")
+def test_a_resumed_run_waits_for_a_server_that_dies_after_preflight(target: RunTarget, tmp_path: Path) -> None:
+    """In a new process, whose first rollouts ask for the description again: no prompt is lost."""
     info = {"model_path": MODEL, "weight_version": "v1"}
-    port = int(server.url.rpartition(":")[2])
     results: list[RunResult] = []
+
+    async def begin() -> int:
+        async with a_server() as server:
+            await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
+        return int(server.url.rpartition(":")[2])
 
     async def resumed() -> None:
         results.append(await resume(tmp_path / "run"))
 
-    async with anyio.create_task_group() as tasks:
-        async with LeavingServer(model_info=info, port=port) as leaving:
-            tasks.start_soon(resumed)
-            with anyio.fail_after(60):
+    async def resume_without_server() -> None:
+        async with anyio.create_task_group() as tasks:
+            async with LeavingServer(model_info=info, port=port) as leaving:
+                tasks.start_soon(resumed)
                 while not pauses():  # noqa: ASYNC110 - the first rollouts find no server
                     await anyio.sleep(0.01)
-        assert not leaving.requests
-        async with StubServer(model_info=info, port=port):
-            with anyio.fail_after(60):
+            assert not leaving.requests
+            async with StubServer(model_info=info, port=port):
                 while not results:  # noqa: ASYNC110 - the rollouts find the server
                     await anyio.sleep(0.01)
+
+    port = anyio.run(begin)
+    anyio.run(resume_without_server)
     assert (results[0].accounting.in_batch, results[0].accounting.failed) == (4, 0)
     results[0].accounting.check()
     assert verify_run(tmp_path / "run").ok

@@ -106,7 +106,7 @@ def length(sample):
 
 def recipe(endpoint):
     prompts = [f"p{number}" for number in range(6)]
-    sizes = {"batch_size": 6, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0, "epochs": 1}
+    sizes = {"batch_size": 6, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0, "epochs": 1, "max_attempts": 1}
     return agent_recipe("small", endpoint, SingleTurnEnvironment, prompts, reward_fn=length, keep="all", **sizes)
 """
 
