@@ -11,7 +11,7 @@ from pathlib import Path
 
 import attrs
 
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint
 from rollouts.environments.ors import ORSServer
 from rollouts.recipe import Recipe
 from rollouts.recipes.environments.openreward import (
@@ -42,7 +42,7 @@ def recipe(
 ) -> Recipe:
     """Rows of ``data`` in the environments of ``config``; ``trajectories`` is the file of exported trajectories."""
     settings = load_settings(config)
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    sampling = attrs.evolve(endpoint.sampling, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     endpoint = attrs.evolve(endpoint, sampling=sampling)
     prompts = load_prompts(data)
     for prompt in prompts:

@@ -168,8 +168,8 @@ def agent_recipe(
     over_sampling_factor: float = 1.5,
     keep: Literal["spread", "all"] | None = None,
     filter_fn: FilterFn | None = None,
-    temperature: float = 1.0,
-    max_new_tokens: int = 1024,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
     max_turns: int | None = None,
     limits: Limits | None = None,
     history: OnRewrite = "append",
@@ -177,14 +177,14 @@ def agent_recipe(
     shuffled: bool = True,
     epochs: int | None = None,
     batches: int = 1,
-    seed: int = 0,
+    seed: int | None = None,
     **options: Any,
 ) -> Recipe:
     """The usual recipe: agents in one environment class, scored and filtered by group.
 
     Args:
         name: name of the recipe.
-        endpoint: the model's endpoint.
+        endpoint: the model's endpoint. Its ``sampling`` is kept, except for the parameters that are named here.
         environment_cls: creates an environment for each rollout.
         prompts: the data.
         reward_fn: scores a sample, or with ``group_rm=True`` a group; default: the sum of the step rewards.
@@ -195,6 +195,7 @@ def agent_recipe(
         history: as for :func:`~rollouts.training.agent_rollout_to_samples`.
         tokenizer: a tokenizer, the name or folder of one, or a :class:`Renderer`; default: that of ``endpoint.model``.
         shuffled: shuffle the prompts in each epoch.
+        seed: of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one.
         batch_size: this and the other named arguments are the fields of that name of ``RolloutConfig``,
             ``SamplingParams``, ``DataBuffer`` and ``Recipe``.
         **options: any other field of ``RolloutConfig`` (``group_rm``, ``failures``, ``patience``, …) or of
@@ -236,7 +237,75 @@ def agent_recipe(
     )
 
 
-def assembled_recipe(
+def program_recipe(
+    name: str,
+    endpoint: Endpoint,
+    program: Program,
+    prompts: Iterable[Any],
+    *,
+    sandbox: Sandbox,
+    gateway: PublicAddress | None = None,
+    workspace: Workspace | None = None,
+    limits: SessionLimits | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe whose agent is a program, started in a sandbox for each rollout.
+
+    Args:
+        name: name of the recipe.
+        endpoint: the model's endpoint; its ``sampling`` as for :func:`agent_recipe`.
+        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``.
+        prompts: the data.
+        sandbox: this and the arguments down to ``context_window`` are those of
+            :func:`~rollouts.training.program_rollout_to_samples`.
+        **options: the other options of :func:`agent_recipe`; there is no ``max_turns``, but ``limits.max_calls``.
+
+    Raises:
+        ConfigError: an argument is unknown or wrong; the message names it.
+    """
+    bound = _given(
+        gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
+    )
+    generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
+    return _assembled(program_recipe, name, endpoint, generate_fn, prompts, **options)
+
+
+def function_recipe(
+    name: str,
+    endpoint: Endpoint,
+    function: AgentFunction,
+    prompts: Iterable[Any],
+    *,
+    limits: SessionLimits | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Any,
+) -> Recipe:
+    """A recipe whose agent is an async function of yours; see :func:`program_recipe`.
+
+    Args:
+        name: name of the recipe.
+        endpoint: the model's endpoint; its ``sampling`` as for :func:`agent_recipe`.
+        function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
+        prompts: the data.
+        limits: this and the arguments down to ``context_window`` are those of that function.
+        **options: the other options of :func:`agent_recipe`.
+    """
+    bound = _given(limits=limits, training=training, context_window=context_window)
+    generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
+    return _assembled(function_recipe, name, endpoint, generate_fn, prompts, **options)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that are not ``None``; the function that takes them has the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _assembled(
     function: Callable[..., Recipe],
     name: str,
     endpoint: Endpoint,
@@ -251,13 +320,13 @@ def assembled_recipe(
     over_sampling_factor: float = 1.5,
     keep: Literal["spread", "all"] | None = None,
     filter_fn: FilterFn | None = None,
-    temperature: float = 1.0,
-    max_new_tokens: int = 1024,
+    temperature: float | None = None,
+    max_new_tokens: int | None = None,
     tokenizer: Any = None,
     shuffled: bool = True,
     epochs: int | None = None,
     batches: int = 1,
-    seed: int = 0,
+    seed: int | None = None,
     **options: Any,
 ) -> Recipe:
     """The recipe of a generate function, with the options that all recipes have."""
@@ -266,8 +335,10 @@ def assembled_recipe(
     if keep is not None and filter_fn is not None:
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
     of_config, of_sampling, of_renderer = _sorted_options(function, options)
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed, **of_sampling)
-    endpoint = attrs.evolve(endpoint, sampling=sampling)
+    endpoint = _with_sampling(
+        endpoint, **_given(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed), **of_sampling
+    )
+    seed = 0 if seed is None else seed
     tokenizer = endpoint.model if tokenizer is None else tokenizer
     return Recipe(
         name=name,
@@ -287,6 +358,14 @@ def assembled_recipe(
         batches=batches,
         seed=seed,
     )
+
+
+def _with_sampling(endpoint: Endpoint, **named: Any) -> Endpoint:
+    """The endpoint with the named sampling parameters and its own other ones; the replies have a seed."""
+    if not isinstance(endpoint, Endpoint):
+        raise ConfigError.of("endpoint", endpoint, "an Endpoint")
+    seed = 0 if endpoint.sampling.seed is None else endpoint.sampling.seed
+    return attrs.evolve(endpoint, sampling=attrs.evolve(endpoint.sampling, **{"seed": seed, **named}))
 
 
 def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any]) -> list[dict[str, Any]]:

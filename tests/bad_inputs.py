@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.integrations.ors_server.app import environment_server
 from rollouts.recipe import agent_recipe
 from rollouts.renderer import renderer_for
+from rollouts.rewards import exact_match, numeric_match
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.reader import load_run
 from rollouts.runs.writer import RunWriter
@@ -130,6 +132,36 @@ def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
         return message
 
     return run
+
+
+class DataFrame:
+    """What marks a table of pandas."""
+
+    columns = ("prompt", "label")
+
+    def to_dict(self, orient: str) -> Any:
+        return [{"prompt": "a", "label": "b"}]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
+def table(folder: Path) -> Any:
+    """Use a table of pyarrow as prompts."""
+    arrow: Any = importlib.import_module("pyarrow")
+    return DataBuffer(arrow.table({"prompt": ["a"]}))
+
+
+def open_file(folder: Path) -> Any:
+    """Use an open file as prompts."""
+    (folder / "data.jsonl").write_text('{"prompt": "a"}\n')
+    with (folder / "data.jsonl").open() as file:
+        return DataBuffer(file)
+
+
+def labelled(reward_fn: Callable[[Sample], Any], label: Any) -> Callable[[Path], Any]:
+    """Score a reply whose label is not one."""
+    return lambda folder: reward_fn(Sample(messages=[{"role": "assistant", "content": "nan"}], label=label))
 
 
 def data(text: str) -> Callable[[Path], Any]:
@@ -429,6 +461,12 @@ ROWS = [
     Row(DATA, "tool calls that are none", "DIR/data.jsonl, line 1: message.tool_calls: got 'x'; expected an object with a function that has name and arguments", data('{"prompt": [{"role": "assistant", "tool_calls": ["x"]}]}\n')),
     Row(DATA, "an image that cannot be decoded", "DIR/data.jsonl, line 1: image: got b'GIF87a'; expected an image that Pillow decodes as BMP, GIF, JPEG, PNG, TIFF or WEBP (cannot identify image file)", image("data:image/gif;base64,R0lGODdh"), needs="PIL"),
     Row(DATA, "an image that is not in the data", "DIR/data.jsonl, line 1: message.content: got {'type': 'image_url', 'image_url': {'url': 'cat.png'}}; expected a string, or a list of text parts and image parts; an image is a data: URL, bytes, a PIL image or Image", image("cat.png")),
+    Row(DATA, "a prompt without text", "DIR/data.jsonl, line 1: prompt: got ''; expected some text", data('{"prompt": ""}\n')),
+    Row(DATA, "messages without content", "DIR/data.jsonl, line 1: prompt: got [{'role': 'user', 'content': ''}]; expected some text", data('{"prompt": [{"role": "user", "content": ""}]}\n')),
+    Row(DATA, "a table of columns", "DataBuffer.prompts: got a DataFrame; expected rows: df.to_dict('records')", lambda folder: DataBuffer(DataFrame())),
+    Row(DATA, "a table of pyarrow", "DataBuffer.prompts: got a Table; expected rows: table.to_pylist()", table, needs="pyarrow"),
+    Row(DATA, "an open file", "DataBuffer.prompts: got an open file; expected load_prompts(path)", open_file),
+    Row(DATA, "a path", "DataBuffer.prompts: got a path, 'DIR/data.jsonl'; expected load_prompts(path)", lambda folder: DataBuffer(folder / "data.jsonl")),
     Row(DATA, "nested without end", "DIR/data.jsonl, line 1: not JSON (maximum recursion depth exceeded…)", data("[" * 100_000)),
     Row(FOREIGN, "a world that does not start", "World.start raised ConnectionError: the world is down", world(start=raises)),
     Row(FOREIGN, "a step that raises", "World.step raised ConnectionError: the world is down", world(step=raises)),
@@ -450,6 +488,9 @@ ROWS = [
     Row(FOREIGN, "a reward that always raises, in a rehearsal", "3 of 3 rehearsals with random replies failed alike: RewardFailure: reward broken raised KeyError: 'label' (…). No prompt was taken; --no-rehearsal starts the run nevertheless", rehearsed(reward_fn=broken)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
+    Row(FOREIGN, "a label that is NaN, as pandas fills a missing one", "label: got nan; expected a text, or several", labelled(exact_match, float("nan"))),
+    Row(FOREIGN, "a label that is not a text", "label: got True; expected a text, or several", labelled(exact_match, True)),
+    Row(FOREIGN, "a label that is not a number", "label: got None; expected a number", labelled(numeric_match, None)),
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
     Row(FOREIGN, "a filter that does not return a bool", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),

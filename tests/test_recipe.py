@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import attrs
 import PIL.Image
 import pytest
 
 from rollouts.commands import main
-from rollouts.dtypes import Endpoint, Image, Limits, Message
+from rollouts.dtypes import Endpoint, Image, Limits, Message, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
+from rollouts.programs import claude_code
 from rollouts.programs.launchers import claude_code
 from rollouts.programs.recipe import program_recipe
-from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight
+from rollouts.recipe import Recipe, agent_recipe, check_recipe, function_recipe, preflight, program_recipe
 from rollouts.recipe_files import (
     GENERATE_OPTIONS,
     absolute,
@@ -29,6 +32,7 @@ from rollouts.recipe_files import (
     recipe_options,
     summary_of,
 )
+from rollouts.recipes.configs.search_r1 import STOP as SEARCH_R1_STOP
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.sandboxes import ProcessSandbox, SandboxError
 from rollouts.testing.policy import ScriptedPolicy
@@ -532,6 +536,123 @@ def test_the_usual_recipe_takes_every_field_of_the_config() -> None:
     assert "max_turns" not in bound.keywords
 
 
+OF_ENDPOINT: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "max_new_tokens": 33,
+    "stop": ("END",),
+    "seed": 11,
+    "min_new_tokens": 2,
+    "repetition_penalty": 1.1,
+}
+"""A value for each sampling parameter that is neither its default nor that of a recipe."""
+NAMED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 5,
+    "min_p": 0.2,
+    "max_new_tokens": 44,
+    "stop": ("STOP",),
+    "seed": 12,
+    "min_new_tokens": 3,
+    "repetition_penalty": 1.2,
+}
+"""Another value for each."""
+
+
+async def answer(client: Any, prompt: Prompt) -> float:
+    return 0.0
+
+
+RECIPE_FUNCTIONS: dict[str, Callable[..., Recipe]] = {
+    "agent": lambda endpoint, **options: agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"], **options),
+    "program": lambda endpoint, **options: program_recipe(
+        "mine", endpoint, claude_code, ["Hi"], sandbox=ProcessSandbox(), **options
+    ),
+    "function": lambda endpoint, **options: function_recipe("mine", endpoint, answer, ["Hi"], **options),
+}
+
+
+def test_each_sampling_parameter_has_a_value_that_is_not_its_default() -> None:
+    """The tests below would not notice that a parameter is dropped if its value were the default."""
+    for values in (OF_ENDPOINT, NAMED):
+        assert {
+            field.name for field in attrs.fields(SamplingParams) if values[field.name] != field.default
+        } == values.keys()
+    assert all(OF_ENDPOINT[name] != value for name, value in NAMED.items())
+
+
+@pytest.mark.parametrize("function", RECIPE_FUNCTIONS)
+def test_a_recipe_keeps_the_sampling_of_its_endpoint(function: str) -> None:
+    """In the recipe's endpoint and in that of its generate function."""
+    endpoint = Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT))
+    recipe = RECIPE_FUNCTIONS[function](endpoint)
+    assert recipe.endpoint == recipe.bound["endpoint"] == endpoint
+
+
+@pytest.mark.parametrize("function", RECIPE_FUNCTIONS)
+@pytest.mark.parametrize("name", NAMED)
+def test_a_named_option_replaces_that_sampling_parameter_of_the_endpoint(name: str, function: str) -> None:
+    """And no other one."""
+    endpoint = Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT))
+    recipe = RECIPE_FUNCTIONS[function](endpoint, **{name: NAMED[name]})
+    assert recipe.endpoint.sampling == recipe.bound["endpoint"].sampling
+    assert recipe.endpoint.sampling == SamplingParams(**{**OF_ENDPOINT, name: NAMED[name]})
+
+
+@pytest.mark.parametrize("function", RECIPE_FUNCTIONS)
+def test_the_sampling_of_a_recipe_has_the_usual_defaults(function: str) -> None:
+    """Without parameters of the endpoint and without options; the replies are seeded."""
+    recipe = RECIPE_FUNCTIONS[function](Endpoint(model="m"))
+    assert recipe.endpoint.sampling == SamplingParams(seed=0)
+    assert (recipe.seed, recipe.data_buffer.seed) == (0, 0)
+
+
+def test_the_seed_of_a_recipe_is_that_of_its_data_and_of_its_replies() -> None:
+    """A seed of the endpoint is that of replies only."""
+    endpoint = Endpoint(model="m", sampling=SamplingParams(seed=11))
+    recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"])
+    assert (recipe.endpoint.sampling.seed, recipe.seed, recipe.data_buffer.seed) == (11, 0, 0)
+    recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"], seed=5)
+    assert (recipe.endpoint.sampling.seed, recipe.seed, recipe.data_buffer.seed) == (5, 5, 5)
+
+
+DATA = {
+    "function_calling": "datasets/bfcl_simple_python.jsonl",
+    "gsm8k": "datasets/gsm8k_test.jsonl",
+    "retool": "datasets/math500.jsonl",
+}
+SETTINGS = "environments: {sums: {splits: [train], base_url: 'http://127.0.0.1:9', max_turns: 4}}"
+GEO3K = {"images": [Image.of(PIL.Image.new("RGB", (4, 3))).url], "problem": "<image>Compare.", "answer": 5}
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
+    name: str, asset: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Except for the parameters that are options of the recipe, and the stop strings of its environment."""
+    pytest.importorskip({"search": "bm25s", "search_r1": "bm25s"}.get(name, "rollouts"))
+    function = load_recipe(name)
+    of_recipe = {option.name for option in recipe_options(function)}
+    options: dict[str, Any] = {option: value for option, value in NAMED.items() if option in of_recipe}
+    if name in DATA:
+        options |= {"data": asset(DATA[name]), "limit": 3}
+    elif name in ("geo3k", "openreward"):
+        row = GEO3K if name == "geo3k" else {"prompt": "x", "metadata": {"env_name": "sums"}}
+        options["data"] = tmp_path / "rows.jsonl"
+        options["data"].write_text(json.dumps(row))
+    if name == "openreward":
+        options["config"] = tmp_path / "config.yaml"
+        options["config"].write_text(SETTINGS)
+    recipe = function(Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT)), **options)
+    expected = {key: options.get(key, value) for key, value in OF_ENDPOINT.items()}
+    if name == "search_r1":
+        expected["stop"] = SEARCH_R1_STOP
+    assert recipe.endpoint.sampling == recipe.bound["endpoint"].sampling == SamplingParams(**expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -543,6 +664,7 @@ def test_the_usual_recipe_takes_every_field_of_the_config() -> None:
         ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
         ({"keep": "some"}, r"keep: got 'some'; expected \"spread\" or \"all\""),
         ({"group_rm": True}, r"RolloutConfig.reward_fn: got None; expected a function that takes the group"),
+        ({"temperature": -1}, r"SamplingParams.temperature: got -1; expected a number >= 0"),
         ({"patience": 0}, r"RolloutConfig.patience: got 0; expected an integer >= 1"),
     ],
 )

@@ -29,7 +29,7 @@ from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, GenerateFailure, RolloutsError, TokenMismatchError
+from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
@@ -245,7 +245,8 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            TokenMismatchError: a law was broken in a worker.
+            EndpointAway: no server answered a worker for too long.
+        TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
 
@@ -421,4 +422,4 @@ async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLo
                     return samples
 
 
-_BROKEN: dict[str, type[RolloutsError]] = {"ConfigError": ConfigError}
+_BROKEN: dict[str, type[RolloutsError]] = {"ConfigError": ConfigError, "EndpointAway": EndpointAway}

@@ -191,7 +191,8 @@ class Endpoint:
     outage_seconds: float = attrs.field(default=1800.0, validator=seconds(least=0))
     """How long requests wait for servers that are down, restarting or overloaded, before the run ends and returns its
     prompts. Deadlines stand still meanwhile. The default is enough to load a model of 70 billion parameters, 140 GB, at
-    80 MB/s. A server that has never answered is not waited for."""
+    80 MB/s. Rollouts also wait for a server that has never answered; preflight asks it once, so that a wrong URL is an
+    error at once."""
     concurrency: Concurrency = attrs.field(
         default=None,
         validator=check('an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or is_int(v, 1)),

@@ -13,7 +13,7 @@ import anyio
 import attrs
 
 from rollouts.dtypes import Completion, ImageSpan, SamplingParams, TokenColumn
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable
 
 __all__ = [
     "ExtrasRequest",
@@ -25,6 +25,7 @@ __all__ = [
     "images_option",
     "route_option",
     "takes_images",
+    "wait_for_servers",
 ]
 
 
@@ -122,10 +123,40 @@ def route_option(route: str) -> dict[str, str]:
     return {"route": route} if route else {}
 
 
+async def wait_for_servers(policy: Policy, error: EndpointUnavailable) -> None:
+    """Wait until a server of a policy answers again; raise ``error`` if the policy has no such wait.
+
+    Raises:
+        EndpointAway: no server answered for ``outage_seconds``.
+        EndpointRefused: the server that answers is not of the endpoint's protocol.
+    """
+    wait = getattr(policy, "wait_for_servers", None)
+    if wait is None or isinstance(error, EndpointAway):
+        raise error
+    await wait(error)
+
+
 @attrs.define(eq=False)
 class _Described:
     lock: anyio.Lock = attrs.field(factory=anyio.Lock)
     info: ServerInfo | None = None
+    asked: int = 0
+    """Number of requests."""
+    unavailable: EndpointUnavailable | None = None
+    """The error of the last one, if no server was there."""
+
+    async def ask(self, policy: Policy) -> None:
+        """Request the description, unless a concurrent call does so first."""
+        asked = self.asked
+        async with self.lock:
+            if self.asked != asked:
+                return
+            self.asked += 1
+            self.unavailable = None
+            try:
+                self.info = await policy.describe()
+            except EndpointUnavailable as error:
+                self.unavailable = error
 
 
 _DESCRIBED: weakref.WeakKeyDictionary[Policy, _Described] = weakref.WeakKeyDictionary()
@@ -137,13 +168,18 @@ def describe_as(policy: Policy, inner: Policy) -> None:
 
 
 async def describe_once(policy: Policy) -> ServerInfo:
-    """Request the description of a policy's server once, also when many rollouts start at the same time."""
+    """Request the description of a policy's server once, also when many rollouts start at the same time.
+
+    A policy of servers waits while none is there, as for the requests of a rollout.
+
+    Raises:
+        EndpointError: as :meth:`Policy.describe` and :func:`wait_for_servers`.
+    """
     described = _DESCRIBED.get(policy)
     if described is None:
         described = _DESCRIBED[policy] = _Described()
-    elif described.info is not None:
-        return described.info
-    async with described.lock:
-        if described.info is None:
-            described.info = await policy.describe()
+    while described.info is None:
+        await described.ask(policy)
+        if described.unavailable is not None:
+            await wait_for_servers(policy, described.unavailable)
     return described.info

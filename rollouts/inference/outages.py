@@ -46,6 +46,11 @@ class Outage:
     def __repr__(self) -> str:
         return f"<Outage: {len(self._waiting)} requests wait{f': {self._reason}' if self._waiting else ''}>"
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a request waited and none was answered since."""
+        return self._since is not None
+
     @contextlib.contextmanager
     def wait(self, reason: str) -> Iterator[None]:
         """Register a request that waits while inside; its deadlines are paused."""
@@ -76,12 +81,17 @@ class Outage:
             listed_pause(reason, lambda: len(self._waiting), since=self._since, blocks_new_work=True)
         )
 
-    def raise_if_over(self) -> None:
-        """Raise :class:`EndpointAway` if no request was answered for too long since the first of them waits."""
+    def raise_if_over(self, remedy: str = "", cause: Exception | None = None) -> None:
+        """Raise :class:`EndpointAway` if no request was answered for too long since the first of them waits.
+
+        Args:
+            remedy: the end of its message.
+            cause: the error of the request that waits.
+        """
         if self._since is not None and time.monotonic() - self._since >= self._patience:
             raise EndpointAway(
-                f"{self._reason}; no request was answered for {self._patience:g} s (Endpoint.outage_seconds)"
-            )
+                f"{self._reason}; no request was answered for {self._patience:g} s (Endpoint.outage_seconds){remedy}"
+            ) from cause
 
     def answered(self) -> None:
         """Record that a server answered a request."""

@@ -18,6 +18,7 @@ import random
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import quote
@@ -172,7 +173,7 @@ class ServerPolicy(abc.ABC):
         self._weights = ServedWeights()
         self._namespaces = Namespaces()
         self._reached = False
-        """Whether a server has ever answered: a wrong URL is not waited for."""
+        """Whether a server has ever answered: if not, the URL may be wrong."""
         self._interrupted = anyio.Event()
         self._unread_vocab_size = vocab_size if callable(vocab_size) else None
         self._reading_lock = anyio.Lock()
@@ -438,7 +439,7 @@ class ServerPolicy(abc.ABC):
 
     async def _has_died(self, call: _Call) -> bool:
         """Whether no server listens any more where a request was lost: that is no failure of the call, either."""
-        if call.running is None or not self._reached:
+        if call.running is None:
             return False
         worker, _ = call.running
         try:
@@ -451,7 +452,7 @@ class ServerPolicy(abc.ABC):
         """Whether an error shows that no server can serve the call now, which is no failure of the call."""
         if call.running is not None and any(not other.away for other in self._workers.all):
             return False  # its abort failed at one server, and others serve
-        return self._reached and isinstance(error, ConnectFailed | ServerAway | Overloaded)
+        return isinstance(error, ConnectFailed | ServerAway | Overloaded)
 
     async def _hold(self, call: _Call, worker: Worker, error: EndpointUnavailable) -> Worker | None:
         """Wait until a server may serve the call, with its deadlines paused.
@@ -475,12 +476,12 @@ class ServerPolicy(abc.ABC):
         interrupted = self._interrupted
         # Where other servers serve, the wait of one call must not keep new groups from starting.
         apart = not full and others_serve
-        with paused_deadlines() if apart else self._outage.wait(reason):
+        with paused_deadlines() if apart else self._outage_wait(reason):
             while True:
                 if apart:
                     self._raise_if_deadly(call, worker)
                 else:
-                    self._outage.raise_if_over()
+                    self._outage.raise_if_over(self._remedy)
                 call.holds += 1
                 seconds = min(self._look_seconds, self._backoff(call.holds)) if full else self._look_seconds
                 with anyio.move_on_after(seconds):
@@ -492,6 +493,39 @@ class ServerPolicy(abc.ABC):
                 for one in wanted:
                     if not one.away or await self._is_back(one):
                         return bound or self._workers.move(one, call.route)
+
+    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+        """Wait until a server answers, with the deadlines of the caller paused, as :meth:`complete` does.
+
+        Args:
+            error: that of a request which no server answered.
+
+        Raises:
+            EndpointAway: no server answered any request of this policy for ``outage_seconds``.
+            EndpointRefused: the server that answers does not implement the protocol, and none ever answered before.
+        """
+        for worker in self._workers.all:
+            worker.away = True
+        with self._outage_wait(f"no server answers at {', '.join(worker.name for worker in self._workers.all)}"):
+            while True:
+                self._outage.raise_if_over(self._remedy, error)
+                await anyio.sleep(self._look_seconds)
+                for worker in self._workers.all:
+                    if not worker.away or await self._is_back(worker):
+                        return
+
+    def _outage_wait(self, reason: str) -> AbstractContextManager[None]:
+        """The wait for a server; the first one is logged if none ever answered."""
+        if not self._reached and not self._outage.is_on:
+            seconds = self.endpoint.outage_seconds
+            text = "%s: requests wait for up to %g s (Endpoint.outage_seconds)%s"
+            _LOG.warning(text, reason, seconds, self._remedy)
+        return self._outage.wait(reason)
+
+    @property
+    def _remedy(self) -> str:
+        """The end of a message that no server answers."""
+        return "" if self._reached else ". Start the server, or correct Endpoint.base_url"
 
     def _raise_if_deadly(self, call: _Call, worker: Worker) -> None:
         if time.monotonic() - call.died >= self.endpoint.outage_seconds:
@@ -515,13 +549,18 @@ class ServerPolicy(abc.ABC):
         return True
 
     async def _check_return(self, worker: Worker) -> None:
-        """Check that a worker that was away serves the right weights again; raises ServerAway if it does not."""
+        """Check that a worker that was away serves the right weights again; raises ServerAway if it does not.
+
+        If no server ever answered, one that refuses is not of the protocol: EndpointRefused.
+        """
         try:
             self._weights.check(worker.name, await self._describe(worker))
         except ServerAway:
             worker.suspect()
             raise
         except EndpointError as error:
+            if isinstance(error, EndpointRefused) and not self._reached:
+                raise
             worker.suspect()
             raise ServerAway(str(error)) from error
         worker.away, worker.suspect_until = False, 0.0
@@ -569,7 +608,7 @@ class ServerPolicy(abc.ABC):
         except ConnectFailed:
             call.running = None
             worker.unanswered.pop(rid, None)
-            worker.away = self._reached
+            worker.away = True
             worker.suspect()
             raise
         except ConnectionLost as lost:
@@ -658,8 +697,8 @@ class ServerPolicy(abc.ABC):
         Raises:
             EndpointRefused: it died with this request for the second time.
         """
-        worker.away = self._reached
-        if call.alone and self._reached:
+        worker.away = True
+        if call.alone:
             call.alone, call.only, call.died = False, worker, time.monotonic()
             call.deaths += 1
             if call.deaths > 1:

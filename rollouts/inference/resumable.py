@@ -30,6 +30,7 @@ from rollouts.inference.base import (
     images_option,
     route_option,
     takes_images,
+    wait_for_servers,
 )
 from rollouts.inference.reply_parts import Decode, rest_of, until_stop
 
@@ -79,6 +80,9 @@ class SessionRecorder:
 
     async def describe(self) -> ServerInfo:
         return await self.inner.describe()  # describe_once(self) holds the lock of ``inner``
+
+    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+        await wait_for_servers(self.inner, error)
 
     async def aclose(self) -> None:
         await self.inner.aclose()
@@ -277,6 +281,9 @@ class ResumablePolicy:
 
     async def describe(self) -> ServerInfo:
         return await self.inner.describe()
+
+    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+        await wait_for_servers(self.inner, error)
 
     async def aclose(self) -> None:
         await self.inner.aclose()

@@ -24,6 +24,7 @@ from rollouts.dtypes import as_messages, chat_text
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.rewards.answers import final_reply
 from rollouts.rewards.http import Poster
+from rollouts.rewards.rules import label_text
 from rollouts.training.types import Sample
 
 __all__ = ["Judge", "LLMJudge", "Verdict"]
@@ -160,14 +161,18 @@ class LLMJudge:
         return (_JOINS[self.join]([verdict.score for verdict in verdicts]) - low) / (high - low)
 
     def messages(self, sample: Sample) -> list[dict[str, str]]:
-        """Return the messages to a judge: rubric, task, label (unless ``None``) and last reply."""
+        """Return the messages to a judge: rubric, task, label (unless ``None``) and last reply.
+
+        Raises:
+            RewardFailure: the label is NaN, a bool, or another value that is no reference.
+        """
         low, high = self.scale
         prompt = [message for message in as_messages(sample.prompt) if message.role != "system"]
         task = "\n".join(
             chat_text(message.content) if len(prompt) == 1 else f"{message.role}: {chat_text(message.content)}"
             for message in prompt
         )
-        reference = "" if sample.label is None else f"<reference>\n{sample.label}\n</reference>\n"
+        reference = "" if sample.label is None else f"<reference>\n{_reference(sample.label)}\n</reference>\n"
         answer = final_reply(sample).replace("</answer>", "< /answer>")  # a reply must not close the tag
         return [
             {"role": "system", "content": _INSTRUCTIONS.format(rubric=self.rubric.strip(), low=low, high=high)},
@@ -197,6 +202,13 @@ class LLMJudge:
         if not self.scale[0] <= score <= self.scale[1]:
             return None
         return Verdict(model, float(score), str((parsed or {}).get("reason", "")))
+
+
+def _reference(label: Any) -> str:
+    """A label as a judge reads it: a text, a number, or a list or object of them."""
+    if isinstance(label, list | tuple | Mapping):
+        return str(label)
+    return label_text(label, "a text, a number, a list or an object; or None")
 
 
 def _key(judge: Judge) -> str | None:

@@ -11,12 +11,15 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
+from numbers import Number
+from typing import Any
 
+from rollouts.base.validators import finite
 from rollouts.errors import RewardFailure, shortened
 from rollouts.rewards.answers import decimal, final_answer, final_choice, final_number, final_reply
 from rollouts.training.types import Sample
 
-__all__ = ["exact_match", "f1_score", "multiple_choice", "numeric_match", "references"]
+__all__ = ["exact_match", "f1_score", "label_text", "multiple_choice", "numeric_match", "references"]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -48,9 +51,10 @@ def numeric_match(sample: Sample, *, absolute: float = 0.0, relative: float = 0.
 
 def multiple_choice(sample: Sample, *, letters: str = "ABCDEFGHIJ") -> float:
     """1.0 if the letter that the reply chooses is the label, else 0.0."""
-    wanted = str(sample.label).strip().strip("().").upper()
+    expected = f"one letter of {letters}"
+    wanted = label_text(sample.label, expected).strip("().").upper()
     if wanted not in letters or len(wanted) != 1:
-        raise RewardFailure(f"label: got {shortened(sample.label)}; expected one letter of {letters}")
+        raise RewardFailure(f"label: got {shortened(sample.label)}; expected {expected}")
     return float(final_choice(final_reply(sample), letters) == wanted)
 
 
@@ -64,19 +68,32 @@ def references(sample: Sample) -> list[str]:
     """Return the label as a list of texts, each of them a correct answer.
 
     Raises:
-        RewardFailure: the label is ``None`` or empty, or one of its texts is.
+        RewardFailure: the label is empty or no text and no number, or one of its texts is.
     """
-    label = sample.label
+    label, expected = sample.label, "a text, or several"
     several = isinstance(label, Sequence) and not isinstance(label, str | bytes)
-    texts = [str(text).strip() for text in label] if several else [str(label).strip()]
-    if label is None or not texts or not all(texts):
-        raise RewardFailure(f"label: got {shortened(label)}; expected a text, or several")
+    texts = [label_text(text, expected) for text in label] if several else [label_text(label, expected)]
+    if not texts or not all(texts):
+        raise RewardFailure(f"label: got {shortened(label)}; expected {expected}")
     return texts
 
 
+def label_text(label: Any, expected: str) -> str:
+    """Return a label that is a text or a finite number as text.
+
+    Raises:
+        RewardFailure: it is neither, so that no reply could equal it: ``None``, NaN (which pandas has for a missing
+            label), a bool, bytes, an object.
+    """
+    is_number = isinstance(label, Number) and not isinstance(label, bool)
+    if isinstance(label, str) or (is_number and (isinstance(label, int) or finite(label) is not None)):
+        return str(label).strip()
+    raise RewardFailure(f"label: got {shortened(label)}; expected {expected}")
+
+
 def _number(sample: Sample) -> Decimal:
-    number = decimal(str(sample.label))
-    if number is None or isinstance(sample.label, bool):
+    number = decimal(label_text(sample.label, "a number"))
+    if number is None:
         raise RewardFailure(f"label: got {shortened(sample.label)}; expected a number")
     return number
 

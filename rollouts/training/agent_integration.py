@@ -103,7 +103,7 @@ async def agent_rollout_to_samples(
 
     Raises:
         ConfigError: the tokenizer, template, dialect or prompt is invalid, so that every rollout would fail.
-        EndpointError: the server does not describe itself.
+        EndpointError: the server does not describe itself, or no server answers for too long.
     """
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")

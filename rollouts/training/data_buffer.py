@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import attrs
 import msgspec
 
 from rollouts.base.validators import is_int
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError, DataExhausted
 
 __all__ = ["BufferState", "DataBuffer", "load_prompts"]
@@ -65,12 +66,12 @@ class DataBuffer:
         epochs: number of passes over the data; ``None`` for no limit.
 
     Raises:
-        ConfigError: no prompts, or an invalid row; the message names its position.
+        ConfigError: no prompts, a table, a file or a path, or an invalid row; the message names its position. A prompt
+            without text, images and metadata is invalid.
     """
 
     def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
-        if isinstance(prompts, str | bytes | Mapping):
-            raise ConfigError.of("DataBuffer.prompts", prompts, "a list of prompts")
+        _check_rows(prompts)
         self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
@@ -255,7 +256,53 @@ def _key(prompt: Prompt) -> str:
     return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 
+def _check_rows(prompts: Any) -> None:
+    """Refuse what is not a sequence of rows, above all what yields something else when it is iterated."""
+    field = "DataBuffer.prompts"
+    if isinstance(prompts, os.PathLike):
+        raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")
+    if hasattr(prompts, "readline"):
+        raise ConfigError(f"{field}: got an open file; expected load_prompts(path)")
+    rows = _rows_of_table(prompts)
+    if rows is not None:
+        raise ConfigError(f"{field}: got a {type(prompts).__name__}; expected rows: {rows}")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError.of(field, prompts, "a list of prompts")
+
+
+def _rows_of_table(value: Any) -> str | None:
+    """How to get rows from a table, which yields columns when it is iterated; ``None`` if the value is not one.
+
+    There are four cases: 1. pyarrow. 2. polars. 3. pandas, and libraries with its interface. 4. A lazy frame of polars.
+    A data set of ``datasets`` yields rows: it has ``column_names``, but not ``columns``.
+    """
+    ways = {
+        "to_pylist": "table.to_pylist()",
+        "to_dicts": "df.to_dicts()",
+        "to_dict": "df.to_dict('records')",
+        "collect": "df.collect().to_dicts()",
+    }
+    if not hasattr(value, "columns"):
+        return None
+    return next((rows for method, rows in ways.items() if hasattr(value, method)), None)
+
+
 def _read_prompt(row: Any, place: str) -> Prompt:
+    prompt = _unchecked_prompt(row, place)
+    if prompt.metadata:
+        return prompt  # from which the environment may write the opening
+    given = prompt.prompt
+    if not (given.strip() if isinstance(given, str) else any(map(_has_content, given))):
+        shown = given if isinstance(given, str) else [message.to_record() for message in given]
+        raise ConfigError(f"{place}: {ConfigError.of('prompt', shown, 'some text')}")
+    return prompt
+
+
+def _has_content(message: Message) -> bool:
+    return bool(message.text.strip() or message.images or message.tool_calls)
+
+
+def _unchecked_prompt(row: Any, place: str) -> Prompt:
     try:
         if isinstance(row, Prompt):
             return row

@@ -12,11 +12,13 @@ from typing import Any
 import anyio
 import attrs
 import pytest
+from aiohttp import web
 from rich.console import Console
 
 from rollouts import __version__
 from rollouts.commands.run import Distribute, launch, recorded_server
 from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
+from rollouts.concurrency.deadlines import pauses
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
@@ -24,6 +26,7 @@ from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.run import RunResult
+from rollouts.runs.verify import verify_run
 from rollouts.testing.server import StubServer
 from rollouts.training.config import RolloutConfig
 from tests.observability.test_loggers import ListLogger
@@ -126,6 +129,48 @@ async def test_an_embedded_run_of_an_earlier_version_stays_embedded(target: RunT
     assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == ()
     edit_info(tmp_path / "run", lambda info: info["endpoint"].update(base_url=["http://host:30000"]))
     assert resumed_target(RunTarget(recipe=None), tmp_path / "run").urls == ("http://host:30000",)
+
+
+class LeavingServer(StubServer):
+    """Listens until it has described itself twice: for the model of a resumed run, and in preflight."""
+
+    async def _models(self, request: web.Request) -> web.Response:
+        response = await super()._models(request)
+        if self.asked.count(request.path) == 2:
+            for site in list(self._runner.sites):
+                await site.stop()
+        return response
+
+
+def test_a_resumed_run_waits_for_a_server_that_dies_after_preflight(target: RunTarget, tmp_path: Path) -> None:
+    """In a new process, whose first rollouts ask for the description again: no prompt is lost."""
+    info = {"model_path": MODEL, "weight_version": "v1"}
+    results: list[RunResult] = []
+
+    async def begin() -> int:
+        async with a_server() as server:
+            await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
+        return int(server.url.rpartition(":")[2])
+
+    async def resumed() -> None:
+        results.append(await resume(tmp_path / "run"))
+
+    async def resume_without_server() -> None:
+        async with anyio.create_task_group() as tasks:
+            async with LeavingServer(model_info=info, port=port) as leaving:
+                tasks.start_soon(resumed)
+                while not pauses():  # noqa: ASYNC110 - the first rollouts find no server
+                    await anyio.sleep(0.01)
+            assert not leaving.requests
+            async with StubServer(model_info=info, port=port):
+                while not results:  # noqa: ASYNC110 - the rollouts find the server
+                    await anyio.sleep(0.01)
+
+    port = anyio.run(begin)
+    anyio.run(resume_without_server)
+    assert (results[0].accounting.in_batch, results[0].accounting.failed) == (4, 0)
+    results[0].accounting.check()
+    assert verify_run(tmp_path / "run").ok
 
 
 async def test_a_server_that_is_gone_is_named(target: RunTarget, tmp_path: Path) -> None:

@@ -6,17 +6,25 @@ import functools
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.lowlevel
 import pytest
+from anyio.abc import SocketAttribute, SocketStream
 
 from rollouts.commands import main
-from rollouts.distributed import in_processes
-from rollouts.errors import ConfigError
+from rollouts.distributed import RecipeConfig, in_processes
+from rollouts.dtypes import Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.errors import ConfigError, EndpointAway
+from rollouts.recipe import Recipe
+from rollouts.recipe_files import build, load_recipe
 from rollouts.runs.journal import read_journal
 from rollouts.runs.reader import load_run, read_info
 from rollouts.runs.verify import verify_run
+from rollouts.testing.server import StubServer
+from rollouts.training import AsyncRolloutManager
 from rollouts.training.types import Sample
 from tests.distributed import games
 
@@ -87,6 +95,76 @@ async def test_a_number_of_workers_is_checked(workers: int) -> None:
     with pytest.raises(ConfigError, match="workers: got"):
         async with in_processes(games.config, workers=workers):
             pass
+
+
+RECIPE = """
+from rollouts.environments import SingleTurnEnvironment
+from rollouts.recipe import agent_recipe
+
+def length(sample):
+    return float(len(sample.response))
+
+def recipe(endpoint):
+    prompts = [f"p{number}" for number in range(6)]
+    sizes = {"batch_size": 6, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0, "epochs": 1, "max_attempts": 1}
+    return agent_recipe("small", endpoint, SingleTurnEnvironment, prompts, reward_fn=length, keep="all", **sizes)
+"""
+
+
+def recipe_at(url: str, folder: Path, **options: Any) -> tuple[RecipeConfig, Recipe]:
+    """A recipe whose rollouts ask the server at ``url``, and its factory for workers."""
+    (folder / "small.py").write_text(RECIPE)
+    factory = RecipeConfig(folder / "small.py", Endpoint(base_url=url, model=str(DEMO_MODEL), **options))
+    return factory, build(load_recipe(factory.recipe), factory.endpoint, {})
+
+
+async def test_workers_wait_for_a_server_that_starts_after_them(tmp_path: Path) -> None:
+    """They have no preflight: all prompts are played, and none fails."""
+    batch: list[Sample] = []
+    looks = 0
+    looked, filled = anyio.Event(), anyio.Event()
+
+    async def drop(stream: SocketStream) -> None:
+        nonlocal looks
+        looks += 1
+        await stream.aclose()
+        if looks == 4:
+            looked.set()
+
+    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
+    port = listener.extra(SocketAttribute.local_port)
+    factory, recipe = recipe_at(f"http://127.0.0.1:{port}", tmp_path)
+    async with in_processes(factory, workers=1) as workers:
+        manager = AsyncRolloutManager(workers.config(recipe.config), recipe.data_buffer)
+
+        async def fill() -> None:
+            batch.extend(await manager.generate_batch())
+            filled.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fill)
+            async with anyio.create_task_group() as away:
+                away.start_soon(listener.serve, drop)
+                await looked.wait()
+                away.cancel_scope.cancel()
+            await listener.aclose()
+            async with StubServer(port=port):
+                await filled.wait()
+    assert {sample.prompt for sample in batch} == {f"p{number}" for number in range(6)}
+    counts = manager.accounting
+    assert (len(batch), counts.taken, counts.in_batch, counts.failed) == (12, 6, 6, 0)
+
+
+async def test_workers_whose_server_never_comes_return_their_prompts(tmp_path: Path) -> None:
+    """The run ends with the error of one process: the URL and the remedy."""
+    factory, recipe = recipe_at("http://127.0.0.1:9", tmp_path, outage_seconds=0.1)
+    async with in_processes(factory, workers=1) as workers:
+        manager = AsyncRolloutManager(workers.config(recipe.config), recipe.data_buffer)
+        with pytest.raises(EndpointAway, match=r"no server answers at http://127\.0\.0\.1:9; .*Start"):
+            await manager.generate_batch()
+    counts = manager.accounting
+    assert (counts.taken, counts.returned, counts.failed) == (6, 6, 0)
+    counts.check()
 
 
 def test_a_recipe_runs_in_workers(tmp_path: Path, engine_url: str) -> None:

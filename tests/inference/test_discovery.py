@@ -42,10 +42,10 @@ async def test_the_room_for_a_request_is_what_context_and_kv_pool_leave(
 
 
 async def test_a_missing_server_is_reported_with_the_fix(client: Client) -> None:
-    """The message contains the URL; so does that of a completion."""
+    """The message contains the URL; so does that of a completion, when its patience ends."""
     async with StubServer() as server:
         url = server.url
-    async with client.policy(url, max_retries=0) as policy:
+    async with client.policy(url, max_retries=0, outage_seconds=0) as policy:
         with pytest.raises(EndpointUnavailable, match=rf"no server answers at {url}: .* Start the server, or correct"):
             await policy.describe()
         with pytest.raises(EndpointUnavailable, match=url):

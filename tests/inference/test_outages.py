@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,14 +14,18 @@ import pytest
 
 from rollouts.concurrency.deadlines import deadline, pauses
 from rollouts.dtypes import Completion, Endpoint
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointAway, EndpointRefused, EndpointUnavailable
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import ServerInfo, describe_once
 from rollouts.inference.outages import ServedWeights, ServerAway
-from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.renderer import renderer_for
+from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
-from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Status
 from tests.inference.client import Client
@@ -110,13 +115,6 @@ async def test_deadlines_stand_still_while_a_server_is_away(client: Client, serv
         assert not limit.expired
 
 
-async def test_a_server_that_never_answered_is_not_waited_for(client: Client) -> None:
-    """Its URL may be wrong."""
-    async with policy_of("http://127.0.0.1:9") as policy:
-        with pytest.raises(EndpointUnavailable, match="after 1 attempts"):
-            await client.complete(policy)
-
-
 async def test_patience_ends(client: Client, server: Restartable) -> None:
     """The error contains the servers, the time and the option that changes it."""
     async with policy_of(server.url, outage_seconds=0.05) as policy:
@@ -174,6 +172,148 @@ async def test_an_interrupt_answers_requests_that_wait(client: Client, server: R
             assert policy.in_flight == 0
             await server.start()
             policy.resume()
+
+
+# -- before the first answer ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def gone() -> Any:
+    """A server that has stopped before anyone spoke with it."""
+    server = Restartable()
+    await server.start()
+    await server.stop()
+    yield server
+    await server.stop()
+
+
+async def test_a_wrong_url_is_an_error_of_the_description_at_once() -> None:
+    """Preflight asks for it, so that a wrong URL is not waited for."""
+    async with policy_of("http://127.0.0.1:9") as policy:
+        with pytest.raises(EndpointUnavailable, match=r"Start the server, or correct Endpoint\.base_url") as caught:
+            await policy.describe()
+    assert not isinstance(caught.value, EndpointAway)
+
+
+async def test_a_request_waits_for_a_server_that_never_answered(client: Client, gone: Restartable) -> None:
+    """As for one that answered before."""
+    answers: list[Completion] = []
+
+    async def ask() -> None:
+        answers.append(await client.complete(policy))
+
+    async with policy_of(gone.url) as policy, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await until_paused()
+        await gone.start()
+    assert len(answers) == 1
+    assert policy.totals.requests == 2
+
+
+async def test_rollouts_wait_for_the_description_of_their_server(gone: Restartable) -> None:
+    """Each is listed, and their deadlines stand still."""
+    found: list[ServerInfo] = []
+
+    async def ask() -> None:
+        with deadline(0.3) as limit:
+            found.append(await describe_once(SessionRecorder(ResumablePolicy(policy))))
+        assert not limit.expired
+
+    async with policy_of(gone.url) as policy, anyio.create_task_group() as tasks:
+        for _ in range(4):
+            tasks.start_soon(ask)
+        listed = await until_paused(4)
+        assert listed.startswith(f"no server answers at {gone.url} for ")
+        assert pauses()[0].blocks_new_work
+        with anyio.move_on_after(0.5):
+            await anyio.sleep_forever()
+        await gone.start()
+    assert len(found) == 4
+    assert pauses() == []
+
+
+async def test_concurrent_rollouts_ask_a_server_that_is_away_once() -> None:
+    """Before they wait, and after: a host that drops packets takes seconds to ask."""
+    asked, waiting, is_back = 0, 0, anyio.Event()
+
+    class Away(ScriptedPolicy):
+        async def describe(self) -> ServerInfo:
+            nonlocal asked
+            asked += 1
+            await anyio.lowlevel.checkpoint()
+            if not is_back.is_set():
+                raise EndpointUnavailable("down")
+            return ServerInfo(max_context=77)
+
+        async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+            nonlocal waiting
+            waiting += 1
+            await is_back.wait()
+
+    policy = Away([])
+    async with anyio.create_task_group() as tasks:
+        for _ in range(5):
+            tasks.start_soon(describe_once, policy)
+        with anyio.fail_after(10):
+            while waiting < 5:
+                await anyio.lowlevel.checkpoint()
+        assert asked == 1
+        is_back.set()
+    assert (asked, (await describe_once(policy)).max_context) == (2, 77)
+
+
+async def test_another_kind_of_server_at_the_url_is_not_waited_for(client: Client, gone: Restartable) -> None:
+    """Neither by a request nor for its description, also where it starts late."""
+    async with policy_of(gone.url) as policy, anyio.create_task_group() as tasks:
+        refused: list[str] = []
+
+        async def ask() -> None:
+            try:
+                await describe_once(policy)
+            except EndpointRefused as error:
+                refused.append(str(error))
+
+        async def complete() -> None:
+            try:
+                await client.complete(policy)
+            except EndpointRefused as error:
+                refused.append(str(error))
+
+        tasks.start_soon(ask)
+        tasks.start_soon(complete)
+        await until_paused(2)
+        await gone.start(model_info=None)
+    assert len(refused) == 2
+    assert all("is not an SGLang server" in message for message in refused)
+
+
+async def test_the_first_wait_for_a_server_that_never_answered_is_logged(
+    client: Client, gone: Restartable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all requests: the URL may be wrong, and a program without a display shows nothing else."""
+    async with policy_of(gone.url) as policy, anyio.create_task_group() as tasks:
+        for _ in range(3):
+            tasks.start_soon(client.complete, policy)
+        await until_paused(3)
+        await gone.start()
+    (record,) = [record for record in caplog.records if record.name == "rollouts.inference.policy"]
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        f"no server answers at {gone.url}: requests wait for up to 60 s (Endpoint.outage_seconds)."
+        " Start the server, or correct Endpoint.base_url"
+    )
+
+
+async def test_a_policy_without_a_wait_raises_its_own_error() -> None:
+    """Only policies of servers know how to wait."""
+
+    class Down(ScriptedPolicy):
+        async def describe(self) -> ServerInfo:
+            raise EndpointUnavailable("down")
+
+    for policy in (Down([]), ResumablePolicy(Down([])), SessionRecorder(Down([]))):
+        with pytest.raises(EndpointUnavailable, match=r"^down$"):
+            await describe_once(policy)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -327,6 +467,81 @@ async def test_a_run_whose_servers_stay_away_returns_its_prompts(client: Client,
         counts = manager.accounting
         assert (counts.taken, counts.returned, counts.failed) == (4, 4, 0)
         await server.start()
+
+
+def length(sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+def agents(policy: SGLangPolicy) -> RolloutConfig:
+    """Agents of one turn, as a Python program starts them: nothing has asked the server before."""
+    options = {
+        "environment_cls": SingleTurnEnvironment,
+        "tokenizer": renderer_for(DEMO_MODEL),
+        "endpoint": policy.endpoint,
+    }
+    generate_fn = functools.partial(generate_rollout_batch, policy=policy, **options)
+    sizes: dict[str, Any] = {"batch_size": 6, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0}
+    return RolloutConfig(**sizes, generate_fn=generate_fn, reward_fn=length)
+
+
+async def test_no_prompt_is_lost_if_the_server_starts_after_the_run(gone: Restartable) -> None:
+    """From Python, without preflight: all prompts are played, and the accounting adds up."""
+    async with policy_of(gone.url) as policy:
+        manager = AsyncRolloutManager(agents(policy), DataBuffer([f"p{n}" for n in range(6)], epochs=1))
+        batch: list[Sample] = []
+
+        async def fill() -> None:
+            batch.extend(await manager.generate_batch())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fill)
+            await until_paused(12)
+            await gone.start()
+    assert {sample.prompt for sample in batch} == {f"p{n}" for n in range(6)}
+    counts = manager.accounting
+    assert (len(batch), counts.taken, counts.in_batch, counts.failed) == (12, 6, 6, 0)
+    counts.check()
+
+
+async def test_no_prompt_is_lost_if_the_server_dies_between_preflight_and_the_first_request(
+    server: Restartable,
+) -> None:
+    """It answered once, and its description is asked for again when the first rollout starts."""
+    async with policy_of(server.url) as policy:
+        await policy.describe()
+        await server.stop()
+        manager = AsyncRolloutManager(agents(policy), DataBuffer([f"p{n}" for n in range(6)], epochs=1))
+        batch: list[Sample] = []
+
+        async def fill() -> None:
+            batch.extend(await manager.generate_batch())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fill)
+            await until_paused(12)
+            await server.start()
+    assert (len(batch), manager.accounting.taken, manager.accounting.failed) == (12, 6, 0)
+
+
+async def test_a_run_whose_server_never_comes_returns_its_prompts(gone: Restartable) -> None:
+    """It ends within ``outage_seconds`` with the URL and the remedy; a second call plays the same prompts."""
+    async with policy_of(gone.url, outage_seconds=0.1) as policy:
+        buffer = DataBuffer([f"p{n}" for n in range(6)], epochs=1)
+        manager = AsyncRolloutManager(agents(policy), buffer)
+        with pytest.raises(EndpointAway) as caught, anyio.fail_after(10):
+            await manager.generate_batch()
+        assert str(caught.value) == (
+            f"no server answers at {gone.url}; no request was answered for 0.1 s (Endpoint.outage_seconds)."
+            " Start the server, or correct Endpoint.base_url"
+        )
+        counts = manager.accounting
+        assert (counts.taken, counts.returned, counts.failed) == (6, 6, 0)
+        counts.check()
+        assert pauses() == []
+        await gone.start()
+        assert len({sample.prompt for sample in await manager.generate_batch()}) == 6
+        assert (manager.accounting.in_batch, manager.accounting.failed) == (6, 0)
 
 
 def test_the_time_of_an_outage_is_checked() -> None:

@@ -172,7 +172,7 @@ async def test_a_server_without_ready_is_not_paused() -> None:
         assert await is_ready(transport, server.url, {}) is None
     assert await is_ready(transport, "http://127.0.0.1:9", {}) is None
     await transport.aclose()
-    policy = SGLangPolicy(Endpoint(base_url="http://127.0.0.1:9", max_retries=0))
+    policy = SGLangPolicy(Endpoint(base_url="http://127.0.0.1:9", max_retries=0, outage_seconds=0))
     await policy.look_for_pauses()
     with pytest.raises(EndpointUnavailable):
         await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -44,6 +45,18 @@ async def test_a_verdict_is_mapped_to_0_to_1() -> None:
         assert user.count("</answer>") == 1
         assert "<reference>\nParis\n</reference>" in user
         assert asked.body["response_format"]["json_schema"]["schema"]["properties"]["score"]["maximum"] == 5
+
+
+@pytest.mark.parametrize("label", [math.nan, True, b"Paris"], ids=repr)
+async def test_a_judge_does_not_read_a_label_that_is_missing(label: Any) -> None:
+    """pandas has NaN for it: no judge compares a reply with "nan". ``None`` is a task without a reference."""
+    async with JsonServer(lambda asked: verdict(4)) as server:
+        judge = LLMJudge(Judge("referee", f"{server.url}/v1"), "Is it true?", scale=(1, 5))
+        with pytest.raises(RewardFailure, match="label: got"):
+            await judge(Sample(**{**SAMPLE, "label": label}))
+        assert not server.asked
+        assert await judge(Sample(**{**SAMPLE, "label": None})) == 0.75
+        assert await judge(Sample(**{**SAMPLE, "label": {"city": "Paris"}})) == 0.75
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -16,8 +18,16 @@ from rollouts.training import Sample
 pytest.importorskip("math_verify")
 
 
-def sample_of(text: str, label: str) -> Sample:
+def sample_of(text: str, label: Any) -> Sample:
     return Sample(messages=[{"role": "assistant", "content": text}], label=label)
+
+
+@pytest.mark.parametrize("label", [None, math.nan, True, ["3", math.nan]], ids=repr)
+async def test_a_label_that_is_missing_is_a_failure(label: Any) -> None:
+    """Also where the reply has no box: nothing is known about it."""
+    for text in ("\\boxed{nan}", "no box"):
+        with pytest.raises(RewardFailure, match="label: got"):
+            await boxed_math(sample_of(text, label))
 
 
 async def test_equality_is_mathematical() -> None:

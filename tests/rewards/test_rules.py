@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollouts.errors import RewardFailure
 from rollouts.rewards import exact_match, f1_score, multiple_choice, numeric_match
 from rollouts.training import Sample
+
+NOT_LABELS = [
+    math.nan,
+    math.inf,
+    np.float32("nan"),
+    Decimal("nan"),
+    Decimal("snan"),
+    True,
+    False,
+    np.True_,
+    b"a",
+]
+"""Values that equal no answer; pandas has NaN for a label that is missing."""
 
 
 def sample_of(text: str, label: Any) -> Sample:
@@ -66,10 +82,16 @@ def test_f1_is_the_best_over_the_labels() -> None:
 
 
 @pytest.mark.parametrize("rule", [exact_match, numeric_match, multiple_choice, f1_score], ids=lambda r: r.__name__)
-@pytest.mark.parametrize("label", [None, "", [], ["a", ""], {}], ids=repr)
+@pytest.mark.parametrize(
+    "label", [None, "", [], ["a", ""], {}, *NOT_LABELS, *([label] for label in NOT_LABELS)], ids=repr
+)
 def test_a_label_that_nothing_can_equal_is_a_failure(rule: Callable[[Sample], float], label: Any) -> None:
     """Never a reward of 0, which would blame the model for the data."""
-    if label == {} and rule in (exact_match, f1_score):
-        pytest.skip("an object has a text")
     with pytest.raises(RewardFailure, match="label: got"):
-        rule(sample_of("x", label))
+        rule(sample_of(f"The answer is {label}", label))
+
+
+@pytest.mark.parametrize("label", [7, 7.0, Decimal(7), np.int64(7), np.float32(7), "7", ["8", 7]], ids=repr)
+def test_a_text_or_a_number_is_a_label(label: Any) -> None:
+    """Of any type of number that its data set has, also in a list."""
+    assert f1_score(sample_of(f"The answer is {label[1] if isinstance(label, list) else label}", label)) == 1.0

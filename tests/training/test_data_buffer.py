@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Message
+from rollouts.dtypes import Endpoint, Image, Message
+from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, DataExhausted
+from rollouts.recipe import agent_recipe
 from rollouts.training import BufferState, DataBuffer, Prompt, load_prompts
 
 
@@ -27,6 +32,47 @@ def taken(buffer: DataBuffer, count: int) -> list[tuple[int | None, Any]]:
 
 def through_json(state: BufferState) -> BufferState:
     return BufferState.from_dict(json.loads(json.dumps(state.to_dict())))
+
+
+class DataFrame:
+    """Like a DataFrame of pandas: iterating it yields the names of its columns."""
+
+    columns = ("prompt", "label")
+
+    def to_dict(self, orient: str = "dict") -> Any:
+        return [{"prompt": "a", "label": "b"}]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
+class PolarsFrame(DataFrame):
+    """Like a DataFrame of polars."""
+
+    def to_dicts(self) -> Any:
+        return self.to_dict()
+
+
+class LazyFrame:
+    """Like a LazyFrame of polars."""
+
+    columns = ("prompt", "label")
+
+    def collect(self) -> PolarsFrame:
+        return PolarsFrame()
+
+
+class Table:
+    """Like a table of pyarrow."""
+
+    column_names = ("prompt", "label")
+    columns = (["a"], ["b"])
+
+    def to_pylist(self) -> Any:
+        return [{"prompt": "a", "label": "b"}]
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return iter([["a"], ["b"]])
 
 
 @settings(max_examples=150, deadline=None)
@@ -161,6 +207,19 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ([], {}, "DataBuffer.prompts: got []; expected at least one prompt"),
         ("What is 2 + 2?", {}, "DataBuffer.prompts: got 'What is 2 + 2?'; expected"),
         ({"prompt": "a"}, {}, "DataBuffer.prompts: got {'prompt': 'a'}; expected"),
+        (Path("d.jsonl"), {}, "DataBuffer.prompts: got a path, 'd.jsonl'; expected load_prompts(path)"),
+        (io.StringIO("a"), {}, "DataBuffer.prompts: got an open file; expected load_prompts(path)"),
+        (None, {}, "DataBuffer.prompts: got None; expected a list of prompts"),
+        (texts, {}, "DataBuffer.prompts: got <function texts"),
+        (DataFrame(), {}, "DataBuffer.prompts: got a DataFrame; expected rows: df.to_dict('records')"),
+        (PolarsFrame(), {}, "DataBuffer.prompts: got a PolarsFrame; expected rows: df.to_dicts()"),
+        (LazyFrame(), {}, "DataBuffer.prompts: got a LazyFrame; expected rows: df.collect().to_dicts()"),
+        (Table(), {}, "DataBuffer.prompts: got a Table; expected rows: table.to_pylist()"),
+        ([""], {}, "prompts[0]: prompt: got ''; expected some text"),
+        (["a", {"prompt": " \n"}], {}, "prompts[1]: prompt: got ' \\n'; expected some text"),
+        ([{"prompt": []}], {}, "prompts[0]: "),
+        ([[{"role": "user", "content": ""}]], {}, "prompts[0]: prompt: got [{"),
+        ([Prompt("")], {}, "prompts[0]: prompt: got ''; expected some text"),
         (["a", 3], {}, "prompts[1]: Prompt.prompt: got 3"),
         ([{"question": "a"}], {}, "prompts[0]: row: got ['question']"),
         (
@@ -179,6 +238,49 @@ def test_bad_data_is_refused_with_its_position(prompts: Any, options: dict[str, 
     with pytest.raises(ConfigError) as caught:
         DataBuffer(prompts, **options)
     assert words in str(caught.value)
+
+
+def test_a_table_of_arrow_is_refused() -> None:
+    """By the name of its class; iterating it yields columns."""
+    arrow: Any = pytest.importorskip("pyarrow")
+    table = arrow.table({"prompt": ["a"], "label": ["b"]})
+    for rows in (table, table.to_batches()[0]):
+        with pytest.raises(ConfigError, match=r"got a (Table|RecordBatch); expected rows: table\.to_pylist\(\)"):
+            DataBuffer(rows)
+    assert DataBuffer(table.to_pylist()).prompts[0].label == "b"
+
+
+def test_a_data_set_of_rows_is_read_by_iterating() -> None:
+    """As those of ``datasets`` are, which also have names of columns and to_dict; so is a generator."""
+
+    class Rows:
+        column_names = ("prompt", "label")
+
+        def to_dict(self) -> dict[str, list[str]]:
+            return {"prompt": ["a"], "label": ["b"]}
+
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield {"prompt": "a", "label": "b"}
+
+    assert DataBuffer(Rows()).prompts == DataBuffer(iter(Rows())).prompts == (Prompt("a", label="b"),)
+
+
+def test_a_recipe_refuses_a_table_too() -> None:
+    """Before anything is built from it."""
+    with pytest.raises(ConfigError, match=r"got a DataFrame; expected rows: df\.to_dict\('records'\)"):
+        agent_recipe("mine", Endpoint(model="m"), SingleTurnEnvironment, DataFrame())
+
+
+def test_an_empty_prompt_with_metadata_is_one() -> None:
+    """Its environment writes the opening from them. So is one with an image or a call, and no text."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    image = Message("user", [Image.of(PIL.Image.new("RGB", (4, 3)))])
+    rows = [
+        {"prompt": "", "metadata": {"seed": 1}},
+        [{"role": "assistant", "content": "", "tool_calls": [call]}],
+        [image],
+    ]
+    assert len(DataBuffer(rows)) == 3
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, "3", True])
