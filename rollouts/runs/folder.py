@@ -43,6 +43,7 @@ __all__ = [
     "StoredOutcome",
     "Which",
     "batch_name",
+    "batches_written",
     "check_output",
     "check_outside",
     "is_growing",
@@ -147,7 +148,7 @@ def read_waiting(path: Path, files: Sequence[tuple[StoredOutcome, str]]) -> tupl
     Raises:
         JournalError: the journal is damaged.
     """
-    history = RunHistory.read(path / JOURNAL)
+    history = RunHistory.read(path / JOURNAL, batches_written(read_info(path)))
     written = sum(outcome == "kept" for outcome, _ in files)
     waiting = [number for batch in history.sealed[written:] for number in batch.groups]
     return history, sorted([*waiting, *history.ready])
@@ -171,6 +172,12 @@ def read_info(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError.of("run", str(path), "the folder of a run, with run.json")
     return _decoded(file.read_bytes(), str(file))
+
+
+def batches_written(info: Mapping[str, Any]) -> int:
+    """The number of batches that ``run.json`` counts; each was sealed in the journal, on disk, before it had a file."""
+    batches = info.get("batches", 0)
+    return batches if isinstance(batches, int) else 0
 
 
 def check_outside(path: str | Path, option: str) -> None:

@@ -30,6 +30,7 @@ from rollouts.runs.folder import (
     Row,
     StoredOutcome,
     batch_name,
+    batches_written,
     read_file,
     read_info,
     run_files,
@@ -331,7 +332,7 @@ class _Verification:
             self.report.notes.append("the run has no journal: it cannot be resumed, and its files are not compared")
             return None
         try:
-            return RunHistory.read(path)
+            return RunHistory.read(path, batches_written(self.info) if self.growing else None)
         except JournalError as error:
             self._broken(4, str(path), error, "records as they were written")
             return None
@@ -375,6 +376,10 @@ class _Verification:
         missing = [number for number in history.settled if number not in self.outcomes]
         if missing and not self.growing:
             self._broken(4, str(path), f"groups {missing[:10]} are settled", "each in one of the run's files")
+        if history.torn is not None:
+            self.report.notes.append(
+                f"the end of the journal is torn, and rollouts run --resume cuts it: {history.torn}"
+            )
         if self.growing:
             finished = sum(number // max(1, self.group_size) not in history.settled for number in history.rollouts)
             self.report.notes.append(
