@@ -1,4 +1,4 @@
-"""A machine that dies leaves what follows the last sealed batch in any state; the run resumes from before the damage."""
+"""A machine that dies leaves what follows the last sealed batch in any state; the run resumes before the damage."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import attrs
+import msgspec
 import pytest
 
 from rollouts.commands import main
 from rollouts.errors import JournalError
+from rollouts.runs.checksums import CHECKSUM, sealed
 from rollouts.runs.folder import read_info
-from rollouts.runs.journal import Entry, read_journal
+from rollouts.runs.journal import Entry, Journal, read_journal
+from rollouts.runs.reader import load_run
 from rollouts.runs.resume import begin, reopen
+from rollouts.runs.run import run as run_recipe
+from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
-from rollouts.training import AsyncRolloutManager
+from rollouts.training import AsyncRolloutManager, Prompt
+from rollouts.training.types import Group
+from rollouts.viewer.source import open_source
 from tests.runs.test_resume import BATCHES, Counted, buffer, config, count_batches, go_on
+from tests.runs.test_run import a_recipe
+from tests.stored_runs import some_sample
 
 SEGMENT = "segment-000000.journal"
 HEADER = 24
@@ -222,3 +232,95 @@ async def test_a_torn_tail_of_a_run_that_ended_is_damage(killed: Path, tmp_path:
     assert any(f"{SEGMENT}, offset {len(data)}: damaged" in str(violation) for violation in report.violations)
     await go_on(run, Counted())
     assert verify_run(run).ok
+
+
+# -- the other files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["dropped.jsonl", "failed.jsonl", "unbatched.jsonl", "metrics.jsonl", "recording"])
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.99])
+async def test_an_append_that_the_machine_did_not_finish_is_written_again(
+    killed: Path, tmp_path: Path, name: str, kind: str, part: float
+) -> None:
+    """verify, show and view work on the killed run, and the resumed run keeps laws 1 to 5."""
+    run = Path(shutil.copytree(killed, tmp_path / "run"))
+    file = run / name
+    if name == "recording":
+        with Journal(file) as journal:
+            for number in range(5):
+                journal.append("event", {"index": number, "what": "begin"})
+        file /= SEGMENT
+    elif name == "unbatched.jsonl":
+        shutil.copy(run / "batches" / "batch-000001.jsonl", file)
+    elif name == "metrics.jsonl":
+        file.write_bytes(file.read_bytes() + sealed(msgspec.json.encode({"batch": 2, "text": "x" * 900})))
+    data = file.read_bytes()
+    lines = data.splitlines(keepends=True)
+    start = 40 if name == "recording" else len(data) - len(lines[-1])
+    if name in ("dropped.jsonl", "failed.jsonl"):
+        last = msgspec.json.decode(lines[-1])["group_index"]
+        start -= sum(len(line) for line in lines[:-1] if msgspec.json.decode(line)["group_index"] == last)
+    at = start + int(part * (len(data) - start))
+    file.write_bytes(data[:at] + KINDS[kind](data[at:]))
+    report = verify_run(run)
+    assert report.ok, [str(violation) for violation in report.violations]
+    assert main(["show", str(run)]) == 0
+    assert main(["ls", str(tmp_path)]) == 0
+    assert open_source(run).metrics
+    assert len(list(load_run(run, "all"))) == len(load_run(run, "all"))
+    await go_on(run, Counted())
+    Journal(run / "recording", batches=0).close()
+    report = verify_run(run)
+    assert report.ok, [str(violation) for violation in report.violations]
+
+
+def test_groups_of_a_file_that_the_journal_lost_are_a_note(killed: Path, tmp_path: Path) -> None:
+    """A dropped group is on disk before its record in the journal is; verify of the killed run finds no violation."""
+    run = Path(shutil.copytree(killed, tmp_path / "run"))
+    line = (run / "dropped.jsonl").read_bytes().splitlines(keepends=True)
+    rows = [msgspec.json.decode(each) for each in line]
+    for row in rows[-3:]:
+        row.pop(CHECKSUM)
+        row |= {"group_index": 50, "index": 150 + row["index"] % 3, "rollout_id": 150 + row["index"] % 3}
+        for call in row["completions"]:
+            call["request_id"] = ""
+        with (run / "dropped.jsonl").open("ab") as file:
+            file.write(sealed(msgspec.json.encode(row)))
+    report = verify_run(run)
+    assert "groups [50] are in a file and not in the journal" in str(report)
+    assert not any("not settled" in str(violation) for violation in report.violations)
+
+
+def test_a_damaged_line_with_two_groups_behind_it_is_damage(killed: Path, tmp_path: Path) -> None:
+    """Also in a killed run: each append was on disk before the next."""
+    run = Path(shutil.copytree(killed, tmp_path / "run"))
+    prompts = [Prompt("?", group_index=100 + number, index=300 + number) for number in range(3)]
+    writer = RunWriter(tmp_path / "other", format="jsonl")
+    for prompt in prompts:
+        writer.on_group(Group(prompt, (some_sample(prompt, 0),), "dropped", "why"))
+    data = bytearray((tmp_path / "other" / "dropped.jsonl").read_bytes())
+    data[50] ^= 1
+    (run / "dropped.jsonl").write_bytes(data)
+    assert any("dropped.jsonl, line 1: " in str(violation) for violation in verify_run(run).violations)
+
+
+async def test_a_run_has_its_journal_on_disk_before_its_end(tmp_path: Path) -> None:
+    """Everything in the journal is synced while run.json still has the status "running"."""
+    synced: list[tuple[str, int]] = []
+
+    class Watched(Journal):
+        def _to_disk(self, *arguments: int) -> None:
+            super()._to_disk(*arguments)
+            synced.append((read_info(tmp_path)["status"], (self.path / SEGMENT).stat().st_size))
+
+    recipe = a_recipe()
+    writer = RunWriter(tmp_path, recipe.describe())
+    with Watched(tmp_path / "journal") as journal:
+
+        def on_batch(_: Any) -> None:
+            journal.append("event", {"after": "the seal"})
+
+        await run_recipe(recipe, writer, run_journal=RunJournal(journal), on_batch=on_batch)
+    size = (tmp_path / "journal" / SEGMENT).stat().st_size
+    assert max(synced_size for status, synced_size in synced if status == "running") == size
