@@ -3,9 +3,9 @@
 The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and
 killed repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record
 are added to the journal, as a kill during a write leaves them. After one in four of the other kills, the bytes behind
-the last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as the death of a machine leaves them: the
-rollouts that this removes must be generated again, and those of sealed batches must stay. At the end the same run is
-executed without a kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
+the last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as the death of a machine leaves them:
+the rollouts that this removes must be generated again, and those of sealed batches must stay. At the end the same run
+is executed without a kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
 With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
 that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
@@ -42,7 +42,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
 from rollouts.renderer import renderer_for
 from rollouts.runs.folder import Row, batches_written, read_info, read_rows
-from rollouts.runs.journal import read_journal
+from rollouts.runs.journal import Entry, JournalReader, read_journal
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.verify import verify_run
 from scripts.crash_recipe import recipe
@@ -134,6 +134,11 @@ def journal_size(run: Path) -> int:
     return sum(file.stat().st_size for file in (run / "journal").glob("segment-*"))
 
 
+def whole_records(run: Path) -> list[Entry]:
+    """The records of the journal before a torn tail."""
+    return list(JournalReader(run / "journal", batches_written(read_info(run))))
+
+
 def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
     """Add the beginning of a record to the journal, as an interrupted write leaves it.
 
@@ -142,7 +147,7 @@ def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
     if journal_size(run) == torn_at:
         return False
     segments = sorted((run / "journal").glob("segment-*"))
-    entries = list(read_journal(run / "journal")) if segments else []
+    entries = whole_records(run) if segments else []
     if not entries or entries[-1].offset.segment != len(segments) - 1:
         return False
     with segments[-1].open("r+b") as file:
@@ -155,7 +160,7 @@ def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
 def damage(run: Path, rng: random.Random) -> str | None:
     """Change the journal behind its last seal as the death of a machine may; returns how, if there is anything."""
     segments = sorted((run / "journal").glob("segment-*"))
-    seals = [entry for entry in read_journal(run / "journal") if entry.kind == "sealed"]
+    seals = [entry for entry in whole_records(run) if entry.kind == "sealed"]
     if not seals or seals[-1].offset.segment != len(segments) - 1:
         return None
     data = segments[-1].read_bytes()
@@ -249,14 +254,7 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
             return 1
         for index in found.keys() - finished.keys():
             finished[index] = kills
-        if history is not None:
-            going_on += len(history.turns)
-            begun |= history.turns.keys()
-            caught |= {number * 4 + k for number in history.unsettled for k in range(4)} - found.keys()
-        kills += 1
-        if kills % 4 == 0 and (run / "journal").is_dir() and tear(run, rng, torn_at):
-            torn, torn_at = torn + 1, journal_size(run)
-        elif history is not None and rng.random() < DAMAGED and (kind := damage(run, rng)):
+        if history is not None and kills % 4 != 3 and rng.random() < DAMAGED and (kind := damage(run, rng)):
             damaged[kind] += 1
             found, after = finished_in(run)
             assert after is not None
@@ -266,8 +264,17 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
                 print(f"kill {kills}: a tail ({kind}) behind the last seal cost a sealed batch")
                 return 1
             removed += len(finished.keys() - found.keys())
+            caught |= finished.keys() - found.keys()
             finished = {index: kill for index, kill in finished.items() if index in found}
+            begun &= after.turns.keys() | after.rollouts.keys()
             history = after
+        if history is not None:
+            going_on += len(history.turns)
+            begun |= history.turns.keys()
+            caught |= {number * 4 + k for number in history.unsettled for k in range(4)} - found.keys()
+        kills += 1
+        if kills % 4 == 0 and (run / "journal").is_dir() and tear(run, rng, torn_at):
+            torn, torn_at = torn + 1, journal_size(run)
         if kills % 20 == 0:
             print(f"{kills} kills, {time.monotonic() - began:.0f} s: {len(finished)} rollouts finished", flush=True)
     if args.programs and min(finished.values(), default=kills) >= kills - 1:
