@@ -2,8 +2,8 @@
 
 The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and
 killed repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record
-are added to the journal, as a kill during a write leaves them. After one in four of the other kills, the bytes behind
-the last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as the death of a machine leaves them:
+are added to the journal, as a kill during a write leaves them. After half of the other kills, the bytes behind the
+last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as the death of a machine leaves them:
 the rollouts that this removes must be generated again, and those of sealed batches must stay. At the end the same run
 is executed without a kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
@@ -53,7 +53,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process forks
 BIASED = 0.001
 """An unbiased run fails by chance once in 500: each of the two tests once in 1,000."""
 
-DAMAGED = 0.25
+DAMAGED = 0.5
 """Share of the kills after which the tail of the journal is changed."""
 
 RECIPE = ROOT / "scripts" / "crash_recipe.py"
@@ -161,10 +161,10 @@ def damage(run: Path, rng: random.Random) -> str | None:
     """Change the journal behind its last seal as the death of a machine may; returns how, if there is anything."""
     segments = sorted((run / "journal").glob("segment-*"))
     seals = [entry for entry in whole_records(run) if entry.kind == "sealed"]
-    if not seals or seals[-1].offset.segment != len(segments) - 1:
-        return None
-    data = segments[-1].read_bytes()
-    sealed = read_entry_end(data, seals[-1].offset.offset)
+    data = segments[-1].read_bytes() if segments else b""
+    last = seals[-1].offset if seals else None
+    in_last_segment = last is not None and last.segment == len(segments) - 1
+    sealed = end_of_record(data, last.offset) if last is not None and in_last_segment else 0
     if sealed == len(data):
         return None
     at = rng.randrange(sealed, len(data))
@@ -181,7 +181,7 @@ def damage(run: Path, rng: random.Random) -> str | None:
     return kind
 
 
-def read_entry_end(data: bytes, offset: int) -> int:
+def end_of_record(data: bytes, offset: int) -> int:
     """The end of the record at an offset: a header of 24 bytes has the payload's length in bytes 4 to 8."""
     return offset + 24 + int.from_bytes(data[offset + 4 : offset + 8], "little")
 
