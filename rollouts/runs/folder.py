@@ -218,12 +218,18 @@ def run_files(path: str | Path, *, growing: bool = False) -> list[tuple[StoredOu
     """The existing sample files as ``(outcome, name relative to the run)``; batches first, in order.
 
     Without ``unbatched.jsonl`` if the run is growing: it died at its end, and the journal has the groups.
+
+    Raises:
+        ConfigError: one of them, or ``metrics.jsonl``, is a FIFO, a socket or a device.
     """
     path = Path(path)
     batches = sorted((path / "batches").glob("batch-*"))
     files: list[tuple[StoredOutcome, str]] = [
         ("kept", f"batches/{file.name}") for file in batches if file.suffix in (".jsonl", ".parquet")
     ]
+    for file in (*batches, *(path / f"{name}.jsonl" for name in _OUTCOMES[1:]), path / METRICS):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # opening a FIFO waits for ever
+            raise ConfigError.of("run", str(file), "a file")
     appended = _OUTCOMES[1:3] if growing else _OUTCOMES[1:]
     return files + [(name, f"{name}.jsonl") for name in appended if (path / f"{name}.jsonl").exists()]
 
@@ -261,7 +267,7 @@ def _head(line: bytes) -> _Head | None:
     try:
         sound = line.endswith(b"\n") and is_sound(line) is not False
         return msgspec.json.decode(line, type=_Head) if sound else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -299,7 +305,7 @@ def read_file(
 def _decoded(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: corrupted, not JSON ({error})") from None
     if not isinstance(value, Mapping):
         raise ConfigError.of(where, value, "an object")

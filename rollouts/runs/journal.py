@@ -373,6 +373,8 @@ class JournalReader:
         for number, name in enumerate(names):
             if name != _segment_path(self.path, number):
                 raise JournalError(f"{_segment_path(self.path, number)}, offset 0: the segment is missing")
+            if not name.is_file():
+                raise JournalError(f"{name}, offset 0: not a file")
             self.segment, self.end = number, 0
             data = name.read_bytes()
             yield from self._records(data, name, last=number + 1 == len(names))

@@ -192,7 +192,7 @@ def _heads_of_lines(path: Path, *, growing: bool) -> Iterator[tuple[int, int]]:
                 return
             try:
                 head = msgspec.json.decode(line, type=_Head)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: corrupted ({error})") from None
             yield head.group_index, offset
             offset += len(line)

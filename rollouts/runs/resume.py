@@ -224,7 +224,7 @@ def _fault_of(path: Path, history: RunHistory, number: int) -> str | None:
             if not all(line.endswith(b"\n") and is_sound(line) is not False for line in lines):
                 return "damaged (a checksum does not fit)"
             heads = [(head.group_index, head.index) for head in map(_decode_head, lines)]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return f"damaged ({error})"
     expected = [
         (group, index)
@@ -278,7 +278,7 @@ def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
             try:
                 whole = line.endswith(b"\n") and is_sound(line) is not False
                 number = msgspec.json.decode(line, type=_Line).group_index if whole else None
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 number = None
             if number != group and group is not None:
                 yield group, count, end

@@ -9,10 +9,11 @@ imports neither the manager nor the agent loop.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -457,10 +458,18 @@ def _decoded(text: bytes) -> Any:
 
 
 def _spread(groups: Sequence[Sequence[float]]) -> Spread:
-    deviations = [statistics.pstdev(rewards) for rewards in groups]
+    deviations = [_or_infinite(statistics.pstdev, rewards) for rewards in groups]
     return Spread(
         groups=len(groups),
         with_spread=sum(deviation > 1e-6 for deviation in deviations),
-        mean_reward=statistics.fmean(reward for rewards in groups for reward in rewards),
-        mean_std=statistics.fmean(deviations),
+        mean_reward=_or_infinite(statistics.fmean, [reward for rewards in groups for reward in rewards]),
+        mean_std=_or_infinite(statistics.fmean, deviations),
     )
+
+
+def _or_infinite(statistic: Callable[[Sequence[float]], float], numbers: Sequence[float]) -> float:
+    """A statistic of numbers; infinite if its sum does not fit a float."""
+    try:
+        return statistic(numbers)
+    except OverflowError:
+        return math.inf

@@ -105,7 +105,7 @@ def _tasks(path: Path) -> Iterator[Entry]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of lines; a last line that is not whole is left out."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
@@ -116,5 +116,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _object(text: bytes, path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: corrupted, not JSON ({error})") from None
