@@ -78,3 +78,10 @@ def test_rewards_whose_sum_overflows_are_verified(sound: Path, tmp_path: Path) -
     report = verify_run(run)
     assert "mean reward inf" in str(report)
     assert any("reward" in str(violation) for violation in report.violations)
+
+
+def test_times_that_no_clock_shows_are_viewed(sound: Path, tmp_path: Path) -> None:
+    """As 0; the stored times stay what they are."""
+    run = Path(shutil.copytree(sound, tmp_path / "run"))
+    edit_line(run / BATCH, 0, lambda row: row.update(times=[["tool", "x", 1e308, 1e308], ["tool", "x", 1.0, -1e308]]))
+    assert main(["view", str(run), "--out", str(tmp_path / "view.html")]) == 0
