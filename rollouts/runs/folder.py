@@ -243,21 +243,19 @@ def whole_size(path: Path) -> int:
     """The bytes of a growing file of lines before the append that its writer did not finish; a resume writes it again.
 
     An append has the lines of one group or batch and is on disk before the next begins. So a line that is not sound
-    ends the file; the group before it is left out, because it may belong to the same append. Lines of two groups behind
-    it show that it is damage instead: then the size is that of the file.
+    ends the file, and lines of one group may be behind it. Lines of two groups behind it show that it is damage: then
+    the size is that of the file. The last group before the end may be incomplete.
     """
     end: int | None = None
-    group, start, offset = _Head(), 0, 0
+    offset = 0
     behind: list[_Head] = []
     with path.open("rb") as lines:
         for line in lines:
             head = _head(line)
             if head is None:
-                end = start if end is None else end
-            elif end is not None:
-                behind += [head] if head not in behind[-1:] else []
-            elif head != group:
-                group, start = head, offset
+                end = offset if end is None else end
+            elif end is not None and head not in behind[-1:]:
+                behind.append(head)
             offset += len(line)
     return offset if end is None or len(behind) > 1 else end
 

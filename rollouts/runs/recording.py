@@ -292,7 +292,8 @@ class Recording:
         self._events: dict[int, list[_Event]] = {}
         begun: set[int] = set()
         restored: set[int] = set()
-        for entry in JournalReader(self.path, 0 if is_growing(run) else None):
+        growing = (Path(run) / "run.json").is_file() and is_growing(run)
+        for entry in JournalReader(self.path, 0 if growing else None):
             index, what = entry.fields["index"], entry.fields["what"]
             if what == "begin":
                 begun.add(index)

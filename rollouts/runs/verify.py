@@ -8,6 +8,7 @@ imports neither the manager nor the agent loop.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import statistics
@@ -35,6 +36,7 @@ from rollouts.runs.folder import (
     read_file,
     read_info,
     run_files,
+    whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.plain_data import to_json, to_plain
@@ -185,8 +187,11 @@ class _Verification:
         entries = self._entries(outcome, file, number)
         last = -1
         groups = 0
+        unfinished = self._unfinished(outcome, file)
         for group_index, members in itertools.groupby(entries, key=lambda entry: entry.stored.group_index):
             group = list(members)
+            if group_index == unfinished:
+                break
             groups += 1
             if outcome == "kept" and group_index < last:
                 self._broken(5, group[0].place, f"group {group_index} after group {last}", "groups in order")
@@ -196,6 +201,24 @@ class _Verification:
             yield group
         if outcome == "kept" and self.batch_size and groups != self.batch_size:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
+
+    def _unfinished(self, outcome: StoredOutcome, file: str) -> int | None:
+        """The group before an unfinished append of a growing run; the append may be its own, so it is not checked."""
+        path = self.run / file
+        if not self.growing or outcome == "kept" or not path.is_file():
+            return None
+        end, size = whole_size(path), path.stat().st_size
+        if end >= size:
+            return None
+        self.report.notes.append(
+            f"{path} ends with {size - end} bytes of an unfinished append, and rollouts run --resume writes it again"
+        )
+        rows = read_file(self.run, outcome, file, growing=True)
+        last = None
+        with contextlib.suppress(ConfigError):
+            for row in rows:
+                last = row.data.get("group_index")
+        return last if isinstance(last, int) else None
 
     def _entries(self, outcome: StoredOutcome, file: str, batch: int | None) -> Iterator[_Entry]:
         try:

@@ -265,6 +265,8 @@ async def test_an_append_that_the_machine_did_not_finish_is_written_again(
     file.write_bytes(data[:at] + KINDS[kind](data[at:]))
     report = verify_run(run)
     assert report.ok, [str(violation) for violation in report.violations]
+    if name in ("dropped.jsonl", "failed.jsonl") and part > 0:
+        assert f"{file} ends with " in str(report)
     assert main(["show", str(run)]) == 0
     assert main(["ls", str(tmp_path)]) == 0
     assert open_source(run).metrics
