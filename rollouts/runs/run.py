@@ -25,7 +25,6 @@ from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import JournalError, RolloutsError, shortened
-from rollouts.observability.loggers import LoggedRun, RunLogger, logging_to
 from rollouts.observability.run_logger import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
