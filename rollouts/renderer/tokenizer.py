@@ -202,8 +202,8 @@ class Codec:
                 self._loading = self._loader()
             if self._loading is not None and self._loading.done():
                 fast = self._fast = self._loading.result()
-        if fast is not None and self._raw is not None and self._raw.get_vocab_size() != fast.vocab_size:
-            fast = None  # tokens were added
+        if fast is not None and fast.lacks_tokens(self._raw):
+            fast = None
         ids = None if fast is None else fast.encode(text)
         if ids is None:
             ids = np.array(self._encode(text), np.int32)  # a tokenizer's ids need no check
