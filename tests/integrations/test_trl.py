@@ -26,7 +26,9 @@ def test_the_temperature_is_that_of_the_trainer() -> None:
     """TRL divides logits by that of its ``GRPOConfig``; the sampler's is in the record of each completion."""
 
     async def sampled(prompts: Sequence[Prompt]) -> list[Sample]:
-        return scored_groups(1, 1, temperature=0.7)
+        (sample,) = scored_groups(1, 1, temperature=0.7)
+        sample.index = sample.rollout_id = prompts[0].index
+        return [sample]
 
     with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=sampled), [Prompt("Hi")]) as rollout_func:
         with pytest.raises(ConfigError, match=r"temperature: got 0\.7; expected 1, by which TRL divides logits"):
