@@ -168,8 +168,10 @@ class Codec:
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
         self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
         if self._raw is not None and self._slow is None:
-            self._raw.no_truncation()
-            self._raw.no_padding()
+            if self._raw.truncation is not None:  # no call without need: it fails while another thread encodes
+                self._raw.no_truncation()
+            if self._raw.padding is not None:
+                self._raw.no_padding()
         self._loader = loader(tokenizer) if self._slow is None else None
         self._loading: Future[FastEncoder | None] | None = None
         self._fast: FastEncoder | None = None

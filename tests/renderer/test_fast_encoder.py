@@ -176,6 +176,17 @@ def test_an_encode_does_not_read_the_vocabulary() -> None:
     assert counting.calls == {"id_to_token": 20}
 
 
+def test_a_second_codec_does_not_change_the_tokenizer() -> None:
+    """With tokenizers 0.22 a change fails ("Already borrowed") while the thread that loads the encoder encodes."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes())
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer._tokenizer = counting = Counting(tokenizer._tokenizer)
+    Codec(tokenizer)
+    assert counting.calls["no_truncation"] == 1
+    Codec(tokenizer)
+    assert (counting.calls["no_truncation"], counting.calls["no_padding"]) == (1, 0)
+
+
 def test_an_encoder_is_loaded_once_for_a_tokenizer() -> None:
     """Two codecs of one tokenizer share it; truncation of the tokenizer does not concern it."""
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes())
