@@ -1,6 +1,6 @@
 """The lowest version of each dependency that pyproject.toml allows, as constraints for pip: ``scripts/test --oldest``.
 
-Invariant: a dependency without a lower bound is refused by name, because nobody has run its oldest version.
+Invariant: a dependency without a lower bound is refused by name, because its oldest version is unknown.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def test_each_dependency_has_its_lowest_version() -> None:
 
 @pytest.mark.parametrize("text", ["anyio", "anyio<5"])
 def test_a_dependency_without_a_lower_bound_is_refused(text: str) -> None:
-    """Nobody knows its oldest version."""
+    """Its oldest version is unknown."""
     with pytest.raises(ValueError, match=f"got '{text}'; expected one lower bound"):
         lowest_versions(project(text), [])
 
