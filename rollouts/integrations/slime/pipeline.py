@@ -50,6 +50,7 @@ from rollouts.programs.generate import generate_function_batch, generate_program
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe_files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
+from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]
@@ -265,6 +266,8 @@ class Pipeline:
             try:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
+                    if data is None:
+                        check_temperature(sample, "slime", self.settings.params["temperature"])
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, data)
                 if self.teacher is not None and data is None:

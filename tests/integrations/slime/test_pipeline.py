@@ -26,8 +26,8 @@ from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
-from rollouts.training import check_reward_nonzero_std
-from tests.integrations.slime.launches import DEFAULT, Launch, Source
+from rollouts.training import Sample, check_reward_nonzero_std
+from tests.integrations.slime.launches import DEFAULT, Launch, Source, made_sample
 from tests.integrations.slime.launches import recipe as launch_recipe
 from tests.integrations.slime.test_evaluation import data_set
 from tests.integrations.slime.test_returned_samples import filled, plain_args
@@ -165,6 +165,20 @@ async def test_a_text_has_the_temperature_of_its_completion() -> None:
     fields: dict[str, Any] = {"model": str(DEMO_MODEL), "sampling": sampling, "endpoint": endpoint}
     (sample,) = await generate_single_turn([Prompt("2 + 1 =")], policy=ScriptedPolicy([[5, 6]]), **fields)
     assert [one.temperature for one in sample.completions] == [0.7]
+
+
+def test_a_reply_of_another_temperature_is_refused() -> None:
+    """slime divides logits by ``--rollout-temperature``; a recipe's own function may sample at another one."""
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        sample = made_sample(prompt)
+        tempered = [attrs.evolve(one, temperature=0.7) for one in sample.completions]
+        return [attrs.evolve(sample, completions=tempered)]
+
+    launch = Launch(play=play)
+    with pytest.raises(GenerateFailure, match=r"temperature: got 0\.7; expected 1, by which slime divides logits"):
+        generate_rollout_batch(launch.args(rollouts_max_attempts=1), 0, launch.source())
+    assert generate_rollout_batch(launch.args(rollout_temperature=0.7), 0, launch.source()).samples
 
 
 class Pictures(Source):
