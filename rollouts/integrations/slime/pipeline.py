@@ -25,7 +25,7 @@ import msgspec
 
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
-from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, shortened
 from rollouts.inference.base import Policy
 from rollouts.inference.generate_wire import MissingField
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
@@ -199,7 +199,7 @@ class Pipeline:
             reward = SlimeReward(self.args, settings.custom_rm, key, self.record_of, any_reward=is_processed)
             options |= {"reward_fn": reward, "group_rm": settings.group_rm}
         if settings.filter_path is not None:
-            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.finished)
+            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.unfiltered, self.read_reward)
         elif not settings.recipe_filter:
             options["filter_fn"] = None
         return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
@@ -317,8 +317,10 @@ class Pipeline:
         return record
 
     def finished(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
-        """slime's sample of ours, with the reward."""
+        """slime's sample of ours, with the reward; one that a filter of slime has had stays as the filter left it."""
         record = self.record_of(sample, taken, data=data)
+        if sample.trainer_record.owns_reward:
+            return record
         if data is None and self.settings.reward_is_processed and record.reward is not None:
             return record
         key = self.settings.reward_key
@@ -326,6 +328,40 @@ class Pipeline:
             record.reward = {key: sample.reward}
         elif reward_number(record.reward, self._reward_key(data)) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
+        return record
+
+    def unfiltered(self, sample: Sample) -> Any:
+        """slime's sample of ours for a filter of slime: with the reward that it had before any filter."""
+        link = sample.trainer_record
+        if isinstance(link, SlimeRecord) and link.owns_reward:
+            link.sample.reward, link.owns_reward = link.unfiltered, False
+        record = self.finished(sample)
+        reward = record.reward
+        sample.trainer_record.unfiltered = dict(reward) if isinstance(reward, dict) else reward
+        return record
+
+    def read_reward(self, sample: Sample) -> None:
+        """Set the reward of ours to that of slime's sample, which owns it from now on.
+
+        Raises:
+            FilterFailure: it is not a finite number.
+        """
+        link = sample.trainer_record
+        link.owns_reward = True
+        reward, key, any_reward = link.sample.reward, self.settings.reward_key, self.settings.reward_is_processed
+        number = reward_number(reward, key, any_reward=any_reward)
+        if number is None or (key is not None and not any_reward and not isinstance(reward, dict)):
+            part = "" if key is None else f" under the key {key!r}"
+            place = f"{self.settings.filter_path}: reward of slime sample {link.sample.index}"
+            raise FilterFailure(f"{place}: got {shortened(reward)}; expected a finite number{part}")
+        sample.reward = number
+
+    def returned(self, sample: Sample, taken: Taken) -> Any:
+        """slime's sample of ours for its data source, from which it meets the filter again."""
+        record, link = self.finished(sample, taken), sample.trainer_record
+        if link.owns_reward:
+            record = copy.copy(record)  # ours may be in a batch before the process ends
+            record.reward = link.unfiltered
         return record
 
     def _reward_key(self, data: EvalSet | None) -> str | None:

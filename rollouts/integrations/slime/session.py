@@ -225,7 +225,7 @@ class TrainerRollouts:
         group = list(taken.group)
         for number, samples in finished.items():
             if len(samples) == 1 and samples[0].reward is not None:  # slime's buffer cannot contain a fork
-                group[number] = self.pipeline.finished(samples[0], taken)
+                group[number] = self.pipeline.returned(samples[0], taken)
                 _set_start(group[number], taken.begun)
         return group
 

@@ -81,6 +81,28 @@ def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
     assert sorted(here) == sorted(there)
 
 
+def penalises(args: Any, group: list[Any], **_: Any) -> bool:
+    """A dynamic filter with a penalty, as one for long responses."""
+    for sample in group:
+        sample.reward -= 0.25
+    return True
+
+
+def test_a_filter_changes_a_reward_once_over_a_checkpoint(tmp_path: Path) -> None:
+    """Accepted groups of a checkpoint meet the filter again, with the rewards that they had before it."""
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=4.0)
+    args = with_source(launch, tmp_path, dynamic_sampling_filter_path=f"{__name__}.penalises")
+    source = CheckpointedDataSource(args)
+    before = list(leaves([generate_rollout_batch(args, number, source).samples for number in range(2)]))
+    source.save(1)
+    close_rollouts()
+    again = CheckpointedDataSource(args)
+    again.load(1)
+    assert {sample.reward for sample in leaves(again.buffer)} >= {0.0, 1.0}
+    after = list(leaves([generate_rollout_batch(args, number, again).samples for number in range(2, 5)]))
+    assert {sample.reward for sample in (*before, *after)} == {-0.25, 0.75}
+
+
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
     """A group with one finished rollout and one that hangs: the restored group plays only the other one."""
     hung, scored, patient = set(), set(), {0}

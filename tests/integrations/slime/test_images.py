@@ -37,7 +37,7 @@ from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import made_sample
 from tests.integrations.slime.test_parity import DEFAULTS, start_slime
-from tests.integrations.slime.test_with_slime import Trainer, manager_class  # noqa: F401 - a fixture
+from tests.integrations.slime.test_with_slime import Trainer
 
 pytest.importorskip("torch")
 
@@ -339,7 +339,7 @@ class TestParity:
         for mine, other in zip(ours.fields(), theirs.fields(), strict=True):
             assert {name: mine[name] for name in names} == {name: other[name] for name in names}
 
-    def test_slimes_conversion_ships_the_tensors(self, bench: Bench, manager_class: Any) -> None:  # noqa: F811
+    def test_slimes_conversion_ships_the_tensors(self, bench: Bench, manager_class: Any) -> None:
         """The train data have the tensors of each sample, and nothing for a sample of text."""
         flags = {"rollouts_recipe": f"{__name__}.recipe", "rollouts_recipe_options": {}, "apply_chat_template": False}
         trainer = {"global_batch_size": 6, "advantage_estimator": "grpo", "rewards_normalization": False}
