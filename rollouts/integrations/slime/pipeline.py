@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import anyio
 import anyio.to_thread
@@ -32,7 +32,7 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_ids import brings_ids, check_given_ids
+from rollouts.integrations.slime.given_ids import check_function, check_given, is_begun
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
@@ -130,6 +130,9 @@ class Pipeline:
             raise ConfigError.of(
                 "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
             )
+        if self.recipe is not None and settings.custom_generate is not None:
+            expected = "none with a recipe, which plays every prompt"
+            raise ConfigError.of("args.custom_generate_function_path", settings.custom_generate, expected)
         for data in settings.eval_sets:
             self._check_text(data)
 
@@ -243,10 +246,12 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
-        if self._custom(data) is None and (taken is not None or self.rows):
-            given = self._template(prompt, data)
+        given = self._template(prompt, data) if taken is not None or self.rows else None
+        if given is not None and self._custom(data, given) is None:
             check_media(given, recipe=self.recipe is not None)
-            check_given_ids(given, recipe=self.recipe is not None)
+            check_given(given, recipe=self.recipe is not None)
+            if self.recipe is not None:
+                check_function(given)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -301,7 +306,7 @@ class Pipeline:
                 evaluation=data is not None,
                 checked=sample.status not in _LOST,  # by generate
             )
-            record.reward = None
+            record.reward = self._given_reward(taken, number) if data is None else None
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
                 if self.rows:
@@ -329,6 +334,13 @@ class Pipeline:
         elif reward_number(record.reward, self._reward_key(data)) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
+
+    def _given_reward(self, taken: Taken | None, number: int) -> Any:
+        """The reward that the data source set, which slime does not replace; a recipe's own reward does."""
+        if taken is None or (self.recipe is not None and not self.settings.scored_by_slime):
+            return None
+        given = taken.group[number]
+        return given.reward if getattr(given.status, "value", "") in ("pending", "aborted") else None
 
     def unfiltered(self, sample: Sample) -> Any:
         """slime's sample of ours for a filter of slime: with the reward that it had before any filter."""
@@ -372,15 +384,20 @@ class Pipeline:
         if self._custom(data) is None and not data.params["no_stop_trim"]:
             name = f"eval data set {data.name}.no_stop_trim"
             raise ConfigError.of(name, False, "true: the response keeps the text that ends it, as its tokens do")
+        function = _function_of(data, "generate_function_path")
+        if self.recipe is not None and function is not None:
+            name = f"eval data set {data.name}.custom_generate_function_path"
+            raise ConfigError.of(name, function, "none with a recipe, which plays every prompt")
         if self.recipe is not None and data.apply_chat_template and data.chat_template_kwargs:
             name = f"eval data set {data.name}.apply_chat_template_kwargs"
             raise ConfigError.of(name, data.chat_template_kwargs, "nothing with a recipe: its prompts are messages")
 
-    def _custom(self, data: EvalSet | None) -> str | None:
-        """The path of the custom generate function."""
+    def _custom(self, data: EvalSet | None, given: Any = None) -> str | None:
+        """The path of the custom generate function: that of slime's sample, of its data set, or of the launch."""
         if self.recipe is not None:
             return None
-        return _function_of(data, "generate_function_path") or self.settings.custom_generate
+        named = getattr(given, "generate_function_path", None) or _function_of(data, "generate_function_path")
+        return named or self.settings.custom_generate
 
     def _place(self, prompt: Prompt, data: EvalSet | None) -> tuple[Taken | None, int]:
         """The group of a rollout, and the rollout's number among those of its prompt."""
@@ -429,7 +446,6 @@ class Pipeline:
         self, params: Mapping[str, Any], sampling: SamplingParams, data: EvalSet | None, policy: Policy
     ) -> GenerateFn:
         settings = self.settings
-        path = self._custom(data)
         if self.recipe is not None:
             return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy, evaluation=data is not None)
         with_slime = functools.partial(
@@ -446,10 +462,6 @@ class Pipeline:
         )
         resumes = settings.partial_rollout and data is None
         mask_earlier = resumes and settings.mask_earlier_versions
-        if path is not None:
-            return functools.partial(
-                with_slime, path=path, on_abort="resume" if resumes else "fail", mask_earlier=mask_earlier
-            )
         single_turn = functools.partial(
             generate_single_turn,
             policy=policy,
@@ -462,13 +474,17 @@ class Pipeline:
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
             (prompt,) = prompts
             given = self._template(prompt, data)
+            path = self._custom(data, given)
+            if path is not None:
+                on_abort: Literal["resume", "fail"] = "resume" if resumes else "fail"
+                return await with_slime(prompts, path=path, on_abort=on_abort, mask_earlier=mask_earlier)
             if has_images(given):
                 # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids.
                 samples = await with_slime(prompts, path=family().generate, on_abort="restart")
                 for sample in samples:
                     check_prompt_ids(slime_sample_of(sample))
                 return samples
-            if brings_ids(given):
+            if is_begun(given):
                 return await with_slime(
                     prompts,
                     path=family().generate,

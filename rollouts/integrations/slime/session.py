@@ -30,7 +30,7 @@ from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
-from rollouts.integrations.slime.given_ids import brings_ids
+from rollouts.integrations.slime.given_ids import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
@@ -233,7 +233,7 @@ class TrainerRollouts:
         """Add the rollouts of a new group that are already finished, e.g. from a checkpoint."""
         finished: dict[int, list[Sample]] = {}
         for number, given in enumerate(group):
-            if brings_ids(given):
+            if is_begun(given):
                 with self._lock:
                     self._staleness.observe(map(str, given.weight_versions), earlier=True)
             if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
