@@ -280,6 +280,28 @@ class TestParity:
             inputs = sample.multimodal_train_inputs
             assert (None if inputs is None else len(inputs["pixel_values"])) == [1, 2, None][number // 2]
 
+    @pytest.mark.parametrize("recipe", [False, True], ids=["single turn", "recipe"])
+    @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+    def test_images_inside_messages_are_loaded_as_in_slime(
+        self, bench: Bench, tmp_path: Path, evaluation: bool, recipe: bool
+    ) -> None:
+        """Rows of messages with images, and no ``--multimodal-keys``: the same requests and samples, or those of a recipe."""
+        rows = tmp_path / "rows.jsonl"
+        shown = [{"type": "image", "image": in_base64(colour(10))}, {"type": "text", "text": "Find x."}]
+        chats = [shown, "No image at all.", [*shown, shown[0]]]
+        data = [{"problem": [{"role": "user", "content": chat}], "answer": str(at)} for at, chat in enumerate(chats)]
+        rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in data))
+        bench = attrs.evolve(bench, rows=rows)
+        theirs, ours = bench.both(evaluation=evaluation, multimodal_keys=None)
+        assert ours.requests == theirs.requests
+        assert ours.fields() == theirs.fields()
+        assert sorted(len(images or ()) for _, images, *_ in ours.requests) == [0, 0, 1, 1, 2, 2]
+        if recipe:
+            flags = {"rollouts_recipe": f"{__name__}.recipe", "rollouts_recipe_options": {}}
+            args = bench.args(multimodal_keys=None, apply_chat_template=False, **flags)
+            played = bench.play(generate_rollout_batch, args, evaluation=evaluation)
+            assert [sample.tokens for sample in played.samples] == [sample.tokens for sample in theirs.samples]
+
     def test_the_multi_turn_example_is_played_as_in_slime(self, bench: Bench) -> None:
         """Its generate function gets slime's sample with its images, and what it returns is the sample of the batch."""
         theirs, ours = bench.both(evaluation=False, **FLAGS)
