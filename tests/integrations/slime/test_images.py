@@ -285,7 +285,7 @@ class TestParity:
     def test_images_inside_messages_are_loaded_as_in_slime(
         self, bench: Bench, tmp_path: Path, evaluation: bool, recipe: bool
     ) -> None:
-        """Rows of messages with images, and no ``--multimodal-keys``: the same requests and samples, or those of a recipe."""
+        """Without ``--multimodal-keys``: the same requests and samples; a recipe's samples have the same tokens."""
         rows = tmp_path / "rows.jsonl"
         shown = [{"type": "image", "image": in_base64(colour(10))}, {"type": "text", "text": "Find x."}]
         chats = [shown, "No image at all.", [*shown, shown[0]]]
