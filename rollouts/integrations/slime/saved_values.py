@@ -21,7 +21,7 @@ __all__ = ["SAFE", "check_plain", "only_plain"]
 
 _TIMES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
 SAFE: tuple[type, ...] = (*_TIMES, decimal.Decimal)
-"""Types of values that Parquet columns have, besides those that torch knows."""
+"""Types of values that Parquet columns have and torch does not load by itself."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, *SAFE)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict, Counter)

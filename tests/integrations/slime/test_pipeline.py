@@ -253,7 +253,7 @@ class WithFunctions(Source):
     ],
     ids=["sample", "launch", "data set"],
 )
-def test_a_generate_function_is_refused_beside_a_recipe(source: Any, flags: dict[str, Any], named: str) -> None:
+def test_a_generate_function_is_refused_with_a_recipe(source: Any, flags: dict[str, Any], named: str) -> None:
     """Either would have to be ignored: of a sample, of the launch, or of a data set of its evaluation."""
     launch = Launch()
     with pytest.raises(ConfigError, match=rf"{named}: .* expected none with a recipe"):
