@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutants import NEAREST, drawn, covering
+from scripts.mutants import NEAREST, covering, drawn
 from scripts.mutations import mutants_of
 
 ROOT = Path(__file__).parents[2]
