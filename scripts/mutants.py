@@ -5,7 +5,8 @@
 change without effect. Mutants run in copies of the working tree, which itself is never changed.
 
 Before, the tests run without a mutant, to learn which lines each of them runs: a mutant is given only to those that run
-its statement, the fastest first. ``scripts/mutations.py`` has the changes, ``scripts/mutant_crew.py`` the processes.
+its statement, the fastest first. ``scripts/mutations.py`` has the changes, ``scripts/mutant_tests.py`` the tests and
+``scripts/mutant_crew.py`` the processes.
 """
 
 from __future__ import annotations
@@ -18,17 +19,12 @@ import json
 import os
 import random
 import sys
-import threading
-import time
-import zlib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import pytest
-
 from scripts.mutant_crew import ROOT, Crew
+from scripts.mutant_tests import Trial, lines_run_by, play
 from scripts.mutations import Mutant, mutants_of
 
 NEAREST: dict[str, tuple[str, ...]] = {
@@ -83,8 +79,8 @@ PRELOADED = (
 )
 """What most test files import, apart from the project's modules."""
 
-HANG_SECONDS = 60
-"""Least deadline of one test, which ends a wait that nothing wakes; a slow test has ten times what it takes alone."""
+LEAST_SECONDS = 60
+"""Deadline of a mutant, which ends a wait that nothing wakes; ten times what its tests take without it is added."""
 
 Table = Mapping[str, Sequence[str]]
 
@@ -106,70 +102,17 @@ def drawn(
 # -- running them ------------------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """A plugin of pytest: which lines of some modules each test runs, and how long it takes."""
-
-    def __init__(self, tree: Path, modules: Iterable[str]) -> None:
-        self.found: dict[str, Any] = {}
-        self._names = {str(tree / module): module for module in modules}
-        self._running: set[tuple[str, int]] = set()
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename in self._names else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._running.add((frame.f_code.co_filename, frame.f_lineno))
-        return self._line
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        self._running = set()
-        began = time.monotonic()
-        threading.settrace(self._trace)
-        sys.settrace(self._trace)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            lines = sorted([self._names[name], line] for name, line in self._running)
-            self.found[item.nodeid] = [time.monotonic() - began, lines]
-
-
-class Chosen:
-    """A plugin of pytest: runs some tests in their order, and keeps the name of the first that fails."""
-
-    def __init__(self, tests: Sequence[str]) -> None:
-        self.failed = ""
-        self._places = {name: place for place, name in enumerate(tests)}
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self._places), key=lambda item: self._places[item.nodeid]
-        )
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.failed = self.failed or report.nodeid
-
-
-def _pytest(files: Iterable[str], plugin: object, *options: str) -> int:
-    options += ("-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    options += ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of what is imported already
-    return int(pytest.main([*options, *files], plugins=[plugin]))
-
-
 def lines_of(crew: Crew, files: Iterable[str], modules: Sequence[str]) -> dict[str, Any]:
     """Seconds of each test, and the lines of the modules that it runs; all tests must pass."""
     found: dict[str, Any] = {}
     for file in files:
 
         def work(tree: Path, file: str = file) -> object:
-            lines = Lines(tree, modules)
-            return [_pytest([file], lines), lines.found]
+            return lines_run_by(tree, file, modules)
 
         def done(tree: Path, result: str, file: str = file) -> None:
-            code, lines = json.loads(result or "[1, {}]")
-            if code:
+            lines = json.loads(result or "null")
+            if lines is None:
                 print(tree.with_suffix(".log").read_text(errors="replace"))
                 raise SystemExit(f"scripts/mutants: {file} fails without a mutant")
             found.update(lines)
@@ -180,56 +123,48 @@ def lines_of(crew: Crew, files: Iterable[str], modules: Sequence[str]) -> dict[s
     return found
 
 
-def covering(mutant: Mutant, files: Sequence[str], lines: Mapping[str, Any]) -> list[str]:
+def covering(mutant: Mutant, files: Sequence[str], lines: Mapping[str, Any]) -> Trial:
     """The tests in some files that run the statement of a mutant, the fastest first."""
-    ran = [
+    ran = sorted(
         (seconds, name)
         for name, (seconds, executed) in lines.items()
         if name.partition("::")[0] in files
         and (mutant.at_import or any(path == mutant.path and line in mutant.lines for path, line in executed))
-    ]
-    return [name for _, name in sorted(ran)]
+    )
+    return Trial(mutant, tuple(name for _, name in ran), LEAST_SECONDS + 10 * sum(seconds for seconds, _ in ran))
 
 
-def run(
-    crew: Crew, mutants: Sequence[tuple[Mutant, Sequence[str]]], *, seconds: float, hang: float = HANG_SECONDS
-) -> dict[Mutant, str]:
-    """The first test that fails with each mutant, or "" where it survives; prints each as it ends.
-
-    Args:
-        crew: the processes.
-        mutants: each with its tests.
-        seconds: deadline of all tests of a mutant.
-        hang: deadline of one test.
-    """
+def run(crew: Crew, trials: Sequence[Trial], jobs: int) -> dict[Mutant, str]:
+    """The first test that fails with each mutant, or "" where it survives; prints each as it ends."""
     results: dict[Mutant, str] = {}
-    for mutant, tests in mutants:
+    terminal = os.dup(sys.stdout.fileno())
 
-        def work(tree: Path, tests: Sequence[str] = tests) -> object:
-            chosen = Chosen(tests)
-            files = dict.fromkeys(name.partition("::")[0] for name in tests)
-            code = _pytest(files, chosen, f"--timeout={hang}") if tests else 0
-            return chosen.failed or ("" if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED) else f"exit code {code}")
+    def found(trial: Trial, failed: str) -> None:
+        end = failed or f"SURVIVES {len(trial.tests)} tests\n{trial.mutant.diff}"
+        os.write(terminal, f"{trial.mutant.path}:{trial.mutant.line} {end}\n".encode())
 
-        def done(tree: Path, result: str, mutant: Mutant = mutant, tests: Sequence[str] = tests) -> None:
-            _write(tree / mutant.path, mutant.source)
-            results[mutant] = failed = json.loads(result) if result else f"died, or took over {seconds:.0f} s"
-            end = failed or f"SURVIVES {len(tests)} tests\n{mutant.diff}"
-            print(f"{len(results)}/{len(mutants)} {mutant.path}:{mutant.line} {end}", flush=True)
+    for part in [trials[number::jobs] for number in range(jobs)]:
 
-        def prepare(tree: Path, mutant: Mutant = mutant) -> None:
-            _write(tree / mutant.path, mutant.text)
+        def work(tree: Path, part: Sequence[Trial] = part) -> object:
+            failed: dict[int, str] = {}
 
-        crew.start(work, done, prepare=prepare, seconds=seconds)
+            def keep(trial: Trial, name: str) -> None:
+                failed[part.index(trial)] = name
+                found(trial, name)
+
+            play(tree, part, keep)
+            return [failed[number] for number in range(len(part))]
+
+        def done(tree: Path, result: str, part: Sequence[Trial] = part) -> None:
+            if not result:
+                print(tree.with_suffix(".log").read_text(errors="replace"))
+                raise SystemExit("scripts/mutants: a process died")
+            results.update(zip((trial.mutant for trial in part), json.loads(result), strict=True))
+
+        crew.start(work, done, seconds=24 * 3600)
     crew.finish()
+    os.close(terminal)
     return results
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a module with the checksum as its time: by the time, Python recognises the byte code of another text."""
-    path.write_text(text, encoding="utf-8")
-    checksum = zlib.crc32(text.encode())
-    os.utime(path, (checksum, checksum))
 
 
 def report(results: Mapping[Mutant, str]) -> str:
@@ -246,7 +181,6 @@ def main(arguments: Sequence[str] | None = None, table: Table = NEAREST, root: P
     parser.add_argument("--only", default="*", metavar="GLOB", help="modules to draw from, by their path")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another seed draws other mutants (0)")
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="mutants at a time (2)")
-    parser.add_argument("--seconds", type=float, default=600, metavar="T", help="deadline of one mutant (600)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("ROLLOUTS_TEST_ASSETS", str(ROOT.parent / "shared" / "assets"))
     for name in PRELOADED:
@@ -257,9 +191,8 @@ def main(arguments: Sequence[str] | None = None, table: Table = NEAREST, root: P
         files = dict.fromkeys(name for _, names in drew for name in names)
         print(f"{len(drew)} mutants; first {len(files)} test files without one", flush=True)
         lines = lines_of(crew, files, list({mutant.path for mutant, _ in drew}))
-        chosen = [(mutant, covering(mutant, names, lines)) for mutant, names in drew]
-        hang = max([HANG_SECONDS, *(10 * seconds for seconds, _ in lines.values())])
-        print(report(run(crew, chosen, seconds=options.seconds, hang=hang)))
+        trials = [covering(mutant, names, lines) for mutant, names in drew]
+        print(report(run(crew, trials, options.jobs)))
 
 
 if __name__ == "__main__":

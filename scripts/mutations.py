@@ -38,6 +38,8 @@ _COMPUTED = {
     ast.BitOr: (r"\|", "&"),
     ast.BitAnd: ("&", "|"),
 }
+_DECLARING = {"eq", "init", "kw_only", "repr", "slots"}
+"""Options of attrs, which change what a class accepts and how it is shown."""
 _JOINED = {ast.And: (r"\band\b", "or"), ast.Or: (r"\bor\b", "and")}
 
 
@@ -109,7 +111,7 @@ def _nodes(node: ast.AST, lines: range = range(0), at_import: bool = True) -> It
     if isinstance(node, ast.Raise):
         return
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns"):
+        if name in ("annotation", "returns") or (isinstance(node, ast.keyword) and node.arg in _DECLARING):
             continue
         later = name == "body" and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in value if isinstance(value, list) else [value]:

@@ -94,8 +94,10 @@ def test_a_mutant_goes_to_the_tests_that_run_its_statement() -> None:
         "t.py::other_module": [0.6, [["b.py", 2]]],
         "u.py::other_file": [0.1, [["a.py", 2]]],
     }
-    assert covering(second, ["t.py"], lines) == ["t.py::fast", "t.py::slow"]
-    assert covering(default, ["t.py"], lines) == [f"t.py::{n}" for n in ("other_line", "other_module", "fast", "slow")]
+    assert list(covering(second, ["t.py"], lines).tests) == ["t.py::fast", "t.py::slow"]
+    assert list(covering(default, ["t.py"], lines).tests) == [
+        f"t.py::{n}" for n in ("other_line", "other_module", "fast", "slow")
+    ]
 
 
 def test_the_same_seed_draws_the_same_mutants() -> None:
@@ -115,18 +117,27 @@ def test_the_table_names_modules_and_test_files(pattern: str, tests: tuple[str, 
 
 _PROJECT = {
     "small.py": """
-        def larger(a, b):
+        LIMIT = 3
+
+        def larger(a, b, name="first"):
+            both = [(lambda: a), (lambda: b)]
             return a > b
+
+        def to_the_limit(a):
+            return LIMIT - a
 
         def unused(a):
             return a + 1
     """,
     "test_small.py": """
-        from small import larger
+        from small import larger, to_the_limit
 
         def test_two_is_larger_than_one():
             assert larger(2, 1)
             assert not larger(1, 2)
+
+        def test_it_is_two_from_one_to_three():
+            assert to_the_limit(1) == 2
     """,
     "test_broken.py": """
         def test_broken():
@@ -145,14 +156,38 @@ def _run(folder: Path, table: dict[str, list[str]]) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+_SURVIVORS = """
+small.py:4
+-def larger(a, b, name="first"):
++def larger(a, b, name="first_"):
+
+small.py:6
+-    return a > b
++    return a >= b
+
+small.py:12
+-    return a + 1
++    return None
+
+small.py:12
+-    return a + 1
++    return a - 1
+
+small.py:12
+-    return a + 1
++    return a + 2
+
+4 of 9 mutants are noticed; 5 survive
+"""
+
+
 def test_survivors_are_reported_with_their_change(tmp_path: Path) -> None:
-    """A change that a test notices is not; the working tree stays as it was."""
+    """Of functions, defaults and constants; the working tree stays as it was."""
     done = _run(tmp_path, {"*small.py": ["test_small.py"]})
     assert done.returncode == 0, done.stderr
-    survivors = done.stdout.partition("noticed")[0].rpartition("1 tests")[2]
-    assert "small.py:3\n-    return a > b\n+    return a >= b\n" in done.stdout
-    assert "small.py:6\n-    return a + 1\n+    return a - 1\n" in survivors
-    assert done.stdout.endswith("1 of 5 mutants are noticed; 4 survive\n")
+    assert "\nsmall.py:2 test_small.py::test_it_is_two_from_one_to_three\n" in done.stdout
+    assert "\nsmall.py:6 test_small.py::test_two_is_larger_than_one\n" in done.stdout
+    assert done.stdout.endswith(_SURVIVORS)
     assert (tmp_path / "small.py").read_text() == textwrap.dedent(_PROJECT["small.py"])
 
 
@@ -162,6 +197,36 @@ def test_tests_that_fail_without_a_mutant_are_said(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "broken from the start" in done.stdout
     assert done.stderr == "scripts/mutants: test_broken.py fails without a mutant\n"
+
+
+_HANG = """
+import sys, time
+from pathlib import Path
+from scripts.mutant_crew import Crew
+from scripts.mutant_tests import Trial, play
+from scripts.mutations import mutants_of
+with Crew(1, Path(sys.argv[1])) as crew:
+    source = Path(sys.argv[1], "small.py").read_text()
+    mutants = {mutant.replacement: mutant for mutant in mutants_of("small.py", source)}
+    trials = [Trial(mutants[text], ("test_small.py::test_three_rounds",), 3.0) for text in ("-", "<=")]
+    def work(tree):
+        found = []
+        play(tree, trials, lambda trial, failed: found.append(failed))
+        return found
+    crew.start(work, lambda tree, result: print(result), seconds=600)
+    crew.finish()
+"""
+
+
+def test_a_mutant_that_hangs_is_noticed(tmp_path: Path) -> None:
+    """At its deadline; the next one is played."""
+    (tmp_path / "small.py").write_text("def rounds(a):\n    while a < 3:\n        a += 1\n    return a\n")
+    test = "from small import rounds\ndef test_three_rounds():\n    assert rounds(0) == 3\n"
+    (tmp_path / "test_small.py").write_text(test)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    line = [sys.executable, "-c", _HANG, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == '["over 3 s", "test_small.py::test_three_rounds"]\n'
 
 
 _CREW = """
