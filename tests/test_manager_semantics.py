@@ -766,6 +766,20 @@ async def test_patience_ends_with_the_last_group_of_the_row() -> None:
     assert manager.accounting.dropped == 2 + 3 + 3
 
 
+async def test_the_rewards_of_earlier_rows_are_not_reported() -> None:
+    """3.3.3 Groups rejected before the last accepted one do not belong to the row that ends the run."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (request,) = prompts
+        return [sample_for(request, reward=0.25 if request.group_index == 0 else 0.5)]
+
+    sizes = {"batch_size": 1, "over_sampling_factor": 1, "patience": 3}
+    manager = manager_of(generate, filter_fn=lambda samples: samples[0].group_index == 1, **sizes)
+    await manager.generate_batch()
+    with pytest.raises(FilterFailure, match="every reward was 0.5, so there is nothing to learn"):
+        await manager.generate_batch()
+
+
 async def test_causes_are_reset_after_they_were_reported() -> None:
     """3.4 A run that continues after an error does not report old failures as new."""
     broken = True

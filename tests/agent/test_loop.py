@@ -101,6 +101,26 @@ async def test_an_environment_without_tools_tells_the_model_so(renderer: Rendere
     assert trajectory.metrics["unknown_tool_calls"] == 1
 
 
+async def test_the_requests_of_an_episode_share_a_session_that_no_other_has(renderer: Renderer, ids: Any) -> None:
+    """A server that routes by it finds the tokens of the episode's last request cached."""
+    found = []
+    for _ in range(2):
+        policy = ScriptedPolicy([ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")])
+        await run_agent(Prompt("?", index=0), CalculatorEnvironment, policy, renderer, sampling=SamplingParams())
+        found.append([session for session, _ in policy.sessions])
+    assert all(len(set(sessions)) == 1 and sessions[0] for sessions in found)
+    assert found[0][0] != found[1][0]
+
+
+async def test_the_seconds_of_the_environment_are_those_of_its_calls(renderer: Renderer, ids: Any) -> None:
+    """Its metric is the sum over start and steps, each of which is in the times."""
+    trajectory = await play(renderer, [ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")])
+    spans = [span for span in trajectory.times if span.activity == "environment"]
+    assert [span.name for span in spans] == [f"CalculatorEnvironment.{name}" for name in ("start", "step", "step")]
+    assert trajectory.metrics["environment_seconds"] == pytest.approx(sum(span.seconds for span in spans), abs=1e-3)
+    assert trajectory.metrics["environment_seconds"] > 0
+
+
 async def test_call_ids_are_unique_over_the_episode(renderer: Renderer, ids: Any) -> None:
     """Also when some calls never ran."""
     text = ids(call("fly") + "\n" + call("add", a=1, b=2) + "<|im_end|>")

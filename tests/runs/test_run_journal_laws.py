@@ -347,6 +347,19 @@ async def test_a_changed_sample_still_refers_to_its_turns(tmp_path: Path) -> Non
     assert RunHistory.read(tmp_path).samples(0) == [sample]
 
 
+async def test_a_settled_rollout_no_longer_refers_to_its_turns(tmp_path: Path) -> None:
+    """3.6.1 What the writer knows of them is forgotten; if the group is settled again, its samples are stored whole."""
+    sample, turns = played(0, 2)
+    with Journal(tmp_path) as journal:
+        run_journal = RunJournal(journal)
+        await log_turns(run_journal, 0, turns)
+        await run_journal.finished([sample])
+        await run_journal.settled(group_of(0, [sample]))
+        await run_journal.settled(group_of(0, [sample], "dropped", "too old"))
+    assert [row["from"] for row in sample_records(tmp_path)] == [len(sample), 0]
+    assert RunHistory.read(tmp_path).group_samples(0) == [sample]
+
+
 async def test_a_lost_attempt_leaves_no_turns_to_refer_to(tmp_path: Path) -> None:
     """3.7 The sample of the next attempt is stored whole, if that attempt logged none."""
     sample, turns = played(0, 2)

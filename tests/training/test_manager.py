@@ -273,6 +273,7 @@ async def test_withdrawn_groups_are_counted() -> None:
         assert [group.group_index for group in manager.ready_groups] == ready[:1]
         manager.accounting.check()
     assert manager.accounting.dropped == len(ready) - 1
+    assert manager.run_metrics.reasons == {"stale": len(ready) - 1}
 
 
 async def test_rollouts_that_were_finished_elsewhere_are_taken_over() -> None:
