@@ -776,7 +776,7 @@ async def test_the_rewards_of_earlier_rows_are_not_reported() -> None:
     sizes = {"batch_size": 1, "over_sampling_factor": 1, "patience": 3}
     manager = manager_of(generate, filter_fn=lambda samples: samples[0].group_index == 1, **sizes)
     await manager.generate_batch()
-    with pytest.raises(FilterFailure, match="every reward was 0.5, so there is nothing to learn"):
+    with pytest.raises(FilterFailure, match=r"every reward was 0\.5, so there is nothing to learn"):
         await manager.generate_batch()
 
 

@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 
 from rollouts.agent import run_agent
+from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
@@ -119,6 +120,20 @@ async def test_the_seconds_of_the_environment_are_those_of_its_calls(renderer: R
     assert [span.name for span in spans] == [f"CalculatorEnvironment.{name}" for name in ("start", "step", "step")]
     assert trajectory.metrics["environment_seconds"] == pytest.approx(sum(span.seconds for span in spans), abs=1e-3)
     assert trajectory.metrics["environment_seconds"] > 0
+
+
+async def test_a_wait_for_a_step_names_the_tools_that_run(renderer: Renderer, ids: Any) -> None:
+    """Each once; a step without calls, or without tools, has the name of the method."""
+    shown: list[str] = []
+
+    class Nosy(CalculatorEnvironment):
+        async def step(self, reply: Message) -> StepResult:
+            shown.extend(wait.shown for wait in waits())
+            return await super().step(reply)
+
+    both = "\n".join([call("add", a=1, b=2), call("multiply", a=1, b=2), call("add", a=3, b=4), call("fly")])
+    await play(renderer, [ids(both + "<|im_end|>"), ids("3<|im_end|>")], Nosy)
+    assert shown == ["tool add, multiply", "Nosy.step"]
 
 
 async def test_call_ids_are_unique_over_the_episode(renderer: Renderer, ids: Any) -> None:

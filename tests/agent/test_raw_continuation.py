@@ -389,6 +389,19 @@ async def test_an_interrupted_turn_goes_on(after: int) -> None:
     assert resumed.metrics["continuations"] == whole.metrics["continuations"] == 2
 
 
+async def test_a_logged_turn_has_the_number_of_replies() -> None:
+    """One for each assistant message, also for the one that the prompt began: later seeds depend on it."""
+    turns: list[Turn] = []
+
+    async def save(turn: Turn | None) -> None:
+        assert turn is not None
+        turns.append(turn)
+
+    prompt = Prompt([QUESTION, Message("assistant", "Well.")], index=0, turn_log=TurnLog(save))
+    await run_agent(prompt, Searching, script(" " + FIRST, SECOND, ANSWER), PLAIN, sampling=SAMPLING)
+    assert [turn.fields["replies"] for turn in turns] == [1, 1]
+
+
 def options_of(policy: ScriptedPolicy) -> dict[str, Any]:
     return {"endpoint": Endpoint(sampling=SAMPLING), "tokenizer": PLAIN, "policy": policy}
 

@@ -85,7 +85,7 @@ def test_a_mutant_has_the_lines_of_its_statement() -> None:
 
 
 def test_a_mutant_goes_to_the_tests_that_run_its_statement() -> None:
-    """The fastest first, of the given files; one that runs at import goes to each test of them."""
+    """The fastest first, of the given files; one that runs at import, or in none of them, goes to each test of them."""
     (default, second) = mutants_of("a.py", "def f(a=1):\n    x = a + 0\n    x = a\n")[:2]
     lines = {
         "t.py::slow": [2.0, [["a.py", 2]]],
@@ -93,7 +93,9 @@ def test_a_mutant_goes_to_the_tests_that_run_its_statement() -> None:
         "t.py::other_line": [0.5, [["a.py", 3]]],
         "t.py::other_module": [0.6, [["b.py", 2]]],
         "u.py::other_file": [0.1, [["a.py", 2]]],
+        "v.py::nothing": [0.3, []],
     }
+    assert list(covering(second, ["v.py"], lines).tests) == ["v.py::nothing"]
     assert list(covering(second, ["t.py"], lines).tests) == ["t.py::fast", "t.py::slow"]
     assert list(covering(default, ["t.py"], lines).tests) == [
         f"t.py::{n}" for n in ("other_line", "other_module", "fast", "slow")
