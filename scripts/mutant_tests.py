@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -28,9 +29,6 @@ from scripts.mutations import Mutant
 
 __all__ = ["Lines", "Trial", "lines_run_by", "play"]
 
-HANG_SECONDS = 600
-"""Deadline of one test; that of a mutant mostly comes first."""
-
 Key = tuple[str, int]
 """Qualified name and first line of a function."""
 
@@ -43,6 +41,8 @@ class Trial:
     tests: tuple[str, ...]
     seconds: float
     """Deadline of all of them."""
+    hang: float
+    """Deadline of each of them."""
 
 
 Found = Callable[[Trial, str], None]
@@ -96,7 +96,7 @@ def play(tree: Path, trials: Sequence[Trial], found: Found) -> None:
         if not trial.tests:
             found(trial, "")
         elif not is_code(trial.mutant):
-            run = functools.partial(_pytest, _files([trial]), _Chosen(tree, trial.tests))
+            run = functools.partial(_pytest, _files([trial]), _Chosen(tree, trial))
             _forked(tree, trial, found, run)
     rest = [trial for trial in trials if trial.tests and is_code(trial.mutant)]
     if rest:
@@ -106,13 +106,15 @@ def play(tree: Path, trials: Sequence[Trial], found: Found) -> None:
 class _Chosen:
     """A plugin of pytest: only these tests, in this order; the first that fails is the result of the process."""
 
-    def __init__(self, tree: Path, tests: Sequence[str]) -> None:
+    def __init__(self, tree: Path, trial: Trial) -> None:
         self._tree = tree
-        self.tests = tests
+        self._trial = trial
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        by_name = {item.nodeid: item for item in items}
-        items[:] = [by_name[name] for name in self.tests if name in by_name]  # not all, if a file cannot be imported
+        by_name = {item.nodeid: item for item in items}  # not all, if a file cannot be imported
+        items[:] = [by_name[name] for name in self._trial.tests if name in by_name]
+        for item in items:
+            item.add_marker(pytest.mark.timeout(self._trial.hang))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -128,15 +130,14 @@ class _Loop:
         self._found = found
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        by_name = {item.nodeid: item for item in session.items}
         functions = _functions_in(self._tree)
 
         def run(trial: Trial) -> int:
             _exchange(trial.mutant, self._tree, functions)
-            session.config.pluginmanager.register(_Chosen(self._tree, trial.tests))
-            items: list[pytest.Item | None] = [by_name[name] for name in trial.tests]
-            for item, following in zip(items, [*items[1:], None], strict=True):
-                assert item is not None
+            chosen, items = _Chosen(self._tree, trial), list(session.items)
+            session.config.pluginmanager.register(chosen)
+            chosen.pytest_collection_modifyitems(items)
+            for item, following in itertools.zip_longest(items, items[1:]):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             return 0
 
@@ -179,7 +180,7 @@ def _end(tree: Path, text: str) -> None:
 
 
 def _pytest(files: Iterable[str], plugin: object) -> int:
-    options = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", f"--timeout={HANG_SECONDS}"]
+    options = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
     return int(pytest.main([*options, *files], plugins=[plugin]))
 

@@ -80,7 +80,7 @@ PRELOADED = (
 """What most test files import, apart from the project's modules."""
 
 LEAST_SECONDS = 60
-"""Deadline of a mutant, which ends a wait that nothing wakes; ten times what its tests take without it is added."""
+"""Deadline of one test, and of all tests of a mutant; ten and five times what they take without it are added."""
 
 Table = Mapping[str, Sequence[str]]
 
@@ -131,7 +131,9 @@ def covering(mutant: Mutant, files: Sequence[str], lines: Mapping[str, Any]) -> 
     all_tests = sorted((lines[name][0], name) for name in lines if name.partition("::")[0] in files)
     ran = [(seconds, name) for seconds, name in all_tests if mutant.at_import or _runs(lines[name][1], mutant)]
     ran = ran or all_tests
-    return Trial(mutant, tuple(name for _, name in ran), LEAST_SECONDS + 10 * sum(seconds for seconds, _ in ran))
+    times = [seconds for seconds, _ in ran]
+    tests = tuple(name for _, name in ran)
+    return Trial(mutant, tests, LEAST_SECONDS + 5 * sum(times), LEAST_SECONDS + 10 * max(times, default=0))
 
 
 def _runs(executed: Iterable[tuple[str, int]], mutant: Mutant) -> bool:

@@ -210,7 +210,8 @@ from scripts.mutations import mutants_of
 with Crew(1, Path(sys.argv[1])) as crew:
     source = Path(sys.argv[1], "small.py").read_text()
     mutants = {mutant.replacement: mutant for mutant in mutants_of("small.py", source)}
-    trials = [Trial(mutants[text], ("test_small.py::test_three_rounds",), 3.0) for text in ("-", "<=")]
+    trials = [Trial(mutants[text], ("test_small.py::test_three_rounds",), *limits)
+        for text, limits in (("-", (3.0, 60.0)), ("-", (60.0, 3.0)), ("<=", (60.0, 60.0)))]
     def work(tree):
         found = []
         play(tree, trials, lambda trial, failed: found.append(failed))
@@ -221,14 +222,14 @@ with Crew(1, Path(sys.argv[1])) as crew:
 
 
 def test_a_mutant_that_hangs_is_noticed(tmp_path: Path) -> None:
-    """At its deadline; the next one is played."""
+    """At its deadline or at that of a test; the next one is played."""
     (tmp_path / "small.py").write_text("def rounds(a):\n    while a < 3:\n        a += 1\n    return a\n")
     test = "from small import rounds\ndef test_three_rounds():\n    assert rounds(0) == 3\n"
     (tmp_path / "test_small.py").write_text(test)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     line = [sys.executable, "-c", _HANG, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == '["over 3 s", "test_small.py::test_three_rounds"]\n'
+    assert done.stdout == '["over 3 s", "test_small.py::test_three_rounds", "test_small.py::test_three_rounds"]\n'
 
 
 _CREW = """
