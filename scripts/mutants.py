@@ -39,6 +39,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         "tests/agent/test_raw_continuation.py",
         "tests/agent/test_turn_log.py",
         "tests/agent/test_images.py",
+        "tests/training/test_continuation.py",
     ),
     "rollouts/renderer/bridge.py": ("tests/renderer/test_bridge_text.py", "tests/renderer/test_bridge.py"),
     "rollouts/runs/run_journal.py": (
@@ -50,6 +51,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         "tests/training/test_fail_fast.py",
         "tests/training/test_manager.py",
         "tests/training/test_staleness.py",
+        "tests/training/test_failures.py",
         "tests/test_manager_semantics.py",
     ),
     "rollouts/training/group_runner.py": (

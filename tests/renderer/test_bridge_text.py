@@ -10,7 +10,7 @@ import pytest
 
 from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import Kept, bridge_text, closes_turns, one_round, short, whole, with_kept
+from rollouts.renderer.bridge import STRATEGIES, Kept, bridge_text, closes_turns, one_round, short, whole, with_kept
 from rollouts.renderer.template import ChatTemplate
 
 SYSTEM, USER, REPLY = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
@@ -98,6 +98,11 @@ def test_a_strategy_gets_the_first_result_and_continues_the_kept_messages() -> N
     assert roles(messages) == "uCt"
     assert messages[0] == USER
     assert messages[1].tool_calls[0].id == messages[2].tool_call_id != ""
+
+
+def test_strategies_are_tried_in_this_order_and_named_so() -> None:
+    """A renderer takes one by its name."""
+    assert list(STRATEGIES.items()) == [("short", short), ("one_round", one_round)]
 
 
 def test_the_whole_history_has_no_system_message_and_no_last_turn() -> None:

@@ -63,6 +63,16 @@ def test_versions_that_are_observed_are_in_the_order_of_their_numbers() -> None:
     seen.observe(["b"])
     seen.observe(["a", "b"], earlier=True)
     assert seen.age_of(["b", "a"]) == 1
+    seen.observe(["c"])
+    assert [seen.age_of([version]) for version in ("a", "b", "c")] == [2, 1, 0]
+
+
+def test_the_trainer_has_no_batch_at_first() -> None:
+    """Then groups of one more batch may start than the bound says."""
+    staleness = Staleness(max_staleness=1, policy="pace")
+    assert staleness.room(pending=0, batch_size=4) == 8
+    staleness.training = True
+    assert staleness.room(pending=0, batch_size=4) == 4
 
 
 def test_a_name_is_announced_once() -> None:
