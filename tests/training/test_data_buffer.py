@@ -275,6 +275,25 @@ def test_held_out_prompts_are_never_handed_out() -> None:
         buffer.get_prompts(1)
 
 
+def test_duplicates_have_equal_labels_in_any_order_of_their_keys() -> None:
+    """A prompt with another label is another prompt."""
+    labels = [{"a": 1, "b": 2}, {"a": 2, "b": 2}, {"b": 2, "a": 1}]
+    buffer = DataBuffer([{"prompt": "x", "label": label} for label in labels])
+    assert [prompt.label for prompt in buffer.hold_out(1)] == [{"a": 2, "b": 2}]
+    assert [prompt.label for prompt in buffer.prompts] == [labels[0], labels[2]]
+
+
+def test_what_was_out_before_a_state_was_loaded_cannot_be_put_back() -> None:
+    """It comes out again, if the state says so."""
+    buffer = DataBuffer(texts(3))
+    state = buffer.save_state()
+    out = buffer.get_prompts(2)
+    buffer.load_state(state)
+    with pytest.raises(ConfigError, match="prompts that were taken from this buffer and are out"):
+        buffer.put_back(out)
+    assert taken(buffer, 3) == [(0, "p0"), (1, "p1"), (2, "p2")]
+
+
 def test_holding_out_leaves_something_and_comes_first() -> None:
     """All of the data is too much; and after the first prompt was taken it is too late."""
     buffer = DataBuffer(texts(3))

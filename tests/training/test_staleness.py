@@ -117,6 +117,13 @@ def test_pace_waits_for_a_group_that_would_come_too_late() -> None:
     assert staleness.choose([*ready, group(0, "a")], {}, 2) == [group(0, "a"), ready[0]]
 
 
+def test_pace_looks_ahead_over_the_announcements_of_the_bound() -> None:
+    """Two groups of this version do not fit in the one batch before they are too old: the first must be in this one."""
+    staleness = announced("a", max_staleness=1, policy="pace")
+    assert staleness.choose([group(0, "a")], {1: 1, 2: 1}, 1) is None
+    assert staleness.choose([group(0, "a")], {1: 1}, 1) == [group(0, "a")]
+
+
 def test_nothing_is_waited_for_that_is_not_in_flight() -> None:
     """Where more versions were announced than batches handed out, there is no way to keep the bound: the oldest go."""
     staleness = announced("a", "b", "c", max_staleness=0, policy="pace")
