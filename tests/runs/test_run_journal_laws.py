@@ -33,7 +33,7 @@ def prompt_of(group: int, index: int = 0) -> Prompt:
     return Prompt("What?", group_index=group, index=index)
 
 
-def played(index: int, turns: int = 2, group: int = 0) -> tuple[Sample, list[Turn]]:
+def played(index: int, turns: int = 2, group: int = 0, reply: str = "reply") -> tuple[Sample, list[Turn]]:
     """A sample of a few tokens, and the turns that its episode logged."""
     trajectory, logged, state = Trajectory(), [], (0, 0, 0, 0)
     for number in range(turns):
@@ -48,7 +48,7 @@ def played(index: int, turns: int = 2, group: int = 0) -> tuple[Sample, list[Tur
             prompt_digest=digest(trajectory.tokens),
             request_id=f"{index}/{number}",
         )
-        trajectory.add_reply(completion, Message("assistant", f"reply {number}"))
+        trajectory.add_reply(completion, Message("assistant", f"{reply} {number}"))
         logged.append(Turn.since(trajectory, *state))
         state = (len(trajectory), len(trajectory.completions), len(trajectory.messages), len(trajectory.times))
     trajectory.step_rewards.append(1.0)
@@ -132,6 +132,18 @@ async def test_a_rollout_that_is_stored_again_replaces_the_first(tmp_path: Path)
     history = RunHistory.read(tmp_path)
     assert history.samples(0) == last
     assert history.rollouts[0].finished
+
+
+async def test_a_sample_with_the_same_tokens_and_other_texts_is_another(tmp_path: Path) -> None:
+    """1.5.1 It is stored again, although its numbers are those of the one that was finished."""
+    (first, _), (other, _) = played(0), played(0, reply="other")
+    with Journal(tmp_path) as journal:
+        run_journal = RunJournal(journal)
+        await run_journal.finished([first])
+        await run_journal.settled(group_of(0, [other]))
+    assert len(sample_records(tmp_path)) == 2
+    (read,) = RunHistory.read(tmp_path).samples(0)
+    assert read.messages == other.messages != first.messages
 
 
 def test_a_lost_attempt_is_counted_until_its_rollout_is_finished(tmp_path: Path) -> None:
