@@ -130,6 +130,8 @@ LAW_BOOKS = {
     "tool_calls/test_outcomes.py",
     "planning/test_advice.py",
     "programs/test_launches.py",
+    "renderer/test_bridge_text.py",
+    "runs/test_run_journal_laws.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
