@@ -10,10 +10,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
 
+from rollouts.base.validators import integer, seconds
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import RolloutsError
 
-__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "Usage"]
+__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "SessionLimits", "Usage"]
 
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
@@ -102,6 +103,24 @@ class CallReply:
     """The stop string of the request that ended the reply."""
     created: int = 0
     """Unix time in seconds."""
+
+
+@attrs.frozen
+class SessionLimits:
+    """When a session ends, and how much it does at a time."""
+
+    max_calls: int | None = attrs.field(default=1000, validator=integer(1, optional=True))
+    """Calls that are sampled."""
+    max_roots: int | None = attrs.field(default=256, validator=integer(1, optional=True))
+    """Conversations that continue no earlier one. One more fails the session: the program starts agents without end, or
+    it rewrites its history at every turn."""
+    max_sampled_tokens: int | None = attrs.field(default=None, validator=integer(1, optional=True))
+    """Sampled tokens of all calls together."""
+    max_tokens_in_flight: int | None = attrs.field(default=None, validator=integer(1, optional=True))
+    """Tokens of the prompts and budgets that are at the policy at the same time; further calls wait. A single call that
+    has more is sent alone."""
+    max_seconds: float = attrs.field(default=3600.0, validator=seconds(above=0))
+    """Wall time of the session."""
 
 
 class Session(Protocol):
