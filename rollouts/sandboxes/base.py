@@ -26,13 +26,13 @@ __all__ = [
     "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
+    "Command",
     "Exit",
     "RunningSandbox",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
     "Tail",
-    "check_command",
     "check_size",
     "inner_path",
     "opened",
@@ -68,6 +68,41 @@ class SandboxLimits:
     """Size of the workspace, of the home and of ``/tmp``, each."""
     output_bytes: int = attrs.field(default=64 * 1024, validator=_COUNT)
     """What is kept of standard output and of standard error, each: the last bytes."""
+
+
+def _is_argument(value: Any) -> bool:
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@attrs.frozen
+class Command:
+    """One command: its arguments are what an operating system takes."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    seconds: float
+    cwd: str
+    """A folder inside."""
+    stdin: bytes = b""
+    stop: anyio.Event | None = None
+    """Kills the command when it is set."""
+
+    def __attrs_post_init__(self) -> None:
+        argv = self.argv
+        if isinstance(argv, str | bytes) or not argv or not all(map(_is_argument, argv)) or not argv[0]:
+            raise ConfigError.of("argv", argv, "a list of strings without null characters, the first not empty")
+        for name, value in self.env.items():
+            if not _is_argument(name) or not _is_argument(value) or not name or "=" in name:
+                raise ConfigError.of("env", {name: value}, "names and values that are strings, a name without '='")
+        seconds = self.seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ConfigError.of("seconds", seconds, "a number > 0")
 
 
 @attrs.frozen
@@ -214,27 +249,6 @@ class Tail:
     @property
     def text(self) -> str:
         return self._kept.decode(errors="replace")
-
-
-def check_command(argv: Sequence[str], env: Mapping[str, str] | None, seconds: float) -> None:
-    """Raise unless the arguments of a command are what an operating system takes."""
-    if isinstance(argv, str | bytes) or not argv or not all(_is_argument(part) for part in argv) or not argv[0]:
-        raise ConfigError.of("argv", argv, "a list of texts without null characters, the first not empty")
-    for name, value in (env or {}).items():
-        if not _is_argument(name) or not _is_argument(value) or not name or "=" in name:
-            raise ConfigError.of("env", {name: value}, "names and values that are texts, a name without '='")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise ConfigError.of("seconds", seconds, "a number > 0")
-
-
-def _is_argument(value: Any) -> bool:
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    try:
-        value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def inner_path(path: str, workspace: str, home: str) -> str:

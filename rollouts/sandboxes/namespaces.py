@@ -37,6 +37,7 @@ from rollouts.sandboxes import filesystem, holder, kernel
 from rollouts.sandboxes.base import (
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
+    Command,
     Exit,
     SandboxError,
     SandboxLimits,
@@ -257,18 +258,11 @@ class RunningNamespaces(Running):
         """The listener's address inside."""
         return f"http://127.0.0.1:{self._kind.port}"
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
+    async def _command(self, command: Command) -> Exit:
         own = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
-        request = {"op": "run", "argv": list(argv), "env": own | dict(env), "cwd": cwd, "seconds": seconds}
-        report, (out, errors) = await self.ask(request, stdin, seconds, stop)
+        request: dict[str, Any] = {"op": "run", "argv": list(command.argv), "env": own | dict(command.env)}
+        request |= {"cwd": command.cwd, "seconds": command.seconds}
+        report, (out, errors) = await self.ask(request, command.stdin, command.stop)
         return Exit(
             report["code"],
             out.decode(errors="replace"),
@@ -308,7 +302,6 @@ class RunningNamespaces(Running):
         self,
         request: Mapping[str, Any],
         data: bytes = b"",
-        seconds: float = 0.0,
         stop: anyio.Event | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send one request, if it is not empty, and receive one answer.

@@ -21,7 +21,7 @@ import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import anyio
@@ -31,7 +31,7 @@ import attrs
 from rollouts.base.extras import install_command
 from rollouts.base.validators import as_texts, check, number
 from rollouts.errors import ConfigError, shortened
-from rollouts.sandboxes.base import HOME_ENVIRONMENT, Exit, SandboxError, SandboxLimits, check_size, inner_path
+from rollouts.sandboxes.base import HOME_ENVIRONMENT, Command, Exit, SandboxError, SandboxLimits, check_size, inner_path
 from rollouts.sandboxes.containment import NAMES, Containment
 from rollouts.sandboxes.running import Running, stopped_by
 
@@ -265,27 +265,19 @@ class RunningRemote(Running):
         with _errors(f"{self._name}.close", _GRACE_SECONDS):
             await self._machine.delete()
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
+    async def _command(self, command: Command) -> Exit:
         token = secrets.token_hex(12)
-        own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(env)
-        program = _program(token, argv, own, cwd, bool(stdin), self._limits)
+        own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
+        program = _program(token, command, own, self._limits)
         async with self._turn:
             self._check_open()
             began = time.monotonic()
             end: _End | None = None
             try:
-                with anyio.move_on_after(seconds) as scope:
-                    async with stopped_by(stop):
-                        if stdin:
-                            await self._upload(f"{_staged(token)}.in", stdin)
+                with anyio.move_on_after(command.seconds) as scope:
+                    async with stopped_by(command.stop):
+                        if command.stdin:
+                            await self._upload(f"{_staged(token)}.in", command.stdin)
                         await self._upload(_staged(token), program)
                         end = await self._wait(token, _start(token) + _poll(token, _WAIT_SECONDS, self._limits))
             except BaseException:
@@ -398,16 +390,14 @@ def _set_up() -> str:
     )
 
 
-def _program(
-    token: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, has_input: bool, limits: SandboxLimits
-) -> bytes:
+def _program(token: str, command: Command, env: Mapping[str, str], limits: SandboxLimits) -> bytes:
     """The script of one command. It knows no program: what differs from command to command is quoted."""
-    if "=" in argv[0]:
-        raise ConfigError.of("argv[0]", argv[0], "a program without '=' in its name, as env starts it")
+    if "=" in command.argv[0]:
+        raise ConfigError.of("argv[0]", command.argv[0], "a program without '=' in its name, as env starts it")
     words = [_quoted("env", f"{name}={value}") for name, value in env.items()]
-    words += [_quoted("argv", word) for word in argv]
+    words += [_quoted("argv", word) for word in command.argv]
     staged, most = _staged(token), limits.output_bytes + 1
-    source = f"{staged}.in" if has_input else "/dev/null"
+    source = f"{staged}.in" if command.stdin else "/dev/null"
     return (
         f"d={staged}.d\n"
         f"exec 3< {source}\n"
@@ -418,7 +408,7 @@ def _program(
         "(\n"
         'exec <&3 3<&- > "$d/1" 2> "$d/2"\n'
         f"ulimit -c 0; ulimit -f {-(-limits.file_bytes // 512)}\n"
-        f"cd {_quoted('cwd', cwd)} || exit 127\n"
+        f"cd {_quoted('cwd', command.cwd)} || exit 127\n"
         f"exec env {_MARK}={token} {' '.join(words)}\n"
         ")\n"
         'echo $? > "$d/code"\n'

@@ -155,7 +155,7 @@ async def test_a_sandbox_is_closed_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"argv": []}, "argv: got \\[\\]; expected a list of texts without null characters"),
+        ({"argv": []}, "argv: got \\[\\]; expected a list of strings without null characters"),
         ({"argv": "ls"}, "argv: got 'ls'; expected a list"),
         ({"argv": ["a\0"]}, "argv: got"),
         ({"env": {"A=": "b"}}, "env: got {'A=': 'b'}; expected names and values"),

@@ -38,16 +38,16 @@ _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class Answers:
     """The replies to one session."""
 
     _policy: Policy
     _renderer: Renderer
     _tree: Tree
-    _contexts: Contexts
     _ids: CallIds
     _counts: Counter[str]
+    _contexts: Contexts
     sampling: SamplingParams
     name: str
     """The name of the rollout, for seeds."""
@@ -145,9 +145,9 @@ class Answers:
             raise self._overflow(wanted, wanted - 1) from error
         message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
         message, stop_text = _until_stop(message, request.sent.stop, completion)
-        self._count_ids(message.tool_calls)
+        written = message.tool_calls
         message, served = self._ids.give(message)
-        self._count_calls(served.tool_calls, request.tools)
+        self._count_calls(written, served.tool_calls, request.tools)
         reply = CallReply(
             id=f"r{number:08d}",
             message=served,
@@ -197,14 +197,12 @@ class Answers:
         least = min(sampling.min_new_tokens, budget)
         return attrs.evolve(sampling, max_new_tokens=budget, min_new_tokens=least, stop=stop, seed=seed)
 
-    def _count_ids(self, calls: Sequence[ToolCall]) -> None:
-        written = [call.id for call in calls if call.id]
-        if repeated := len(written) - len(set(written)):
+    def _count_calls(self, written: Sequence[ToolCall], served: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
+        ids = [call.id for call in written if call.id]
+        if repeated := len(ids) - len(set(ids)):
             self._counts["duplicate_call_ids"] += repeated
-
-    def _count_calls(self, calls: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
         known = {tool.name for tool in tools}
-        for call in calls:
+        for call in served:
             if call.error is not None:
                 self._counts["malformed_tool_calls"] += 1
                 self._counts[f"malformed_tool_calls/{call.fault or 'bad_form'}"] += 1
@@ -223,10 +221,8 @@ class Answers:
 
 def _until_stop(message: Message, stops: Sequence[str], completion: Completion) -> tuple[Message, str | None]:
     """The reply up to the stop string of the request that ended it. The kept ids contain the stop string."""
-    if completion.finish_reason != "stop":
-        return message, None
     found = [(place, stop) for stop in stops if (place := message.text.find(stop)) >= 0]
-    if not found:
+    if completion.finish_reason != "stop" or not found:
         return message, None
     place, stop = min(found)
     return attrs.evolve(message, content=message.text[:place]), stop

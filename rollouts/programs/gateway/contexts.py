@@ -58,7 +58,7 @@ class Context:
         return self.start + len(self.ids)
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False)
 class Contexts:
     """The contexts of one session."""
 
@@ -68,15 +68,12 @@ class Contexts:
     _tree: Tree
     _ids: CallIds
     _counts: Counter[str]
+    tools: ToolSets
     _max_roots: int | None
     history: OnRewrite
     rewrites: list[tuple[int, str]] = attrs.field(init=False, factory=list)
     """Of the first rewritten conversations: the number of the message that differs, and its text."""
-    _tools: ToolSets = attrs.field(init=False)
     _latest: Conversations | None = attrs.field(init=False, default=None)
-
-    def __attrs_post_init__(self) -> None:
-        self._tools = ToolSets(self._renderer)
 
     # -- read ---------------------------------------------------------------------------------------------------------
 
@@ -99,15 +96,8 @@ class Contexts:
         """
         conversation = self._conversations.of(self._whole(request), self._tree.ours)
         await self._check_images(conversation.new)
-        return conversation
-
-    def keep(self, conversation: Conversation) -> None:
-        """Keep a conversation, so that the next request costs what is new in it."""
         self._conversations.keep(conversation)
-
-    def tools_key(self, tools: tuple[Tool, ...]) -> bytes:
-        """The key of the tools of a request."""
-        return self._tools.key(tools)
+        return conversation
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
@@ -160,9 +150,9 @@ class Contexts:
             ConfigError: the chat template or the dialect serves no tools at all.
         """
         try:
-            request.tools = await self._tools.tested(request.tools_key, request.tools)
+            request.tools = await self.tools.tested(request.tools_key, request.tools)
         except ConfigError as error:
-            if not await self._tools.serves_any():
+            if not await self.tools.serves_any():
                 raise
             self._counts["refused/tools"] += 1
             raise ApiError("invalid_request", f"tools: {error}") from error

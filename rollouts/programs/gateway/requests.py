@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 import attrs
@@ -121,7 +121,7 @@ class OpenRequests:
             gone.attempt = request.attempt
         return gone
 
-    def start(self, request: OpenRequest, answer: Callable[[OpenRequest], Awaitable[None]]) -> None:
+    def start(self, request: OpenRequest, answer: Callable[[OpenRequest], Coroutine[Any, Any, None]]) -> None:
         """Start a task that answers a request; it ends with :meth:`finish`."""
         assert self._tasks is not None, "calls are made inside `async with session`"
         self._open.append(request)

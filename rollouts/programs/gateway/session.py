@@ -28,7 +28,8 @@ from rollouts.programs.gateway.answers import Answers
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.contexts import Contexts
 from rollouts.programs.gateway.requests import OpenRequest, OpenRequests
-from rollouts.programs.gateway.tree import Training, Tree
+from rollouts.programs.gateway.tool_sets import ToolSets
+from rollouts.programs.gateway.tree import Call, Training, Tree
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, SessionLimits
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
@@ -99,22 +100,9 @@ class ProgramSession:
         self._names_agents = False
         """Whether the first request had a lineage."""
         self._requests = OpenRequests(self.tree, retry_seconds)
-        shared: dict[str, Any] = {
-            "policy": policy,
-            "renderer": renderer,
-            "tree": self.tree,
-            "ids": CallIds(),
-            "counts": self.counts,
-        }
-        self._contexts = Contexts(max_roots=self._limits.max_roots, history=history, **shared)
-        self._answers = Answers(
-            contexts=self._contexts,
-            sampling=sampling,
-            name=name,
-            max_context=max_context,
-            limits=self._limits,
-            **shared,
-        )
+        common = policy, renderer, self.tree, CallIds(), self.counts
+        self._contexts = Contexts(*common, ToolSets(renderer), self._limits.max_roots, history)
+        self._answers = Answers(*common, self._contexts, sampling, name, max_context, self._limits)
 
     def __repr__(self) -> str:
         state = self.stop_reason or f"{len(self._requests)} requests under way"
@@ -181,17 +169,16 @@ class ProgramSession:
 
     def delivered(self, replies: Sequence[CallReply]) -> None:
         """Note that the program got these replies: the same request again is a request for other replies."""
-        for reply in replies:
-            call = self.tree.call_of(reply.id)
-            if call is not None:
-                self.tree.delivered(call)
+        for call in self._calls_of(replies):
+            self.tree.delivered(call)
 
     def undelivered(self, replies: Sequence[CallReply]) -> None:
         """Note that the client of these replies went away: the same request again is a retry, and gets them."""
-        for reply in replies:
-            call = self.tree.call_of(reply.id)
-            if call is not None:
-                self.tree.not_delivered(call)
+        for call in self._calls_of(replies):
+            self.tree.not_delivered(call)
+
+    def _calls_of(self, replies: Sequence[CallReply]) -> list[Call]:
+        return [call for reply in replies if (call := self.tree.call_of(reply.id)) is not None]
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
@@ -211,14 +198,13 @@ class ProgramSession:
         """
         conversation = await self._contexts.read(request)
         self._check_open()
-        self._contexts.keep(conversation)
         self._count_request(request)
         if not self._answers.numbered and not len(self._requests) and lineage:
             self._names_agents = True
         by_hand = self._names_agents and not lineage
         if by_hand:
             self.count("calls_by_hand")
-        tools_key = self._contexts.tools_key(request.tools)
+        tools_key = self._contexts.tools.key(request.tools)
         new = OpenRequest(request, conversation, request.tools, tools_key, dict(lineage), by_hand, attempt)
         if (earlier := self._requests.repeated(new)) is not None:
             self.count("retries_joined")
