@@ -1,6 +1,6 @@
 """The protocol of sandboxes: one opens for a rollout, runs its program, and is closed in any case.
 
-Invariant: what a program does is an :class:`Exit`, or a file that is missing; an exception of a sandbox is about the
+Invariant: the outcome of a program is an :class:`Exit`, or a missing file; an exception of a sandbox is about the
 sandbox or its arguments. One command runs at a time. When ``run`` or ``exec`` has returned or is cancelled, the
 processes of its group are gone; after ``close`` nothing is left of the sandbox.
 
@@ -40,9 +40,9 @@ __all__ = [
 
 _MIB = 1 << 20
 GATEWAY_PORT = 8080
-"""The port of the listener in a network of the sandbox's own."""
+"""The port of the listener in the sandbox's network."""
 HOME_ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "USER": "agent", "LOGNAME": "agent"}
-"""What every sandbox sets, in addition to ``PATH``, ``HOME`` and ``TMPDIR``."""
+"""Variables that every sandbox sets, in addition to ``PATH``, ``HOME`` and ``TMPDIR``."""
 FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 """Process 1 of a container: it reaps, and outlives ``kill -1``."""
 _CLOSE_SECONDS = 30.0
@@ -63,11 +63,11 @@ class SandboxLimits:
     processes: int = attrs.field(default=512, validator=_COUNT)
     """Concurrent processes and threads."""
     file_bytes: int = attrs.field(default=256 * _MIB, validator=_COUNT)
-    """Size of one file, also of one that is read or written from outside."""
+    """Size of one file, also where it is read or written from outside."""
     disk_bytes: int = attrs.field(default=1024 * _MIB, validator=_COUNT)
     """Size of the workspace, of the home and of ``/tmp``, each."""
     output_bytes: int = attrs.field(default=64 * 1024, validator=_COUNT)
-    """What is kept of standard output and of standard error, each: the last bytes."""
+    """The last bytes of standard output and of standard error, each, that are kept."""
 
 
 def _is_argument(value: Any) -> bool:
@@ -112,7 +112,7 @@ class Exit:
     code: int
     """Its exit code, the negated number of the signal that killed it, or 127 if it could not be started."""
     stdout: str
-    """The end of what it wrote, as UTF-8; invalid bytes are replaced."""
+    """The end of its output, as UTF-8; invalid bytes are replaced."""
     stderr: str
     seconds: float
     """Wall time."""
@@ -125,8 +125,7 @@ class Exit:
 class RunningSandbox(Protocol):
     """An open sandbox.
 
-    A path is relative to the workspace, absolute, or begins with ``~/`` for the home folder. An absolute path is one
-    inside.
+    A path is relative to the workspace, absolute inside the sandbox, or begins with ``~/`` for the home folder.
     """
 
     @property
@@ -141,7 +140,7 @@ class RunningSandbox(Protocol):
 
     @property
     def listener(self) -> socket.socket | None:
-        """A listening socket inside a network of the sandbox's own, for the server that the program may reach.
+        """A listening socket inside the sandbox's separate network, for the server that the program may reach.
 
         It is closed with the sandbox. ``None`` if the program is in a network that reaches our own ports.
         """
@@ -206,7 +205,7 @@ class Sandbox(Protocol):
         ...
 
     def containment(self) -> Containment:
-        """What this kind enforces on a program, and what it does not."""
+        """The limits that this kind enforces on a program, and the limits that it does not."""
         ...
 
     async def open(self) -> RunningSandbox:

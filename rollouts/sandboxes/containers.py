@@ -52,7 +52,7 @@ _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
+_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 @attrs.frozen
@@ -71,7 +71,7 @@ class ContainerSandbox:
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
     def containment(self) -> Containment:
-        """What the daemon is asked to enforce."""
+        """The limits that the daemon is asked to enforce."""
         enforced = {
             "seconds": "everything is killed at the deadline",
             "memory": "a control group",
@@ -83,7 +83,7 @@ class ContainerSandbox:
             "signals": "a process namespace",
             "survivors": "a process namespace",
             "environment": "not passed on",
-            "descriptors": "those of the daemon's streams",
+            "descriptors": "the daemon's streams",
         }
         reasons = {
             "cpu_seconds": "only wall time is limited",

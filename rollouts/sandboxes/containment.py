@@ -1,4 +1,4 @@
-"""What the sandbox enforces on this machine and what it does not, computed from the supervisor's report.
+"""The limits that the sandbox enforces on this machine or does not, computed from the supervisor's report.
 
 Invariant: every name of :data:`NAMES` is in exactly one of ``enforced`` and ``not_enforced``.
 """
@@ -40,7 +40,7 @@ REQUIRED = ("network", "writing", "reading", "signals", "survivors")
 
 @attrs.frozen(repr=False)
 class Containment:
-    """What is enforced and by which mechanism; what is not enforced and why."""
+    """The enforced limits with their mechanisms, and the other limits with the reasons."""
 
     enforced: Mapping[str, str]
     not_enforced: Mapping[str, str]
@@ -89,7 +89,7 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
     own = "namespaces" in mechanisms
     calls, files, user = ("seccomp" in mechanisms, "landlock" in mechanisms, "user" in mechanisms)
     boxed = "bubblewrap" in mechanisms
-    box = "a file system of its own, by bubblewrap"
+    box = "a separate file system, by bubblewrap"
     here = f"no namespaces here ({why_no_namespaces})"
     no_filter = f"{here} and no system call filter"
     how_by_name: dict[str, str | None] = {
@@ -105,14 +105,14 @@ def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: 
         else "seccomp: no sockets"
         if calls
         else None,
-        "writing": "a file system of its own"
+        "writing": "a separate file system"
         if own
         else box
         if boxed
         else "Landlock and seccomp"
         if files and calls
         else None,
-        "reading": "a file system of its own" if own else box if boxed else "Landlock" if files else None,
+        "reading": "a separate file system" if own else box if boxed else "Landlock" if files else None,
         "signals": "a process namespace" if own else "seccomp: only to itself" if calls else None,
         "survivors": "a process namespace" if own or boxed else "seccomp: no other process" if calls else None,
         "privileges": "no capability, not root" if user else None,

@@ -34,7 +34,7 @@ _START_SECONDS = 200
 _GRACE_SECONDS = 25.0
 """Deadline of deleting what did not start."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value), optional=True)
+_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value), optional=True)
 
 
 @attrs.frozen
@@ -44,9 +44,9 @@ class DaytonaSandbox(CloudSandbox):
     snapshot: str | None = attrs.field(default=None, validator=_TEXT)
     """Name of a snapshot; by default Daytona's own. It decides processors, memory and disk."""
     image: str | None = attrs.field(default=None, kw_only=True, validator=_TEXT)
-    """Name of a public image instead of a snapshot; memory and disk are those of ``limits``, in whole GiB."""
+    """Name of a public image instead of a snapshot; memory and disk are as in ``limits``, in whole GiB."""
     connection: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, repr=False)
-    """Options of ``daytona.DaytonaConfig``, e.g. ``api_url`` and ``api_key``; by default those of the environment."""
+    """Options of ``daytona.DaytonaConfig``, e.g. ``api_url`` and ``api_key``; by default as in the environment."""
 
     def __attrs_post_init__(self) -> None:
         if self.snapshot is not None and self.image is not None:

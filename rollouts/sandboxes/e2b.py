@@ -31,11 +31,11 @@ class E2BSandbox(CloudSandbox):
 
     template: str = attrs.field(
         default="base",
-        validator=check("a text that is not empty", lambda value: isinstance(value, str) and bool(value)),
+        validator=check("a non-empty string", lambda value: isinstance(value, str) and bool(value)),
     )
     """Name of a template; it has the programs, and decides processors and memory."""
     connection: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, repr=False)
-    """Options of ``e2b.ApiParams``, e.g. ``domain`` and ``api_key``; by default those of the environment."""
+    """Options of ``e2b.ApiParams``, e.g. ``domain`` and ``api_key``; by default as in the environment."""
 
     async def _create(self) -> Machine:
         e2b = await sdk("E2BSandbox", "e2b", "e2b", "AsyncSandbox")

@@ -45,7 +45,7 @@ _CHUNK = 1 << 16
 _STDIN, _STDOUT, _STATUS = 0, 1, 3
 """Channels of the protocol of commands."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
+_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 def _is_pod(value: Any) -> bool:
@@ -153,7 +153,7 @@ class KubernetesSandbox(RemoteSandbox):
 
 
 def _message(body: Any) -> str:
-    """What the API said: its answers are JSON with a message."""
+    """The message of the API: its answers are JSON."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

@@ -31,7 +31,7 @@ _FILE_SECONDS = 600
 _GRACE_SECONDS = 25.0
 """Deadline of deleting what did not start."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
+_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 @attrs.frozen
@@ -41,7 +41,7 @@ class ModalSandbox(CloudSandbox):
     image: str = attrs.field(default="python:3.12", validator=_TEXT)
     """Name of a public image that has Python, or the id (``im-…``) of an image that Modal has built."""
     app: str = attrs.field(default="rollouts", kw_only=True, validator=_TEXT)
-    """Name of the app to which the sandboxes belong; it is created if there is none."""
+    """Name of the app to which the sandboxes belong; it is created if it does not exist."""
 
     async def _create(self) -> Machine:
         modal = await sdk("ModalSandbox", "modal", "modal", "App", "Image", "Sandbox")

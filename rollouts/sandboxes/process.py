@@ -1,9 +1,9 @@
-"""The kind ``process``: a process group with a folder, a home and few environment variables of its own.
+"""The kind ``process``: a process group with a separate folder and home, and few environment variables.
 
 Invariant: the group is killed when its command ends, reaches its deadline or is cancelled. Nothing else is contained:
 the program has the rights of this process and reaches whatever this machine reaches. For programs that you trust.
 
-It needs nothing of the operating system. Paths differ between the sandboxes, each of which has its own folder.
+It needs nothing of the operating system. Each sandbox has a separate folder, so paths differ between them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ENFORCED = {
 
 @attrs.frozen
 class ProcessSandbox:
-    """Processes of this machine, in a folder of their own. Nothing is contained."""
+    """Processes of this machine, in a separate folder. Nothing is contained."""
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
@@ -90,7 +90,7 @@ class RunningProcess(Running):
     def url_inside(self, port: int | None = None) -> str:
         """Loopback of this machine."""
         if port is None:
-            raise ConfigError.of("port", port, "the server's port: this sandbox has no network of its own")
+            raise ConfigError.of("port", port, "the server's port: this sandbox has no separate network")
         return f"http://127.0.0.1:{port}"
 
     async def _command(self, command: Command) -> Exit:

@@ -1,4 +1,4 @@
-"""What the remote kinds share: the protocol of sandboxes, on a machine of a service that runs short shell scripts.
+"""The common part of the remote kinds: the protocol of sandboxes, on a machine that runs short shell scripts.
 
 Invariant: a machine that was created is deleted when its sandbox is closed, also if it could not be set up or its task
 was cancelled meanwhile. A command runs detached from the request that started it, which is repeated until the command
@@ -58,12 +58,12 @@ _SHARED = {
     "seconds": "the processes of the command are killed at the deadline",
     "file_size": "RLIMIT_FSIZE",
     "output": "the last bytes are kept",
-    "writing": "a machine of its own",
-    "reading": "a machine of its own",
-    "signals": "a machine of its own",
+    "writing": "a separate machine",
+    "reading": "a separate machine",
+    "signals": "a separate machine",
     "survivors": "the machine is deleted; until then a process that removes its variables outlives its command",
     "environment": "not passed on",
-    "descriptors": "those of the service",
+    "descriptors": "the service's streams",
 }
 
 
@@ -83,7 +83,7 @@ class Machine(Protocol):
         ...
 
     async def delete(self) -> None:
-        """Delete the machine; one that is gone is no error."""
+        """Delete the machine; a machine that is gone is not an error."""
         ...
 
 
@@ -100,7 +100,7 @@ class RemoteSandbox(ABC):
     """Seconds after which the service ends the machine by itself, e.g. after this process was killed."""
 
     def containment(self) -> Containment:
-        """What the service enforces; nothing of it can be checked from here."""
+        """The limits that the service enforces; none of them can be checked from here."""
         enforced = {**_SHARED, **self._enforced()}
         reasons = {"cpu_seconds": "only wall time is limited", **self._not_enforced()}
         return Containment(
@@ -112,7 +112,7 @@ class RemoteSandbox(ABC):
     async def open(self) -> RunningRemote:
         """Create a machine, with an empty workspace."""
         name = type(self).__name__
-        # Shielded: a machine whose creation is cut would go on without an owner.
+        # Shielded: a machine whose creation is cut would run without an owner.
         with anyio.CancelScope(shield=True), _errors(f"{name}.open", _CREATE_SECONDS):
             machine = await self._create()
         running = RunningRemote(self, machine)
@@ -129,15 +129,15 @@ class RemoteSandbox(ABC):
 
     @abstractmethod
     async def _create(self) -> Machine:
-        """Create a machine, and wait until it runs scripts. What was created is deleted if this fails."""
+        """Create a machine, and wait until it runs scripts; delete it if this fails."""
 
     @abstractmethod
     def _enforced(self) -> Mapping[str, str]:
-        """What the service enforces in addition to what all kinds do."""
+        """The limits that the service enforces in addition to the limits of all kinds."""
 
     @abstractmethod
     def _not_enforced(self) -> Mapping[str, str]:
-        """What the service does not enforce, and why."""
+        """The limits that the service does not enforce, and why."""
 
 
 def _are_hosts(value: Any) -> bool:
@@ -295,7 +295,7 @@ class RunningRemote(Running):
             return Exit(-9, end.out, end.errors, took, scope.cancelled_caught, end.truncated)
 
     async def _wait(self, token: str, script: str, times: int = 0) -> _End | None:
-        """Ask for the end of a command until it has ended, or so many times."""
+        """Ask for the end of a command until it has ended; at most ``times`` times if that is not 0."""
         asked = failures = 0
         while not times or asked < times:
             try:
@@ -312,7 +312,7 @@ class RunningRemote(Running):
         return None
 
     async def _ask(self, what: str, script: str) -> str:
-        """Run a script; return what it wrote after a mark, as a login shell may write before it."""
+        """Run a script; return its output behind a mark, as a login shell may write before it."""
         mark = secrets.token_hex(8)
         with _errors(f"{self._name}.{what}", _ASK_SECONDS):
             answer = await self._machine.execute(f"echo {mark}\n{script}")
@@ -374,7 +374,7 @@ def _quoted(field: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError.of(field, text, "a text that UTF-8 can encode, as this sandbox is remote") from None
+        raise ConfigError.of(field, text, "a string that UTF-8 can encode, as this sandbox is remote") from None
     return shlex.quote(text)
 
 
@@ -391,7 +391,7 @@ def _set_up() -> str:
 
 
 def _program(token: str, command: Command, env: Mapping[str, str], limits: SandboxLimits) -> bytes:
-    """The script of one command. It knows no program: what differs from command to command is quoted."""
+    """The script of one command. All parts that differ from command to command are quoted."""
     if "=" in command.argv[0]:
         raise ConfigError.of("argv[0]", command.argv[0], "a program without '=' in its name, as env starts it")
     words = [_quoted("env", f"{name}={value}") for name, value in env.items()]
@@ -421,7 +421,7 @@ def _program(token: str, command: Command, env: Mapping[str, str], limits: Sandb
 
 
 def _hunt(token: str) -> str:
-    """Kill the processes that have the token among their variables, and those that they start meanwhile."""
+    """Kill the processes that have the token among their variables, and the processes that they start meanwhile."""
     return (
         "n=0\n"
         f'while p=$(grep -ls {_MARK}={token} /proc/[0-9]*/environ | cut -d / -f 3); [ -n "$p" ] && [ $n -lt 100 ]; do\n'

@@ -1,6 +1,6 @@
-"""What the open sandboxes of all kinds share: the commands of the protocol, and the checks before them.
+"""The common part of the open sandboxes of all kinds: the commands of the protocol, and the checks before them.
 
-Invariant: no command starts with arguments that no operating system takes, or in a closed sandbox. This module knows
+Invariant: no command starts with arguments that an operating system refuses, or in a closed sandbox. This module knows
 no kind of sandbox.
 """
 

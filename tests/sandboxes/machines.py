@@ -1,4 +1,4 @@
-"""Machines that stand for those of a service: a folder of this machine, seen through bubblewrap.
+"""Machines in place of a service's: a folder of this machine, seen through bubblewrap.
 
 A command sees its own ``/``, with the programs of this machine, and this machine's processes.
 """
@@ -115,7 +115,7 @@ class FolderSandbox(RemoteSandbox):
     lost: list[str] = attrs.field(factory=list)
     """Reasons why the next answers are lost on their way, the last first."""
     scripts: list[str] = attrs.field(factory=list)
-    """What was executed."""
+    """The executed scripts."""
     folders: list[Folder] = attrs.field(factory=list)
     """The machines."""
 

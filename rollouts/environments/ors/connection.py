@@ -90,7 +90,7 @@ class Connection:
             done: a status that, on a retry, means that an earlier attempt succeeded.
 
         Raises:
-            ORSError: the server refused the request, or there is no response after all attempts.
+            ORSError: the server refused the request, or no attempt got a response.
         """
         retry = _Retry(self._starting_seconds)
         headers = self.headers(session_id, secret=path == "/create")
@@ -243,7 +243,7 @@ class _Retry:
         self.retry_after = float(after) if after.isdigit() else None
 
     async def pause(self) -> bool:
-        """Wait before the next attempt; return ``False`` if there are no attempts left."""
+        """Wait before the next attempt; return ``False`` if no attempt is left."""
         if self.starting:
             if time.monotonic() - self.began >= self.starting_seconds:
                 return False

@@ -1,7 +1,7 @@
 """The contexts of the calls of one session: which call a request continues, and the ids that it adds.
 
-Invariant: a request that continues a call is that call's kept ids and a bridge; any other request is an opening. Tools
-are tested before they are rendered. This module samples nothing.
+Invariant: the context of a request that continues a call is the kept ids of that call and a bridge; any other request
+is an opening. Tools are tested before they are rendered. This module samples nothing.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Contexts:
         return ""
 
     async def read(self, request: CallRequest) -> Conversation:
-        """All messages of a request, with those of the replies that it follows by reference.
+        """All messages of a request, and of the replies that it follows by reference.
 
         Raises:
             ApiError: the reply does not exist, or the model does not see the request's images.

@@ -1,7 +1,7 @@
 """The requests of one session that are under way, and the calls that wait for their replies.
 
 Invariant: a reply is given to one call, and to retries of that call. A request is a retry if an equal one has lost its
-client and no other retry has taken its reply, or if its header says so and there is only one that it can repeat. A
+client and no other retry has taken its reply, or if its header says so and it can repeat only one request. A
 generation whose clients have gone is aborted if no retry comes.
 
 This module knows no model and no limit of a session.
@@ -50,7 +50,7 @@ class OpenRequest:
     done: anyio.Event = attrs.field(factory=anyio.Event)
     calls: list[Call] = attrs.field(factory=list)
     changes: list[EchoChange] = attrs.field(factory=list)
-    """What the program changed in the reply that its request continues."""
+    """The changes of the program in the reply that its request continues."""
     error: Exception | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -112,7 +112,7 @@ class OpenRequests:
             one.scope.cancel()
 
     def repeated(self, request: OpenRequest) -> OpenRequest | None:
-        """The request under way that this one repeats: its client has gone, or it is the only one that it can be."""
+        """The request under way that this one repeats: its client has gone, or no other request can be meant."""
         equal = [one for one in self._open if one.retry_key == request.retry_key and not one.scope.cancel_called]
         gone = next((one for one in equal if not one.waiting), None)
         if gone is None and len(equal) == 1 and equal[0].attempt < request.attempt:

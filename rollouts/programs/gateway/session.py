@@ -1,6 +1,6 @@
 """One session: the calls of one program, answered with exact token ids.
 
-A session reads a request, finds out whether it is a retry, and has it answered. Its laws are those of
+A session reads a request, finds out whether it is a retry, and has it answered. It keeps the laws of
 :mod:`rollouts.programs.gateway.tree` and :mod:`rollouts.programs.gateway.requests`, and one more, Said: a field that is
 not honoured is a count in :attr:`ProgramSession.counts`.
 
@@ -41,7 +41,7 @@ _MAX_COUNTS = 256
 _MAX_BODY = 1 << 26
 _LEAST_BODY = 1 << 22
 _BYTES_OF_TOKEN = 256
-"""Of a request: a token of text is some 4 bytes, 6 times that where each is escaped, and white space is longer."""
+"""Of a request: a token of text is about 4 bytes, 6 times as many where each is escaped, and white space is longer."""
 _NO_EFFECT: Mapping[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
 """The values of the parameters that a run does not have."""
 
@@ -52,7 +52,7 @@ class ProgramSession:
     Args:
         policy: samples the replies.
         renderer: converts messages to tokens and back.
-        sampling: parameters of each request; those of a program are not used. ``max_new_tokens`` is the most that one
+        sampling: parameters of each request; the parameters of a program are not used. ``max_new_tokens`` is the most that one
             reply has. A ``seed`` is mixed with the name of the session and the number of the call.
         key: the secret of the session; random by default.
         name: of the rollout, for seeds.

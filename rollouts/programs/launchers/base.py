@@ -1,7 +1,7 @@
 """The protocol of programs: from a task and a model server to a command, its environment and its files.
 
 A program is a pure function; its options are set with ``functools.partial``. It starts nothing, and needs no program to
-be installed. The exit code of a program is no verdict on its work.
+be installed. The exit code of a program is not a verdict on its work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _check_url(instance: ModelServer, field: Any, value: Any) -> None:
         raise ConfigError.of("ModelServer.base_url", value, "an http address without a slash at its end")
 
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
+_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 @attrs.frozen
@@ -75,6 +75,6 @@ class Program(Protocol):
 def check_task(task: str) -> None:
     """Raise unless a task can be an argument of a command line."""
     if not isinstance(task, str) or not task.strip() or task.startswith("-") or "\0" in task:
-        raise ConfigError.of("task", task, "a text that is not empty and does not begin with '-'")
+        raise ConfigError.of("task", task, "a non-empty string that does not begin with '-'")
     if len(task.encode(errors="surrogateescape")) > _MOST_BYTES:
         raise ConfigError(f"task: got {len(task):,} characters; expected at most {_MOST_BYTES:,} bytes, one argument")

@@ -64,7 +64,7 @@ def show(*args, **options):
         pyplot.figure(number).savefig(os.path.join(_FOLDER, f"figure-{_shown:03}.png"))
         pyplot.close(number)
 """
-"""matplotlib's backend: ``show`` saves every open figure in the folder, since there is no screen."""
+"""matplotlib's backend: ``show`` saves every open figure in the folder instead of on a screen."""
 
 
 class UnreadableError(Exception):
@@ -305,7 +305,7 @@ def _report_images(status: int, most: int, most_bytes: int) -> None:
 
 
 def _plain_file(name: str, folder: int, most_bytes: int) -> tuple[int | None, bytes | None]:
-    """Size and content of a file; no content of a larger one, and no size of what is none or cannot be read."""
+    """Size and content of a file; no content of a larger file, and no size of a path that is not a readable file."""
     try:  # O_NONBLOCK: a pipe without a writer would be waited for
         number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
