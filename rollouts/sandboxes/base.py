@@ -26,6 +26,7 @@ __all__ = [
     "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
+    "NON_EMPTY",
     "Command",
     "Exit",
     "RunningSandbox",
@@ -48,6 +49,7 @@ FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 _CLOSE_SECONDS = 30.0
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))
+NON_EMPTY = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 class SandboxError(RuntimeError):
@@ -233,14 +235,14 @@ async def opened(sandbox: Sandbox) -> AsyncIterator[RunningSandbox]:
 class Tail:
     """The last bytes of an output."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._kept = bytearray()
         self.truncated = False
 
     def add(self, data: bytes) -> None:
         self._kept += data
-        over = len(self._kept) - self._most
+        over = len(self._kept) - self._max_bytes
         if over > 0:
             self.truncated = True
             del self._kept[:over]

@@ -32,6 +32,7 @@ from rollouts.sandboxes.base import (
     FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
+    NON_EMPTY,
     Command,
     Exit,
     SandboxError,
@@ -52,21 +53,19 @@ _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
 
-_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
-
 
 @attrs.frozen
 class ContainerSandbox:
     """Containers of Docker or Podman."""
 
-    image: str = attrs.field(validator=_TEXT)
+    image: str = attrs.field(validator=NON_EMPTY)
     """Name of an image that the daemon has."""
-    api: str = attrs.field(default=_DOCKER, validator=_TEXT)
+    api: str = attrs.field(default=_DOCKER, validator=NON_EMPTY)
     """The daemon's unix socket; Podman's is ``/run/podman/podman.sock``."""
     network: Literal["none", "bridge"] = attrs.field(
         default="none", validator=check('"none" or "bridge"', lambda value: value in ("none", "bridge"))
     )
-    user: str = attrs.field(default="1000:1000", validator=_TEXT)
+    user: str = attrs.field(default="1000:1000", validator=NON_EMPTY)
     """User and group of the program, as ``--user`` of ``docker run``."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
@@ -259,9 +258,11 @@ class RunningContainer(Running):
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         self._check_open()
         place = inner_path(path, _WORKSPACE, _HOME)
-        most = self._kind.limits.file_bytes
+        max_bytes = self._kind.limits.file_bytes
         try:
-            data = await self._api.send("GET", f"/containers/{self.id}/archive", {"path": place}, most=most + (1 << 20))
+            data = await self._api.send(
+                "GET", f"/containers/{self.id}/archive", {"path": place}, max_bytes=max_bytes + (1 << 20)
+            )
         except DockerError as error:
             if error.status in (400, 404):
                 return None

@@ -76,16 +76,16 @@ class DockerApi:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         kind: str = "application/x-tar",
-        most: int = _JSON_BYTES,
+        max_bytes: int = _JSON_BYTES,
     ) -> bytes:
-        """Send a request with a body of any kind; return the answer's body of at most ``most`` bytes."""
+        """Send a request with a body of any kind; return the answer's body of at most ``max_bytes`` bytes."""
         whole, seconds = bytearray(), self.seconds + len(body or b"") / (1 << 20)
         with anyio.move_on_after(seconds) as scope:
             async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
                 async for chunk in chunks:
                     whole += chunk
-                    if len(whole) > most:
-                        raise SandboxError(f"{method} {path} at {self.path}: got more than {most:,} bytes")
+                    if len(whole) > max_bytes:
+                        raise SandboxError(f"{method} {path} at {self.path}: got more than {max_bytes:,} bytes")
         if scope.cancelled_caught:
             raise SandboxError(f"{method} {path} at {self.path}: no answer within {seconds:g} s")
         return bytes(whole)

@@ -259,8 +259,8 @@ class RunningNamespaces(Running):
         return f"http://127.0.0.1:{self._kind.port}"
 
     async def _command(self, command: Command) -> Exit:
-        own = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
-        request: dict[str, Any] = {"op": "run", "argv": list(command.argv), "env": own | dict(command.env)}
+        env = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
+        request: dict[str, Any] = {"op": "run", "argv": list(command.argv), "env": env | dict(command.env)}
         request |= {"cwd": command.cwd, "seconds": command.seconds}
         report, (out, errors) = await self.ask(request, command.stdin, command.stop)
         return Exit(

@@ -96,18 +96,18 @@ class RunningProcess(Running):
     async def _command(self, command: Command) -> Exit:
         async with self._turn:
             self._check_open()
-            own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
-            own["TMPDIR"] = os.path.join(self._folder, "tmp")
+            variables = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
+            variables["TMPDIR"] = os.path.join(self._folder, "tmp")
             if sys.platform == "win32":
-                own |= {"TEMP": own["TMPDIR"], "TMP": own["TMPDIR"], "USERPROFILE": self.home}
-                own["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
+                variables |= {"TEMP": variables["TMPDIR"], "TMP": variables["TMPDIR"], "USERPROFILE": self.home}
+                variables["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
             began = time.monotonic()
             try:
                 process = await anyio.open_process(
                     list(command.argv),
                     stdin=subprocess.PIPE if command.stdin else subprocess.DEVNULL,
                     cwd=command.cwd,
-                    env=own | HOME_ENVIRONMENT | dict(command.env),
+                    env=variables | HOME_ENVIRONMENT | dict(command.env),
                     start_new_session=True,
                 )
             except OSError as error:

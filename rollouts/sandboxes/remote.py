@@ -21,7 +21,7 @@ import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import anyio
@@ -35,7 +35,7 @@ from rollouts.sandboxes.base import HOME_ENVIRONMENT, Command, Exit, SandboxErro
 from rollouts.sandboxes.containment import NAMES, Containment
 from rollouts.sandboxes.running import Running, stopped_by
 
-__all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "sdk"]
+__all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "received", "sdk"]
 
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _CREATE_SECONDS = 240.0
@@ -78,8 +78,8 @@ class Machine(Protocol):
         """Write a new file in an existing folder."""
         ...
 
-    async def download(self, path: str, most: int) -> bytes:
-        """Read a file; more than ``most`` bytes are an error."""
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        """Read a file; more than ``max_bytes`` bytes are an error."""
         ...
 
     async def delete(self) -> None:
@@ -92,11 +92,7 @@ class RemoteSandbox(ABC):
     """A machine of a service for each rollout."""
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits, kw_only=True)
-    lifetime: float = attrs.field(
-        default=7200.0,
-        kw_only=True,
-        validator=number(least=60),
-    )
+    lifetime: float = attrs.field(default=7200.0, kw_only=True, validator=number(least=60))
     """Seconds after which the service ends the machine by itself, e.g. after this process was killed."""
 
     def containment(self) -> Containment:
@@ -182,11 +178,9 @@ class CloudSandbox(RemoteSandbox):
 
     def _enforced(self) -> Mapping[str, str]:
         allowed = self._firewall()
-        return (
-            {}
-            if allowed is None
-            else {"network": f"the service's firewall; allowed: {', '.join(allowed) or 'nothing'}"}
-        )
+        if allowed is None:
+            return {}
+        return {"network": f"the service's firewall; allowed: {', '.join(allowed) or 'nothing'}"}
 
     def _not_enforced(self) -> Mapping[str, str]:
         return {
@@ -267,8 +261,8 @@ class RunningRemote(Running):
 
     async def _command(self, command: Command) -> Exit:
         token = secrets.token_hex(12)
-        own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
-        program = _program(token, command, own, self._limits)
+        env = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
+        program = _program(token, command, env, self._limits)
         async with self._turn:
             self._check_open()
             began = time.monotonic()
@@ -340,6 +334,16 @@ def _errors(what: str, seconds: float) -> Iterator[None]:
         raise SandboxError(f"{what}: {type(error).__name__}: {str(error)[:_SHOWN]!r}") from error
 
 
+async def received(chunks: AsyncIterable[bytes], path: str, max_bytes: int) -> bytes:
+    """The content of a file of at most ``max_bytes`` bytes, from its chunks."""
+    data = bytearray()
+    async for chunk in chunks:
+        data += chunk
+        if len(data) > max_bytes:
+            raise SandboxError(f"path {path!r}: got more than {max_bytes:,} bytes")
+    return bytes(data)
+
+
 async def sdk(kind: str, module: str, extra: str, *names: str) -> Any:
     """Import an SDK in a worker thread, as some take seconds; return the module, with these names of it loaded.
 
@@ -396,15 +400,15 @@ def _program(token: str, command: Command, env: Mapping[str, str], limits: Sandb
         raise ConfigError.of("argv[0]", command.argv[0], "a program without '=' in its name, as env starts it")
     words = [_quoted("env", f"{name}={value}") for name, value in env.items()]
     words += [_quoted("argv", word) for word in command.argv]
-    staged, most = _staged(token), limits.output_bytes + 1
+    staged, max_bytes = _staged(token), limits.output_bytes + 1
     source = f"{staged}.in" if command.stdin else "/dev/null"
     return (
         f"d={staged}.d\n"
         f"exec 3< {source}\n"
         f"rm -f {staged} {staged}.in\n"
         'mkfifo "$d/1" "$d/2"\n'
-        f'tail -c {most} < "$d/1" > "$d/out" 3<&- &\n'
-        f'tail -c {most} < "$d/2" > "$d/err" 3<&- &\n'
+        f'tail -c {max_bytes} < "$d/1" > "$d/out" 3<&- &\n'
+        f'tail -c {max_bytes} < "$d/2" > "$d/err" 3<&- &\n'
         "(\n"
         'exec <&3 3<&- > "$d/1" 2> "$d/2"\n'
         f"ulimit -c 0; ulimit -f {-(-limits.file_bytes // 512)}\n"
@@ -450,7 +454,7 @@ def _kill(token: str) -> str:
 
 def _poll(token: str, seconds: int, limits: SandboxLimits) -> str:
     """Wait for the end of the command: print ``running``, ``lost``, or its exit code and outputs."""
-    most = limits.output_bytes + 1
+    max_bytes = limits.output_bytes + 1
     return (
         f"d={_staged(token)}.d; n=0\n"
         f'alive() {{ grep -qs {token} "/proc/$(head -n 1 "$d/pid" 2> /dev/null)/cmdline"; }}\n'
@@ -458,7 +462,7 @@ def _poll(token: str, seconds: int, limits: SandboxLimits) -> str:
         'n=0; while [ -e "$d/status" ] && ! [ -e "$d/whole" ] && [ $n -lt 10 ]; do sleep 0.1; n=$((n+1)); done\n'
         'if [ -e "$d/status" ]; then\n'
         'w=0; [ -e "$d/whole" ] && w=1\n'
-        f'for o in out err; do head -c {most} "$d/$o" | base64; echo .; done\n'
+        f'for o in out err; do head -c {max_bytes} "$d/$o" | base64; echo .; done\n'
         'echo "$(head -c 9 "$d/status") $w"\n'
         "elif alive; then echo running; else echo lost; fi"
     )
@@ -472,7 +476,7 @@ class _End:
     truncated: bool
 
 
-def _read_end(answer: str, most: int, name: str) -> _End:
+def _read_end(answer: str, max_bytes: int, name: str) -> _End:
     if answer == "lost":  # it killed the shell that waited for it, and with it the ends of its outputs
         return _End(-9, "", "", True)
     try:
@@ -482,5 +486,5 @@ def _read_end(answer: str, most: int, name: str) -> _End:
     except (ValueError, binascii.Error):
         raise SandboxError(f"{name}.run: got {shortened(answer)}; expected the end of a command") from None
     code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals
-    out, errors = (data[-most:].decode(errors="replace") for data in outputs)
-    return _End(code, out, errors, not whole or any(len(data) > most for data in outputs))
+    out, errors = (data[-max_bytes:].decode(errors="replace") for data in outputs)
+    return _End(code, out, errors, not whole or any(len(data) > max_bytes for data in outputs))

@@ -101,7 +101,7 @@ class _FolderMachine:
     async def upload(self, path: str, data: bytes) -> None:
         self.folder.place(path).write_bytes(data)
 
-    async def download(self, path: str, most: int) -> bytes:
+    async def download(self, path: str, max_bytes: int) -> bytes:
         return self.folder.place(path).read_bytes()
 
     async def delete(self) -> None:

@@ -13,7 +13,7 @@ from rollouts.sandboxes import SandboxError
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
 
 
-async def _ask(answer: list[bytes], most: int = 1000) -> tuple[bytes, bytes]:
+async def _ask(answer: list[bytes], max_bytes: int = 1000) -> tuple[bytes, bytes]:
     """Send a request to a daemon that answers with these packets; return the request and the answer's body."""
     requests = []
     with tempfile.TemporaryDirectory(prefix="rd-") as folder:
@@ -28,7 +28,7 @@ async def _ask(answer: list[bytes], most: int = 1000) -> tuple[bytes, bytes]:
 
         async with listener, anyio.create_task_group() as group:
             group.start_soon(listener.serve, serve)
-            body = await DockerApi(path).send("GET", "/a", {"path": "/x y"}, most=most)
+            body = await DockerApi(path).send("GET", "/a", {"path": "/x y"}, max_bytes=max_bytes)
             group.cancel_scope.cancel()
     return requests[0], body
 

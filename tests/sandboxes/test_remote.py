@@ -143,7 +143,7 @@ class _SilentMachine:
     async def upload(self, path: str, data: bytes) -> None:
         raise PermissionError(path)
 
-    async def download(self, path: str, most: int) -> bytes:
+    async def download(self, path: str, max_bytes: int) -> bytes:
         return b""
 
     async def delete(self) -> None:

@@ -258,14 +258,9 @@ class Gateway:
         return opened
 
     def _models(self) -> dict[str, Any]:
-        first = self._described(self._model)
-        return {
-            "object": "list",
-            "data": [first],
-            "has_more": False,
-            "first_id": self._model,
-            "last_id": self._model,
-        }
+        name = self._model
+        data = [self._described(name)]
+        return {"object": "list", "data": data, "has_more": False, "first_id": name, "last_id": name}
 
     def _described(self, model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": self._created, "owned_by": "rollouts"}

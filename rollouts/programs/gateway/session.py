@@ -52,8 +52,8 @@ class ProgramSession:
     Args:
         policy: samples the replies.
         renderer: converts messages to tokens and back.
-        sampling: parameters of each request; the parameters of a program are not used. ``max_new_tokens`` is the most that one
-            reply has. A ``seed`` is mixed with the name of the session and the number of the call.
+        sampling: parameters of each request, in place of the program's. ``max_new_tokens`` is the most of one reply. A
+            ``seed`` is mixed with the name of the session and the number of the call.
         key: the secret of the session; random by default.
         name: of the rollout, for seeds.
         max_context: context length of the model in tokens, prompt and reply together; ``None``: unlimited.
@@ -185,12 +185,7 @@ class ProgramSession:
         return await self._contexts.count_tokens(request)
 
     async def call(self, request: CallRequest, *, lineage: Mapping[str, str], attempt: int = 0) -> list[CallReply]:
-        """Return ``request.n`` replies of the model.
-
-        Args:
-            request: the request of the program.
-            lineage: names of the agent or conversation; labels, and a part of what makes two requests the same.
-            attempt: how often the client has sent this request before, as its header says.
+        """See :class:`~rollouts.programs.gateway.types.Session`; requests with different ``lineage`` are different.
 
         Raises:
             ApiError: the request is refused or cannot be answered; ``conflict`` if the session has ended.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
@@ -44,32 +44,27 @@ _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
 
+def _either(default: str, other: str) -> Any:
+    expected = f'"{default}" or "{other}"'
+    return attrs.field(default=default, validator=check(expected, lambda value: value in (default, other)))
+
+
 @attrs.frozen
 class Training:
     """Which replies are trained where a session has more than one conversation."""
 
-    side_calls: Literal["drop", "train"] = attrs.field(
-        default="drop", validator=check('"drop" or "train"', lambda v: v in ("drop", "train"))
-    )
+    side_calls: Literal["drop", "train"] = _either("drop", "train")
     """A root without tools and without a child, while another root has tools or a child. A root with an
     assistant message is not a side call: it shows a conversation, as a request for a summary or a last answer does. Nor
     is a root whose reply a later root quotes: it is a summary, too."""
-    siblings: Literal["drop", "keep"] = attrs.field(
-        default="drop", validator=check('"drop" or "keep"', lambda v: v in ("drop", "keep"))
-    )
+    siblings: Literal["drop", "keep"] = _either("drop", "keep")
     """Several replies to the same request, of which the program continued some: the others."""
-    discarded: Literal["train", "drop"] = attrs.field(
-        default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
-    )
+    discarded: Literal["train", "drop"] = _either("train", "drop")
     """A reply that the program left out of its next request."""
-    compaction: Literal["train", "drop"] = attrs.field(
-        default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
-    )
+    compaction: Literal["train", "drop"] = _either("train", "drop")
     """A summary of the history, with which the program begins a new conversation: a reply without a child, quoted by a
     later root of the same agent that does not contain the request for it."""
-    by_hand: Literal["drop", "train"] = attrs.field(
-        default="drop", validator=check('"drop" or "train"', lambda v: v in ("drop", "train"))
-    )
+    by_hand: Literal["drop", "train"] = _either("drop", "train")
 
 
 @attrs.define(eq=False)

@@ -13,6 +13,7 @@ import attrs
 
 from rollouts.base.validators import check, is_int
 from rollouts.errors import ConfigError
+from rollouts.sandboxes.base import NON_EMPTY
 
 __all__ = ["Launch", "ModelServer", "Program", "check_task"]
 
@@ -25,17 +26,14 @@ def _check_url(instance: ModelServer, field: Any, value: Any) -> None:
         raise ConfigError.of("ModelServer.base_url", value, "an http address without a slash at its end")
 
 
-_TEXT = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
-
-
 @attrs.frozen
 class ModelServer:
     """Where a program's model answers, as seen inside the program's sandbox."""
 
     base_url: str = attrs.field(validator=_check_url)
     """Without ``/v1``."""
-    api_key: str = attrs.field(validator=_TEXT, repr=False)
-    model: str = attrs.field(validator=_TEXT)
+    api_key: str = attrs.field(validator=NON_EMPTY, repr=False)
+    model: str = attrs.field(validator=NON_EMPTY)
     """Any name: the server answers with its only model."""
     context_window: int = attrs.field(validator=check("an integer > 0", lambda value: is_int(value, 1)))
     """Tokens of the model's context, prompt and reply together."""

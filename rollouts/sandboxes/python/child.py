@@ -144,13 +144,7 @@ def _enter(
             with open(name, "w") as helper:
                 helper.write(text)
     if request["linux"] and not request["namespaces"] and kernel.landlock_abi():
-        rules = kernel.Landlock()
-        roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
-        rules.allow_names(roots)
-        shown = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
-        rules.allow(shown, write=False)
-        rules.allow([*DEVICES, folder], write=True)
-        rules.enforce()
+        _confine(request, folder)
         mechanisms.append("landlock")
     if request.get("bubblewrap"):
         mechanisms.append("bubblewrap")
@@ -162,6 +156,17 @@ def _enter(
     for number in streams:
         os.close(number)
     _wait_for(program, request, status)
+
+
+def _confine(request: dict[str, Any], folder: str) -> None:
+    """Allow only the readable paths, and writing only in the folder."""
+    rules = kernel.Landlock()
+    roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
+    rules.allow_names(roots)
+    visible = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
+    rules.allow(visible, write=False)
+    rules.allow([*DEVICES, folder], write=True)
+    rules.enforce()
 
 
 def _give_up_privileges(user: int, go: int) -> None:
