@@ -94,9 +94,8 @@ class Contexts:
         Raises:
             ApiError: the reply does not exist, or the model does not see the request's images.
         """
-        conversation = self._conversations.of(self._whole(request), self._tree.ours)
+        conversation = self.conversations.of(self._whole(request), self._tree.ours)
         await self._check_images(conversation.new)
-        self._conversations.keep(conversation)
         return conversation
 
     async def count_tokens(self, request: CallRequest) -> int:
@@ -133,7 +132,8 @@ class Contexts:
             raise ApiError("invalid_request", f"messages: {error}") from None
 
     @property
-    def _conversations(self) -> Conversations:
+    def conversations(self) -> Conversations:
+        """The latest conversations."""
         if self._latest is None:
             if self._renderer not in _RULES:
                 _RULES[self._renderer] = message_rules(self._renderer.render)
@@ -227,7 +227,7 @@ class Contexts:
         for change in request.changes:
             self._counts[f"echo/{change}"] += 1
         messages, _ = request.new_messages(of_root=parent is None)
-        if folded := self._conversations.rules.folded(messages, at_start=parent is None):
+        if folded := self.conversations.rules.folded(messages, at_start=parent is None):
             self._counts["folded_system_messages"] += folded
         if match.rewritten_at is not None:
             self._counts[f"rewritten_at/{match.rewritten_at}"] += 1

@@ -193,6 +193,7 @@ class ProgramSession:
         """
         conversation = await self._contexts.read(request)
         self._check_open()
+        self._contexts.conversations.keep(conversation)
         self._count_request(request)
         if not self._answers.numbered and not len(self._requests) and lineage:
             self._names_agents = True
