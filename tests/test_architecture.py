@@ -92,7 +92,7 @@ HOMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 CONTEXT_VARIABLES = {
     "rollouts.errors": "labels waits and failures",
     "rollouts.concurrency.deadlines": "nests as cancel scopes do, also through user code",
-    "rollouts.programs.gateway.session": "has none: runs a call in the context of its rollout, not of its connection",
+    "rollouts.programs.gateway.requests": "has none: runs a call in the context of its rollout, not of its connection",
 }
 """The modules that may use context variables, and what for. An argument is passed as an argument."""
 

@@ -1,6 +1,6 @@
 """The environment protocol, and a base class whose tools are methods.
 
-Invariant: an environment lives for one episode (start, steps, close; there is no reset). It sees messages only, never a
+Invariant: an environment lives for one episode (start, steps, close; never reset). It sees messages only, never a
 token, a policy or a sample. It raises plain exceptions; the caller runs it inside a boundary.
 """
 
@@ -56,8 +56,8 @@ class StepResult:
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     """Finite numbers that are summed over the episode, e.g. ``{"invalid_moves": 1}``."""
     continuation: str = ""
-    """Text that goes on in the assistant turn of the reply, e.g. search results between tags: it is encoded alone,
-    without chat markup, never trained, and the model goes on after it. Not with ``messages``, not with ``done``, and
+    """Text that continues the assistant turn of the reply, e.g. search results between tags: it is encoded alone,
+    without chat markup, never trained, and the model continues after it. Not with ``messages``, not with ``done``, and
     not after a reply with tool calls, whose results are messages."""
     times: Sequence[Span] = ()
     """When which tool ran, for the record; a :class:`ToolEnvironment` says so by itself."""
@@ -79,8 +79,8 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
             is counted in ``metrics["truncated_messages"]``.
 
     Raises:
-        EnvironmentFailure: it is not a :class:`StepResult`, a message is none, ``done`` is not a bool, a reward or
-            metric is not a finite number, or ``continuation`` is not a text or not alone.
+        EnvironmentFailure: it is not a :class:`StepResult`, a message is invalid, ``done`` is not a bool, a reward or
+            metric is not a finite number, or ``continuation`` is not a string or not alone.
     """
     if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
@@ -110,7 +110,7 @@ def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:
         what: the function that returned it, for messages, e.g. ``"CalculatorEnvironment.start"``.
 
     Raises:
-        EnvironmentFailure: it is not a sequence of one message or more; a text would take the place of the prompt.
+        EnvironmentFailure: it is not a sequence of one message or more; a string would take the place of the prompt.
     """
     try:
         messages = _messages_of("messages", opening)
@@ -119,7 +119,7 @@ def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:
     except Exception as error:  # iterating a user-defined sequence runs user code
         raise bad_step(what, f"reading its messages raised {shortened(error)}") from error
     if not messages:
-        raise bad_step(what, "got no messages; expected those that open the conversation, e.g. prompt.messages")
+        raise bad_step(what, "got no messages; expected the messages that open the conversation, e.g. prompt.messages")
     return messages
 
 
@@ -133,15 +133,15 @@ def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
 
 
 def _check_text(field: str, text: str) -> None:
-    """Refuse a text that no tokenizer can encode."""
+    """Refuse a string that no tokenizer can encode."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError:
-        raise ConfigError.of(field, text, "a text without lone surrogates") from None
+        raise ConfigError.of(field, text, "a string without lone surrogates") from None
 
 
 def _cut(message: Message, max_bytes: int) -> Message:
-    """The message with all of its texts together cut to ``max_bytes``; images are not counted."""
+    """The message with its whole text cut to ``max_bytes``; images are not counted."""
     if 4 * len(message.text) <= max_bytes:
         return message
     left = max_bytes
@@ -166,14 +166,14 @@ def _cut_text(text: str, max_bytes: int) -> str:
 def _continuation_of(step: StepResult, messages: Sequence[Message]) -> str:
     text: Any = step.continuation
     if not isinstance(text, str):
-        raise ConfigError.of("StepResult.continuation", text, 'a text, "" for none')
+        raise ConfigError.of("StepResult.continuation", text, 'a string, "" for none')
     if not text:
         return ""
     _check_text("StepResult.continuation", text)
     if messages:
         raise ConfigError.of("StepResult.continuation", text, "none with messages: a step answers in one way")
     if step.done:
-        raise ConfigError.of("StepResult.continuation", text, "none with done=True: the model does not go on")
+        raise ConfigError.of("StepResult.continuation", text, "none with done=True: the model does not continue")
     return text
 
 
@@ -264,10 +264,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @attrs.frozen
 class ToolResult:
-    """What a tool may return in place of its text: also a reward, the end of the episode, or metrics."""
+    """A return value of a tool with more than its text: a reward, the end of the episode, or metrics."""
 
     text: Any
-    """What the model reads: a text, an image (:class:`~rollouts.dtypes.Image` or PIL), or a list with images."""
+    """The content that the model reads: a string, an image (:class:`~rollouts.dtypes.Image` or PIL), or a list."""
     reward: float | None = None
     """Reward of this call: one of the rewards of the step."""
     done: bool = False
@@ -277,7 +277,7 @@ class ToolResult:
 
 
 def as_content(value: Any) -> Content:
-    """Convert what user code shows to the model: a text, an image (:class:`Image` or PIL), or a list of these.
+    """Convert a value that user code shows the model: a string, an image (:class:`Image` or PIL), or a list of these.
 
     Raises:
         ConfigError: it is nothing of these.
@@ -287,13 +287,13 @@ def as_content(value: Any) -> Content:
     parts = tuple(value) if isinstance(value, list | tuple) and value else (value,)
     images = [part for part in parts if _is_image(part)]
     if not images or len(images) + sum(isinstance(part, str) for part in parts) < len(parts):
-        expected = "a text, a number, an image, or a list of texts and images, which the model reads"
+        expected = "a string, a number, an image, or a list of strings and images, which the model reads"
         raise ConfigError.of("content", value, expected)
     return tuple(part if isinstance(part, str) else Image.of(part) for part in parts)
 
 
 def _is_image(value: Any) -> bool:
-    pillow = sys.modules.get("PIL.Image")  # there is no image of it before it was imported
+    pillow = sys.modules.get("PIL.Image")  # no image of Pillow exists before it is imported
     return isinstance(value, Image) or (pillow is not None and isinstance(value, pillow.Image))
 
 
@@ -301,9 +301,9 @@ def tool(method: Method) -> Method:
     """Mark a method of a :class:`ToolEnvironment` as a tool.
 
     The signature becomes the JSON schema, the docstring's first line the description. The method may be sync or async.
-    It returns what the model reads: a text, a number, an image (:class:`~rollouts.dtypes.Image` or PIL), or a list of
-    texts and images; or a :class:`ToolResult`. Any other value fails the rollout. The model also sees a ``ValueError``
-    or ``ArithmeticError`` that it raises.
+    It returns the content that the model reads: a string, a number, an image (:class:`~rollouts.dtypes.Image` or PIL),
+    or a list of strings and images; or a :class:`ToolResult`. Any other value fails the rollout. The model
+    also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
     """
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
@@ -379,7 +379,7 @@ class ToolEnvironment:
         return await self._tool_result(call.name, result), False
 
     async def _tool_result(self, name: str, result: Any) -> ToolResult:
-        """What a tool returned, with the content that the model reads.
+        """The value that a tool returned, with the content that the model reads.
 
         Raises:
             EnvironmentFailure: it is nothing that a model reads.

@@ -21,7 +21,7 @@ class CalculatorEnvironment(ToolEnvironment):
     system_prompt = "Use the tools. Finish with: The answer is N."
 
     async def snapshot(self) -> None:
-        """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""
+        """``None``: no state is kept between steps. A subclass with state overrides this and ``restore``."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None

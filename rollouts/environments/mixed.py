@@ -26,7 +26,7 @@ class MixedEnvironment:
     Args:
         environments: a factory for each name.
 
-    It is resumable if all of them are. Before ``start``, its tools are those of all of them.
+    It is resumable if all of them are. Before ``start``, it has the tools of all of them.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentFactory]) -> None:

@@ -200,10 +200,10 @@ async def run_connected(
     limits: PythonLimits | None = None,
     require: Collection[str] | Literal["all"] = REQUIRED,
 ) -> Execution:
-    """Run two programs that are connected by two pipes, each in a sandbox of its own; return the client's result.
+    """Run two programs that are connected by two pipes, each in a separate sandbox; return the client's result.
 
     ``sys.argv[1:]`` of each contains the descriptors that it reads and writes. The server ends with the client. Both
-    take one slot. Arguments and errors are those of :func:`run_python`.
+    take one slot. Arguments and errors are as for :func:`run_python`.
     """
     known = await anyio.to_thread.run_sync(containment)
     known.check(require)
@@ -288,7 +288,7 @@ async def _close_on_cancel(end: IO[bytes]) -> None:
 
 
 class PythonToolEnvironment(ToolEnvironment):
-    """An environment with one tool, ``python``. Each call is a program of its own; calls share no state.
+    """An environment with one tool, ``python``. Each call is a separate program; calls share no state.
 
     A subclass adds rewards, e.g. in ``answer``. An episode has no state to save: an interrupted one resumes from its
     last turn.
@@ -327,7 +327,7 @@ class PythonToolEnvironment(ToolEnvironment):
         _check_paths(self.paths, known.namespaces, known.bubblewrap)
 
     async def snapshot(self) -> None:
-        """``None``: there is no state between steps. A subclass with state overrides this and ``restore``."""
+        """``None``: no state is kept between steps. A subclass with state overrides this and ``restore``."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None
@@ -403,7 +403,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def notes(done: Execution, limits: PythonLimits) -> list[str]:
-    """What the model reads after the output: truncation, timeout or a nonzero exit code."""
+    """The note after the output: truncation, timeout or a nonzero exit code."""
     lines = [f"[output cut after {limits.output_bytes} bytes]"] if done.truncated else []
     if done.timed_out:
         lines.append(f"[stopped: it ran longer than {min(limits.seconds, limits.cpu_seconds):g} s]")

@@ -30,7 +30,7 @@ class SingleTurnEnvironment:
         return StepResult(done=True)
 
     async def snapshot(self) -> None:
-        """``None``: there is no state."""
+        """``None``: the environment has no state."""
 
     async def restore(self, prompt: Prompt, snapshot: None) -> None:
         return None

@@ -1,12 +1,12 @@
 """Generation of samples by a program, or by an async function of yours, that calls the model through the gateway.
 
-Invariant: one rollout for each prompt, in order: one sample for each of its branches, all with its ``rollout_id``. What
-the program does is data: its exit code, its output and its limits. A failure of its sandbox, an exception of a
+Invariant: one rollout for each prompt, in order: one sample for each of its branches, all with its ``rollout_id``. The
+exit code, the output and the limits of the program are data. A failure of its sandbox, an exception of a
 function, or an end without a reply costs that rollout, a sample with status FAILED, and no other.
 
 All rollouts of an event loop share one gateway on loopback, or at a public address for programs on other machines; a
-sandbox with a network of its own has its own listener.
-A session is as long as its program: at a limit of the session the program is killed, and what it did is kept.
+sandbox with a separate network has its own listener.
+A session is as long as its program: at a limit of the session the program is killed, and its calls so far are kept.
 
 This module does not know groups, reward functions or batches.
 """
@@ -64,7 +64,7 @@ AgentFunction: TypeAlias = Callable[[Any, Prompt], Awaitable[Any]]
 _OPEN_SECONDS = 300.0
 """Deadline of opening a sandbox: an image may be loaded."""
 _LONGEST_SECONDS = 1e6
-"""Deadline that the sandbox itself has for a program; that of the session is earlier."""
+"""Deadline of the sandbox for a program; the deadline of the session is earlier."""
 _TAIL = 4000
 """Characters of each output of a program that are kept."""
 _SHOWN = 400
@@ -102,19 +102,19 @@ async def program_rollout_to_samples(
         workspace: fills the workspace before the program starts, and takes metadata out of it afterwards.
         limits: limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run
             while deadlines are paused.
-        sampling: replaces ``endpoint.sampling``; what the program asks for is not used.
+        sampling: replaces ``endpoint.sampling``; the parameters of the program are not used.
         policy: replaces the client of ``endpoint``, which all rollouts of one event loop share.
         training: which replies are trained where the program has several conversations.
-        history: what to do where the program sends a reply back otherwise than it was given it; see
+        history: what to do where the program changes a reply that it sends back; see
             :class:`~rollouts.programs.gateway.session.ProgramSession`.
-        context_window: tokens of prompt and reply; by default those of the server.
+        context_window: tokens of prompt and reply; by default the context of the server.
         **options: options of the renderer, as for :func:`agent_rollout_to_samples`.
 
     Returns:
         The rollout's branches as samples. The last one has the rollout's counts in ``metrics``, what ``workspace`` took
         in ``metadata``, and the end of the program in ``metadata["program"]``: ``exit_code``, ``seconds``, ``stdout``,
-        ``stderr`` (their ends), ``truncated``. An exit code is no failure. The reward is ``None``. A failed rollout has
-        status FAILED and a ``failure``.
+        ``stderr`` (their ends), ``truncated``. An exit code is not a failure. The reward is ``None``. A failed rollout
+        has status FAILED and a ``failure``.
 
     Raises:
         ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, a remote
@@ -184,7 +184,7 @@ async def function_rollout_to_samples(
             it is an ``openai.AsyncOpenAI``; else a :class:`~rollouts.programs.ModelServer` with ``openai_url``,
             ``base_url`` (Anthropic), ``api_key`` and ``model``. It returns the reward, or a dict of metadata of which
             ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session.
-        limits: this and the other arguments are those of :func:`program_rollout_to_samples`.
+        limits: this and the other arguments are as for :func:`program_rollout_to_samples`.
 
     Returns:
         The rollout's branches as samples. An exception of the function is the ``failure`` of the rollout.
@@ -241,7 +241,7 @@ async def generate_function_batch(
 
 
 async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> None:
-    """Check what :func:`generate_program_batch` or :func:`generate_function_batch` is bound to, before a run.
+    """Check the options of :func:`generate_program_batch` or :func:`generate_function_batch` before a run.
 
     Raises:
         ConfigError: aiohttp is not installed, or the program or the function refuses its arguments or a prompt.
@@ -288,7 +288,7 @@ def _check_remote(sandbox: Sandbox, address: PublicAddress | None, limits: Sessi
 
 def _check_listener(place: RunningSandbox, address: PublicAddress | None) -> None:
     if address is not None and place.listener is not None:
-        raise ConfigError.of("gateway", address, "None: this sandbox reaches only a listener of its own")
+        raise ConfigError.of("gateway", address, "None: this sandbox reaches only its own listener")
 
 
 def _check_aiohttp() -> None:
@@ -306,7 +306,7 @@ def task_of(prompt: Prompt) -> str:
     """
     for number, message in enumerate(prompt.messages):
         if message.role not in ("system", "user"):
-            raise ConfigError.of(f"prompt[{number}].role", message.role, "system or user: a program is given one text")
+            raise ConfigError.of(f"prompt[{number}].role", message.role, "system or user: a program gets one string")
     return "\n\n".join(message.only_text("the task of a program") for message in prompt.messages)
 
 
@@ -411,7 +411,7 @@ async def _serve(session: ProgramSession, seconds: float, *, task_status: Any) -
 
 
 async def _note_start(prompt: Prompt, session: ProgramSession) -> None:
-    """Note in the rollout's log that it has begun; count a rollout that begins again in a resumed run."""
+    """Record in the rollout's log that it has begun; count a rollout that begins again in a resumed run."""
     log = None if prompt.turn_log is None else await prompt.turn_log.claim()
     if log is None:
         return
@@ -540,7 +540,7 @@ def _without_log(prompt: Prompt) -> Prompt:
 
 
 def _returned(value: Any, name: str) -> dict[str, Any]:
-    """What an agent function returned, as metadata with a ``reward``."""
+    """The value that an agent function returned, as metadata with a ``reward``."""
     given = dict(value) if isinstance(value, Mapping) else {} if value is None else {"reward": value}
     if given.get("reward") is not None:
         given["reward"] = finite(given["reward"])

@@ -41,7 +41,7 @@ def program_recipe(
         endpoint: the model's endpoint; its ``sampling`` as for :func:`~rollouts.recipe.agent_recipe`.
         program: from task and model server to a command, e.g. ``rollouts.programs.launchers.claude_code``.
         prompts: the data.
-        sandbox: this and the arguments down to ``context_window`` are those of
+        sandbox: this and the arguments down to ``context_window`` are as for
             :func:`~rollouts.training.program_rollout_to_samples`.
         **options: the other options of :func:`~rollouts.recipe.agent_recipe`; ``limits.max_calls`` replaces
             ``max_turns``.
@@ -75,7 +75,7 @@ def function_recipe(
         endpoint: the model's endpoint; its ``sampling`` as for :func:`~rollouts.recipe.agent_recipe`.
         function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
         prompts: the data.
-        limits: this and the arguments down to ``context_window`` are those of that function.
+        limits: this and the arguments down to ``context_window`` are as for that function.
         **options: the other options of :func:`~rollouts.recipe.agent_recipe`.
     """
     bound = named_options(limits=limits, training=training, context_window=context_window)

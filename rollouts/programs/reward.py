@@ -16,7 +16,7 @@ async def repository_reward(sample: Sample, *, tasks: Mapping[str, RepositoryTas
     """1 if every test of the task passes with the diff of the sample, else 0.
 
     ``metadata["verdict"]`` gets the outcome, the result of each test and the end of what the tests wrote. A sandbox
-    that fails raises, so that it is a failure of the reward and no 0.
+    that fails raises, so that it is a failure of the reward and not a 0.
 
     Args:
         sample: of a rollout with a :class:`~rollouts.programs.launchers.workspace.RepositoryWorkspace` of these tasks.

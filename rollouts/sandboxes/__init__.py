@@ -1,4 +1,4 @@
-"""Sandboxes: a place of its own for each rollout's program, and for untrusted Python."""
+"""Sandboxes: a separate place for each rollout's program, and for untrusted Python."""
 
 from rollouts.sandboxes.base import Exit, RunningSandbox, Sandbox, SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.containers import ContainerSandbox

@@ -1,6 +1,6 @@
 """The protocol of sandboxes: one opens for a rollout, runs its program, and is closed in any case.
 
-Invariant: what a program does is an :class:`Exit`, or a file that is missing; an exception of a sandbox is about the
+Invariant: the outcome of a program is an :class:`Exit`, or a missing file; an exception of a sandbox is about the
 sandbox or its arguments. One command runs at a time. When ``run`` or ``exec`` has returned or is cancelled, the
 processes of its group are gone; after ``close`` nothing is left of the sandbox.
 
@@ -26,13 +26,14 @@ __all__ = [
     "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
+    "NON_EMPTY",
+    "Command",
     "Exit",
     "RunningSandbox",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
     "Tail",
-    "check_command",
     "check_size",
     "inner_path",
     "opened",
@@ -40,14 +41,15 @@ __all__ = [
 
 _MIB = 1 << 20
 GATEWAY_PORT = 8080
-"""The port of the listener in a network of the sandbox's own."""
+"""The port of the listener in the sandbox's network."""
 HOME_ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "USER": "agent", "LOGNAME": "agent"}
-"""What every sandbox sets, in addition to ``PATH``, ``HOME`` and ``TMPDIR``."""
+"""Variables that every sandbox sets, in addition to ``PATH``, ``HOME`` and ``TMPDIR``."""
 FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 """Process 1 of a container: it reaps, and outlives ``kill -1``."""
 _CLOSE_SECONDS = 30.0
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))
+NON_EMPTY = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
 class SandboxError(RuntimeError):
@@ -63,11 +65,46 @@ class SandboxLimits:
     processes: int = attrs.field(default=512, validator=_COUNT)
     """Concurrent processes and threads."""
     file_bytes: int = attrs.field(default=256 * _MIB, validator=_COUNT)
-    """Size of one file, also of one that is read or written from outside."""
+    """Size of one file, also where it is read or written from outside."""
     disk_bytes: int = attrs.field(default=1024 * _MIB, validator=_COUNT)
     """Size of the workspace, of the home and of ``/tmp``, each."""
     output_bytes: int = attrs.field(default=64 * 1024, validator=_COUNT)
-    """What is kept of standard output and of standard error, each: the last bytes."""
+    """The last bytes of standard output and of standard error, each, that are kept."""
+
+
+def _is_argument(value: Any) -> bool:
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+@attrs.frozen
+class Command:
+    """One command: its arguments are what an operating system takes."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    seconds: float
+    cwd: str
+    """A folder inside."""
+    stdin: bytes = b""
+    stop: anyio.Event | None = None
+    """Kills the command when it is set."""
+
+    def __attrs_post_init__(self) -> None:
+        argv = self.argv
+        if isinstance(argv, str | bytes) or not argv or not all(map(_is_argument, argv)) or not argv[0]:
+            raise ConfigError.of("argv", argv, "a list of strings without null characters, the first not empty")
+        for name, value in self.env.items():
+            if not _is_argument(name) or not _is_argument(value) or not name or "=" in name:
+                raise ConfigError.of("env", {name: value}, "names and values that are strings, a name without '='")
+        seconds = self.seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ConfigError.of("seconds", seconds, "a number > 0")
 
 
 @attrs.frozen
@@ -77,7 +114,7 @@ class Exit:
     code: int
     """Its exit code, the negated number of the signal that killed it, or 127 if it could not be started."""
     stdout: str
-    """The end of what it wrote, as UTF-8; invalid bytes are replaced."""
+    """The end of its output, as UTF-8; invalid bytes are replaced."""
     stderr: str
     seconds: float
     """Wall time."""
@@ -90,8 +127,7 @@ class Exit:
 class RunningSandbox(Protocol):
     """An open sandbox.
 
-    A path is relative to the workspace, absolute, or begins with ``~/`` for the home folder. An absolute path is one
-    inside.
+    A path is relative to the workspace, absolute inside the sandbox, or begins with ``~/`` for the home folder.
     """
 
     @property
@@ -106,7 +142,7 @@ class RunningSandbox(Protocol):
 
     @property
     def listener(self) -> socket.socket | None:
-        """A listening socket inside a network of the sandbox's own, for the server that the program may reach.
+        """A listening socket inside the sandbox's separate network, for the server that the program may reach.
 
         It is closed with the sandbox. ``None`` if the program is in a network that reaches our own ports.
         """
@@ -171,7 +207,7 @@ class Sandbox(Protocol):
         ...
 
     def containment(self) -> Containment:
-        """What this kind enforces on a program, and what it does not."""
+        """The limits that this kind enforces on a program, and the limits that it does not."""
         ...
 
     async def open(self) -> RunningSandbox:
@@ -199,14 +235,14 @@ async def opened(sandbox: Sandbox) -> AsyncIterator[RunningSandbox]:
 class Tail:
     """The last bytes of an output."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._kept = bytearray()
         self.truncated = False
 
     def add(self, data: bytes) -> None:
         self._kept += data
-        over = len(self._kept) - self._most
+        over = len(self._kept) - self._max_bytes
         if over > 0:
             self.truncated = True
             del self._kept[:over]
@@ -214,27 +250,6 @@ class Tail:
     @property
     def text(self) -> str:
         return self._kept.decode(errors="replace")
-
-
-def check_command(argv: Sequence[str], env: Mapping[str, str] | None, seconds: float) -> None:
-    """Raise unless the arguments of a command are what an operating system takes."""
-    if isinstance(argv, str | bytes) or not argv or not all(_is_argument(part) for part in argv) or not argv[0]:
-        raise ConfigError.of("argv", argv, "a list of texts without null characters, the first not empty")
-    for name, value in (env or {}).items():
-        if not _is_argument(name) or not _is_argument(value) or not name or "=" in name:
-            raise ConfigError.of("env", {name: value}, "names and values that are texts, a name without '='")
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
-        raise ConfigError.of("seconds", seconds, "a number > 0")
-
-
-def _is_argument(value: Any) -> bool:
-    if not isinstance(value, str) or "\0" in value:
-        return False
-    try:
-        value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def inner_path(path: str, workspace: str, home: str) -> str:

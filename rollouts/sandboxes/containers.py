@@ -20,7 +20,6 @@ import socket
 import tarfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -33,6 +32,8 @@ from rollouts.sandboxes.base import (
     FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
+    NON_EMPTY,
+    Command,
     Exit,
     SandboxError,
     SandboxLimits,
@@ -52,26 +53,24 @@ _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
-
 
 @attrs.frozen
 class ContainerSandbox:
     """Containers of Docker or Podman."""
 
-    image: str = attrs.field(validator=_TEXT)
+    image: str = attrs.field(validator=NON_EMPTY)
     """Name of an image that the daemon has."""
-    api: str = attrs.field(default=_DOCKER, validator=_TEXT)
+    api: str = attrs.field(default=_DOCKER, validator=NON_EMPTY)
     """The daemon's unix socket; Podman's is ``/run/podman/podman.sock``."""
     network: Literal["none", "bridge"] = attrs.field(
         default="none", validator=check('"none" or "bridge"', lambda value: value in ("none", "bridge"))
     )
-    user: str = attrs.field(default="1000:1000", validator=_TEXT)
+    user: str = attrs.field(default="1000:1000", validator=NON_EMPTY)
     """User and group of the program, as ``--user`` of ``docker run``."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
     def containment(self) -> Containment:
-        """What the daemon is asked to enforce."""
+        """The limits that the daemon is asked to enforce."""
         enforced = {
             "seconds": "everything is killed at the deadline",
             "memory": "a control group",
@@ -83,7 +82,7 @@ class ContainerSandbox:
             "signals": "a process namespace",
             "survivors": "a process namespace",
             "environment": "not passed on",
-            "descriptors": "those of the daemon's streams",
+            "descriptors": "the daemon's streams",
         }
         reasons = {
             "cpu_seconds": "only wall time is limited",
@@ -178,6 +177,10 @@ def _listen_in_network_of(process: int) -> socket.socket:
     return result[0]
 
 
+def _shell(script: str, seconds: float) -> Command:
+    return Command(["sh", "-c", script], {}, seconds, "/")
+
+
 class RunningContainer(Running):
     """An open sandbox of the kind ``container``."""
 
@@ -191,17 +194,8 @@ class RunningContainer(Running):
     async def make_folders(self) -> None:
         """Make the workspace and the home, which belong to the program's user."""
         folders, user = f"{_WORKSPACE} {_HOME}", shlex.quote(self._kind.user)
-        end = await self._exec(
-            [
-                "sh",
-                "-c",
-                f"mkdir -p {folders} && chown {user} {folders} && chmod 755 {folders}",
-            ],
-            {},
-            _SETUP_SECONDS,
-            "/",
-            "0:0",
-        )
+        script = f"mkdir -p {folders} && chown {user} {folders} && chmod 755 {folders}"
+        end = await self._exec(_shell(script, _SETUP_SECONDS), "0:0")
         if end.code != 0:
             raise SandboxError(f"image {self._kind.image!r}: the workspace cannot be made: {end.stderr.strip()}")
 
@@ -213,54 +207,39 @@ class RunningContainer(Running):
             raise ConfigError.of("port", port, "the server's port: network='bridge' has no listener")
         return f"http://{_HOST}:{port}"
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
-        if stdin:
-            await self.write("/tmp/.stdin", stdin)
+    async def _command(self, command: Command) -> Exit:
+        argv = command.argv
+        if command.stdin:
+            await self.write("/tmp/.stdin", command.stdin)
             argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
-        own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
+        env = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
         async with self._turn:
             self._check_open()
             try:
-                return await self._exec(list(argv), own | dict(env), seconds, cwd, self._kind.user, stop)
+                return await self._exec(attrs.evolve(command, argv=argv, env=env), self._kind.user)
             finally:
                 if not self._closed:
                     with anyio.move_on_after(_GRACE_SECONDS, shield=True):
-                        await self._exec(["sh", "-c", "kill -9 -1"], {}, _GRACE_SECONDS, "/", self._kind.user)
+                        await self._exec(_shell("kill -9 -1", _GRACE_SECONDS), self._kind.user)
 
-    async def _exec(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        cwd: str,
-        user: str,
-        stop: anyio.Event | None = None,
-    ) -> Exit:
+    async def _exec(self, command: Command, user: str) -> Exit:
         body = {
             "AttachStdin": False,
             "AttachStdout": True,
             "AttachStderr": True,
             "Tty": False,
-            "Cmd": list(argv),
-            "Env": [f"{name}={value}" for name, value in env.items()],
-            "WorkingDir": cwd,
+            "Cmd": list(command.argv),
+            "Env": [f"{name}={value}" for name, value in command.env.items()],
+            "WorkingDir": command.cwd,
             "User": user,
         }
         tails = Tail(self._kind.limits.output_bytes), Tail(self._kind.limits.output_bytes)
         created = await self._api.json("POST", f"/containers/{self.id}/exec", None, body)
         began = time.monotonic()
-        with anyio.move_on_after(seconds) as scope:
+        with anyio.move_on_after(command.seconds) as scope:
             try:
                 start = {"Detach": False, "Tty": False}
-                async with stopped_by(stop):
+                async with stopped_by(command.stop):
                     async for which, data in self._api.frames(f"/exec/{created['Id']}/start", start):
                         tails[which - 1].add(data)
             except DockerError as error:
@@ -269,7 +248,7 @@ class RunningContainer(Running):
                 return Exit(127, "", str(error), time.monotonic() - began)
         took = time.monotonic() - began
         truncated = tails[0].truncated or tails[1].truncated
-        if scope.cancelled_caught or (stop is not None and stop.is_set()):
+        if scope.cancelled_caught or (command.stop is not None and command.stop.is_set()):
             return Exit(-9, tails[0].text, tails[1].text, took, scope.cancelled_caught, truncated)
         code = (await self._api.json("GET", f"/exec/{created['Id']}/json"))["ExitCode"]
         code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals
@@ -279,9 +258,11 @@ class RunningContainer(Running):
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         self._check_open()
         place = inner_path(path, _WORKSPACE, _HOME)
-        most = self._kind.limits.file_bytes
+        max_bytes = self._kind.limits.file_bytes
         try:
-            data = await self._api.send("GET", f"/containers/{self.id}/archive", {"path": place}, most=most + (1 << 20))
+            data = await self._api.send(
+                "GET", f"/containers/{self.id}/archive", {"path": place}, max_bytes=max_bytes + (1 << 20)
+            )
         except DockerError as error:
             if error.status in (400, 404):
                 return None
@@ -302,7 +283,7 @@ class RunningContainer(Running):
         folder, name = posixpath.split(place)
         owner, _, group = self._kind.user.partition(":")
         script = f"mkdir -p {shlex.quote(folder)} && rm -f {shlex.quote(place)}"
-        made = await self._exec(["sh", "-c", script], {}, _GRACE_SECONDS, "/", self._kind.user)
+        made = await self._exec(_shell(script, _GRACE_SECONDS), self._kind.user)
         if made.code != 0:
             raise SandboxError(f"path: got {path!r}, which cannot be written: {made.stderr.strip()}")
         buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What the sandbox enforces on this machine and what it does not, computed from the supervisor's report.
+"""The limits that the sandbox enforces on this machine or does not, computed from the supervisor's report.
 
 Invariant: every name of :data:`NAMES` is in exactly one of ``enforced`` and ``not_enforced``.
 """
@@ -40,7 +40,7 @@ REQUIRED = ("network", "writing", "reading", "signals", "survivors")
 
 @attrs.frozen(repr=False)
 class Containment:
-    """What is enforced and by which mechanism; what is not enforced and why."""
+    """The enforced limits with their mechanisms, and the other limits with the reasons."""
 
     enforced: Mapping[str, str]
     not_enforced: Mapping[str, str]
@@ -84,37 +84,31 @@ class Containment:
         return "\n".join(["Containment:", *lines])
 
 
+_NO_NETWORK = "a network namespace without a network"
+
+
 def containment_of(mechanisms: Sequence[str], why_no_namespaces: str, platform: str = sys.platform) -> Containment:
     """Derive the containment from the mechanisms that a first run reported."""
-    own = "namespaces" in mechanisms
+    namespaces = "namespaces" in mechanisms
     calls, files, user = ("seccomp" in mechanisms, "landlock" in mechanisms, "user" in mechanisms)
     boxed = "bubblewrap" in mechanisms
-    box = "a file system of its own, by bubblewrap"
+    inside = namespaces or boxed
+    file_system = "a separate file system" + ("" if namespaces else ", by bubblewrap") if inside else None
     here = f"no namespaces here ({why_no_namespaces})"
     no_filter = f"{here} and no system call filter"
     how_by_name: dict[str, str | None] = {
         "seconds": "everything is killed at the deadline",
         "cpu_seconds": "RLIMIT_CPU, of each process",
         "memory": "RLIMIT_AS, of each process" if platform == "linux" else None,
-        "processes": "RLIMIT_NPROC in a user namespace" if own else "seccomp: only the first" if calls else None,
+        "processes": "RLIMIT_NPROC in a user namespace" if namespaces else "seccomp: only the first" if calls else None,
         "file_size": "RLIMIT_FSIZE",
-        "disk": "a file system in memory, of that size" if own or boxed else None,
+        "disk": "a file system in memory, of that size" if inside else None,
         "output": "the supervisor discards the rest",
-        "network": "a network namespace without a network"
-        if own or boxed
-        else "seccomp: no sockets"
-        if calls
-        else None,
-        "writing": "a file system of its own"
-        if own
-        else box
-        if boxed
-        else "Landlock and seccomp"
-        if files and calls
-        else None,
-        "reading": "a file system of its own" if own else box if boxed else "Landlock" if files else None,
-        "signals": "a process namespace" if own else "seccomp: only to itself" if calls else None,
-        "survivors": "a process namespace" if own or boxed else "seccomp: no other process" if calls else None,
+        "network": _NO_NETWORK if inside else "seccomp: no sockets" if calls else None,
+        "writing": file_system or ("Landlock and seccomp" if files and calls else None),
+        "reading": file_system or ("Landlock" if files else None),
+        "signals": "a process namespace" if namespaces else "seccomp: only to itself" if calls else None,
+        "survivors": "a process namespace" if inside else "seccomp: no other process" if calls else None,
         "privileges": "no capability, not root" if user else None,
         "environment": "not passed on",
         "descriptors": "closed except the three streams",

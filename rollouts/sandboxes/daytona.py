@@ -18,10 +18,9 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.base.validators import check
 from rollouts.errors import ConfigError
-from rollouts.sandboxes.base import SandboxError
-from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
+from rollouts.sandboxes.base import NON_EMPTY
+from rollouts.sandboxes.remote import CloudSandbox, Machine, received, sdk
 
 __all__ = ["DaytonaSandbox"]
 
@@ -34,19 +33,17 @@ _START_SECONDS = 200
 _GRACE_SECONDS = 25.0
 """Deadline of deleting what did not start."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value), optional=True)
-
 
 @attrs.frozen
 class DaytonaSandbox(CloudSandbox):
     """Sandboxes of Daytona. The key is ``DAYTONA_API_KEY``."""
 
-    snapshot: str | None = attrs.field(default=None, validator=_TEXT)
+    snapshot: str | None = attrs.field(default=None, validator=attrs.validators.optional(NON_EMPTY))
     """Name of a snapshot; by default Daytona's own. It decides processors, memory and disk."""
-    image: str | None = attrs.field(default=None, kw_only=True, validator=_TEXT)
-    """Name of a public image instead of a snapshot; memory and disk are those of ``limits``, in whole GiB."""
+    image: str | None = attrs.field(default=None, kw_only=True, validator=attrs.validators.optional(NON_EMPTY))
+    """Name of a public image instead of a snapshot; memory and disk are as in ``limits``, in whole GiB."""
     connection: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, repr=False)
-    """Options of ``daytona.DaytonaConfig``, e.g. ``api_url`` and ``api_key``; by default those of the environment."""
+    """Options of ``daytona.DaytonaConfig``, e.g. ``api_url`` and ``api_key``; by default as in the environment."""
 
     def __attrs_post_init__(self) -> None:
         if self.snapshot is not None and self.image is not None:
@@ -102,14 +99,9 @@ class _DaytonaMachine:
     async def upload(self, path: str, data: bytes) -> None:
         await self._sandbox.fs.upload_file(data, path)
 
-    async def download(self, path: str, most: int) -> bytes:
-        data = bytearray()
+    async def download(self, path: str, max_bytes: int) -> bytes:
         async with contextlib.aclosing(await self._sandbox.fs.download_file_stream(path)) as chunks:
-            async for chunk in chunks:
-                data += chunk
-                if len(data) > most:
-                    raise SandboxError(f"path {path!r}: got more than {most:,} bytes")
-        return bytes(data)
+            return await received(chunks, path, max_bytes)
 
     async def delete(self) -> None:
         try:

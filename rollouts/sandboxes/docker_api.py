@@ -1,8 +1,8 @@
 """A client of Docker's HTTP API over its unix socket, as far as a sandbox needs it. Podman serves the same API.
 
-Invariant: one connection for each request, closed with it, also when the caller is cancelled. An answer that is no
-HTTP, is larger than its caller allows, or is not there in time, is a :class:`SandboxError`; only a stream has no
-deadline. It knows no sandbox.
+Invariant: one connection for each request, closed with it, also when the caller is cancelled. An answer that is not
+HTTP, is larger than its caller allows, or is late, is a :class:`SandboxError`; only a stream has no deadline. It knows
+no sandbox.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollouts.sandboxes.base import SandboxError
 __all__ = ["DockerApi", "DockerError"]
 
 VERSION = "v1.41"
-"""Of Docker 20.10; Podman 4 serves it, too."""
+"""Of Docker 20.10; Podman 4 also serves it."""
 _JSON_BYTES = 16 << 20
 _FRAME_HEAD = 8
 
@@ -36,7 +36,7 @@ class DockerError(SandboxError):
 
 
 class _Parts:
-    """What httptools calls back with."""
+    """The callbacks of httptools."""
 
     def __init__(self) -> None:
         self.body = bytearray()
@@ -58,7 +58,7 @@ class DockerApi:
 
     path: str
     seconds: float = 60.0
-    """Deadline of a request whose answer is no stream; a second longer for each MiB of its body."""
+    """Deadline of a request whose answer is not a stream; a second longer for each MiB of its body."""
 
     async def json(self, method: str, path: str, query: Mapping[str, str] | None = None, body: Any = None) -> Any:
         """Send a JSON request; return the decoded answer, ``None`` if it is empty."""
@@ -76,16 +76,16 @@ class DockerApi:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         kind: str = "application/x-tar",
-        most: int = _JSON_BYTES,
+        max_bytes: int = _JSON_BYTES,
     ) -> bytes:
-        """Send a request with a body of any kind; return the answer's body of at most ``most`` bytes."""
+        """Send a request with a body of any kind; return the answer's body of at most ``max_bytes`` bytes."""
         whole, seconds = bytearray(), self.seconds + len(body or b"") / (1 << 20)
         with anyio.move_on_after(seconds) as scope:
             async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
                 async for chunk in chunks:
                     whole += chunk
-                    if len(whole) > most:
-                        raise SandboxError(f"{method} {path} at {self.path}: got more than {most:,} bytes")
+                    if len(whole) > max_bytes:
+                        raise SandboxError(f"{method} {path} at {self.path}: got more than {max_bytes:,} bytes")
         if scope.cancelled_caught:
             raise SandboxError(f"{method} {path} at {self.path}: no answer within {seconds:g} s")
         return bytes(whole)

@@ -15,9 +15,8 @@ from typing import Any
 
 import attrs
 
-from rollouts.base.validators import check
-from rollouts.sandboxes.base import SandboxError
-from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
+from rollouts.sandboxes.base import NON_EMPTY
+from rollouts.sandboxes.remote import CloudSandbox, Machine, received, sdk
 
 __all__ = ["E2BSandbox"]
 
@@ -29,13 +28,10 @@ _SCRIPT_SECONDS = 90
 class E2BSandbox(CloudSandbox):
     """Virtual machines of E2B. The key is ``E2B_API_KEY``."""
 
-    template: str = attrs.field(
-        default="base",
-        validator=check("a text that is not empty", lambda value: isinstance(value, str) and bool(value)),
-    )
+    template: str = attrs.field(default="base", validator=NON_EMPTY)
     """Name of a template; it has the programs, and decides processors and memory."""
     connection: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, repr=False)
-    """Options of ``e2b.ApiParams``, e.g. ``domain`` and ``api_key``; by default those of the environment."""
+    """Options of ``e2b.ApiParams``, e.g. ``domain`` and ``api_key``; by default as in the environment."""
 
     async def _create(self) -> Machine:
         e2b = await sdk("E2BSandbox", "e2b", "e2b", "AsyncSandbox")
@@ -67,14 +63,9 @@ class _E2BMachine:
     async def upload(self, path: str, data: bytes) -> None:
         await self._machine.files.write(path, data, request_timeout=0)
 
-    async def download(self, path: str, most: int) -> bytes:
-        data = bytearray()
+    async def download(self, path: str, max_bytes: int) -> bytes:
         async with await self._machine.files.read(path, format="stream") as chunks:
-            async for chunk in chunks:
-                data += chunk
-                if len(data) > most:
-                    raise SandboxError(f"path {path!r}: got more than {most:,} bytes")
-        return bytes(data)
+            return await received(chunks, path, max_bytes)
 
     async def delete(self) -> None:
         await self._machine.kill()

@@ -36,10 +36,10 @@ def build_root(
     Args:
         folder: a folder to mount the root on.
         disk_bytes: size of each of them.
-        readable: files and folders to show in addition to those of the system.
+        readable: files and folders to show in addition to the system's.
         hidden: folders to show empty.
         paths: folders to show although they lie below a hidden one.
-        files: the text of further files, by path.
+        files: the content of further files, by path.
         workspace: also make ``/workspace`` and ``/home/agent``, and ``/proc``, which needs a process namespace.
     """
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}

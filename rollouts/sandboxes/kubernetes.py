@@ -23,7 +23,7 @@ import attrs
 
 from rollouts.base.validators import check, integer
 from rollouts.errors import shortened
-from rollouts.sandboxes.base import FIRST_PROCESS, SandboxError
+from rollouts.sandboxes.base import FIRST_PROCESS, NON_EMPTY, SandboxError
 from rollouts.sandboxes.remote import Machine, RemoteSandbox, sdk
 
 __all__ = ["KubernetesSandbox"]
@@ -45,8 +45,6 @@ _CHUNK = 1 << 16
 _STDIN, _STDOUT, _STATUS = 0, 1, 3
 """Channels of the protocol of commands."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
-
 
 def _is_pod(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) and name not in _OURS for name in value)
@@ -56,9 +54,9 @@ def _is_pod(value: Any) -> bool:
 class KubernetesSandbox(RemoteSandbox):
     """Pods of a cluster."""
 
-    image: str = attrs.field(validator=_TEXT)
+    image: str = attrs.field(validator=NON_EMPTY)
     """Name of an image that the cluster can pull."""
-    namespace: str = attrs.field(default="default", kw_only=True, validator=_TEXT)
+    namespace: str = attrs.field(default="default", kw_only=True, validator=NON_EMPTY)
     kubeconfig: str | None = attrs.field(default=None, kw_only=True)
     """A file of kubectl; by default ``KUBECONFIG``, ``~/.kube/config``, or in a pod that of its account."""
     context: str | None = attrs.field(default=None, kw_only=True)
@@ -153,7 +151,7 @@ class KubernetesSandbox(RemoteSandbox):
 
 
 def _message(body: Any) -> str:
-    """What the API said: its answers are JSON with a message."""
+    """The message of the API: its answers are JSON."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):
@@ -193,8 +191,8 @@ class _Pod:
         if written != str(len(data)).encode():
             raise SandboxError(f"path {path!r}: {written.decode(errors='replace')} bytes were written, of {len(data)}")
 
-    async def download(self, path: str, most: int) -> bytes:
-        return await self._exec(["head", "-c", str(most + 1), path])
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        return await self._exec(["head", "-c", str(max_bytes + 1), path])
 
     async def delete(self) -> None:
         try:

@@ -15,8 +15,7 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.base.validators import check
-from rollouts.sandboxes.base import FIRST_PROCESS, SandboxError
+from rollouts.sandboxes.base import FIRST_PROCESS, NON_EMPTY, SandboxError
 from rollouts.sandboxes.remote import CloudSandbox, Machine, sdk
 
 __all__ = ["ModalSandbox"]
@@ -31,17 +30,15 @@ _FILE_SECONDS = 600
 _GRACE_SECONDS = 25.0
 """Deadline of deleting what did not start."""
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
-
 
 @attrs.frozen
 class ModalSandbox(CloudSandbox):
     """Sandboxes of Modal. The key is ``MODAL_TOKEN_ID`` with ``MODAL_TOKEN_SECRET``, or that of ``~/.modal.toml``."""
 
-    image: str = attrs.field(default="python:3.12", validator=_TEXT)
+    image: str = attrs.field(default="python:3.12", validator=NON_EMPTY)
     """Name of a public image that has Python, or the id (``im-…``) of an image that Modal has built."""
-    app: str = attrs.field(default="rollouts", kw_only=True, validator=_TEXT)
-    """Name of the app to which the sandboxes belong; it is created if there is none."""
+    app: str = attrs.field(default="rollouts", kw_only=True, validator=NON_EMPTY)
+    """Name of the app to which the sandboxes belong; it is created if it does not exist."""
 
     async def _create(self) -> Machine:
         modal = await sdk("ModalSandbox", "modal", "modal", "App", "Image", "Sandbox")
@@ -85,8 +82,8 @@ class _ModalMachine:
         if written.strip() != str(len(data)).encode():
             raise SandboxError(f"path {path!r}: got {written!r}; expected the size of what was sent, {len(data):,}")
 
-    async def download(self, path: str, most: int) -> bytes:
-        return await self._exec(_FILE_SECONDS, "head", "-c", str(most + 1), path)
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        return await self._exec(_FILE_SECONDS, "head", "-c", str(max_bytes + 1), path)
 
     async def delete(self) -> None:
         try:

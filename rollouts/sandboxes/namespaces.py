@@ -37,6 +37,7 @@ from rollouts.sandboxes import filesystem, holder, kernel
 from rollouts.sandboxes.base import (
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
+    Command,
     Exit,
     SandboxError,
     SandboxLimits,
@@ -85,7 +86,7 @@ class NamespaceSandbox:
     """Linux namespaces: no network but our listener, the machine's programs read-only, files in memory."""
 
     readable: Sequence[str] = attrs.field(default=(), converter=_normal, validator=_check_readable)
-    """Further files and folders that the program may read and run, at the same path; those of the system are shown."""
+    """Further files and folders that the program may read and run, at the same path; the system's are shown."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
     port: int = attrs.field(default=GATEWAY_PORT, validator=_check_port)
     """The listener's port on the sandbox's loopback."""
@@ -99,7 +100,7 @@ class NamespaceSandbox:
         return None if self.bubblewrap is False else shutil.which("bwrap")
 
     def containment(self) -> Containment:
-        """What the namespaces enforce; :meth:`open` raises where the machine makes none."""
+        """The limits that the namespaces enforce; :meth:`open` raises where the machine cannot make namespaces."""
         boxed = self._bubblewrap is not None
         root_outside = boxed and os.geteuid() == 0
         how: dict[str, str | None] = {
@@ -111,8 +112,8 @@ class NamespaceSandbox:
             "disk": "file systems in memory, of that size",
             "output": "the last bytes are kept",
             "network": "a network namespace, in which only our listener answers",
-            "writing": "a file system of its own",
-            "reading": "a file system of its own",
+            "writing": "a separate file system",
+            "reading": "a separate file system",
             "signals": "a process namespace",
             "survivors": "a process namespace",
             "privileges": None if root_outside else "no capability, not root",
@@ -257,18 +258,11 @@ class RunningNamespaces(Running):
         """The listener's address inside."""
         return f"http://127.0.0.1:{self._kind.port}"
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
-        own = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
-        request = {"op": "run", "argv": list(argv), "env": own | dict(env), "cwd": cwd, "seconds": seconds}
-        report, (out, errors) = await self.ask(request, stdin, seconds, stop)
+    async def _command(self, command: Command) -> Exit:
+        env = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
+        request: dict[str, Any] = {"op": "run", "argv": list(command.argv), "env": env | dict(command.env)}
+        request |= {"cwd": command.cwd, "seconds": command.seconds}
+        report, (out, errors) = await self.ask(request, command.stdin, command.stop)
         return Exit(
             report["code"],
             out.decode(errors="replace"),
@@ -308,12 +302,11 @@ class RunningNamespaces(Running):
         self,
         request: Mapping[str, Any],
         data: bytes = b"",
-        seconds: float = 0.0,
         stop: anyio.Event | None = None,
     ) -> tuple[dict[str, Any], list[bytes]]:
         """Send one request, if it is not empty, and receive one answer.
 
-        A cancelled request is ended and its answer is discarded, so that the next answer is that of the next request.
+        A cancelled request is ended and its answer is discarded, so that the next answer belongs to the next request.
         """
         async with self._turn:
             self._check_open()

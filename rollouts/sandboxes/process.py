@@ -1,9 +1,9 @@
-"""The kind ``process``: a process group with a folder, a home and few environment variables of its own.
+"""The kind ``process``: a process group with a separate folder and home, and few environment variables.
 
 Invariant: the group is killed when its command ends, reaches its deadline or is cancelled. Nothing else is contained:
 the program has the rights of this process and reaches whatever this machine reaches. For programs that you trust.
 
-It needs nothing of the operating system. Paths differ between the sandboxes, each of which has its own folder.
+It needs nothing of the operating system. Each sandbox has a separate folder, so paths differ between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -27,6 +26,7 @@ from anyio.abc import ByteReceiveStream, Process
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
     HOME_ENVIRONMENT,
+    Command,
     Exit,
     SandboxError,
     SandboxLimits,
@@ -53,7 +53,7 @@ _ENFORCED = {
 
 @attrs.frozen
 class ProcessSandbox:
-    """Processes of this machine, in a folder of their own. Nothing is contained."""
+    """Processes of this machine, in a separate folder. Nothing is contained."""
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
@@ -90,39 +90,31 @@ class RunningProcess(Running):
     def url_inside(self, port: int | None = None) -> str:
         """Loopback of this machine."""
         if port is None:
-            raise ConfigError.of("port", port, "the server's port: this sandbox has no network of its own")
+            raise ConfigError.of("port", port, "the server's port: this sandbox has no separate network")
         return f"http://127.0.0.1:{port}"
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
+    async def _command(self, command: Command) -> Exit:
         async with self._turn:
             self._check_open()
-            own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
-            own["TMPDIR"] = os.path.join(self._folder, "tmp")
+            variables = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
+            variables["TMPDIR"] = os.path.join(self._folder, "tmp")
             if sys.platform == "win32":
-                own |= {"TEMP": own["TMPDIR"], "TMP": own["TMPDIR"], "USERPROFILE": self.home}
-                own["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
+                variables |= {"TEMP": variables["TMPDIR"], "TMP": variables["TMPDIR"], "USERPROFILE": self.home}
+                variables["SYSTEMROOT"] = os.environ.get("SYSTEMROOT", "")
             began = time.monotonic()
             try:
                 process = await anyio.open_process(
-                    list(argv),
-                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-                    cwd=cwd,
-                    env=own | HOME_ENVIRONMENT | dict(env),
+                    list(command.argv),
+                    stdin=subprocess.PIPE if command.stdin else subprocess.DEVNULL,
+                    cwd=command.cwd,
+                    env=variables | HOME_ENVIRONMENT | dict(command.env),
                     start_new_session=True,
                 )
             except OSError as error:
-                return Exit(127, "", f"{argv[0]}: {error.strerror or error}", time.monotonic() - began)
+                return Exit(127, "", f"{command.argv[0]}: {error.strerror or error}", time.monotonic() - began)
             out, errors = Tail(self._limits.output_bytes), Tail(self._limits.output_bytes)
             try:
-                timed_out = await _watch(process, stdin, (out, errors), seconds, stop)
+                timed_out = await _watch(process, command, (out, errors))
             finally:
                 _kill_group(process)
                 with anyio.CancelScope(shield=True):
@@ -189,9 +181,7 @@ class RunningProcess(Running):
         return os.path.commonpath([os.path.realpath(place), self._folder]) == self._folder
 
 
-async def _watch(
-    process: Process, stdin: bytes, tails: tuple[Tail, Tail], seconds: float, stop: anyio.Event | None
-) -> bool:
+async def _watch(process: Process, command: Command, tails: tuple[Tail, Tail]) -> bool:
     """Wait for the end of a process; return whether it reached the deadline."""
 
     async def receive(stream: ByteReceiveStream | None, tail: Tail) -> None:
@@ -203,7 +193,7 @@ async def _watch(
     async def send() -> None:
         if process.stdin is not None:
             with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                await process.stdin.send(stdin)
+                await process.stdin.send(command.stdin)
             await process.stdin.aclose()
 
     async def kill(stop: anyio.Event) -> None:
@@ -214,10 +204,10 @@ async def _watch(
         group.start_soon(receive, process.stdout, tails[0])
         group.start_soon(receive, process.stderr, tails[1])
         group.start_soon(send)
-        with anyio.move_on_after(seconds) as scope:
+        with anyio.move_on_after(command.seconds) as scope:
             async with anyio.create_task_group() as stops:
-                if stop is not None:
-                    stops.start_soon(kill, stop)
+                if command.stop is not None:
+                    stops.start_soon(kill, command.stop)
                 await process.wait()
                 stops.cancel_scope.cancel()
         _kill_group(process)

@@ -1,4 +1,4 @@
-"""What the remote kinds share: the protocol of sandboxes, on a machine of a service that runs short shell scripts.
+"""The common part of the remote kinds: the protocol of sandboxes, on a machine that runs short shell scripts.
 
 Invariant: a machine that was created is deleted when its sandbox is closed, also if it could not be set up or its task
 was cancelled meanwhile. A command runs detached from the request that started it, which is repeated until the command
@@ -21,7 +21,7 @@ import secrets
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import anyio
@@ -31,11 +31,11 @@ import attrs
 from rollouts.base.extras import install_command
 from rollouts.base.validators import as_texts, check, number
 from rollouts.errors import ConfigError, shortened
-from rollouts.sandboxes.base import HOME_ENVIRONMENT, Exit, SandboxError, SandboxLimits, check_size, inner_path
+from rollouts.sandboxes.base import HOME_ENVIRONMENT, Command, Exit, SandboxError, SandboxLimits, check_size, inner_path
 from rollouts.sandboxes.containment import NAMES, Containment
 from rollouts.sandboxes.running import Running, stopped_by
 
-__all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "sdk"]
+__all__ = ["CloudSandbox", "Machine", "RemoteSandbox", "RunningRemote", "received", "sdk"]
 
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _CREATE_SECONDS = 240.0
@@ -58,12 +58,12 @@ _SHARED = {
     "seconds": "the processes of the command are killed at the deadline",
     "file_size": "RLIMIT_FSIZE",
     "output": "the last bytes are kept",
-    "writing": "a machine of its own",
-    "reading": "a machine of its own",
-    "signals": "a machine of its own",
+    "writing": "a separate machine",
+    "reading": "a separate machine",
+    "signals": "a separate machine",
     "survivors": "the machine is deleted; until then a process that removes its variables outlives its command",
     "environment": "not passed on",
-    "descriptors": "those of the service",
+    "descriptors": "the service's streams",
 }
 
 
@@ -78,12 +78,12 @@ class Machine(Protocol):
         """Write a new file in an existing folder."""
         ...
 
-    async def download(self, path: str, most: int) -> bytes:
-        """Read a file; more than ``most`` bytes are an error."""
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        """Read a file; more than ``max_bytes`` bytes are an error."""
         ...
 
     async def delete(self) -> None:
-        """Delete the machine; one that is gone is no error."""
+        """Delete the machine; a machine that is gone is not an error."""
         ...
 
 
@@ -92,15 +92,11 @@ class RemoteSandbox(ABC):
     """A machine of a service for each rollout."""
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits, kw_only=True)
-    lifetime: float = attrs.field(
-        default=7200.0,
-        kw_only=True,
-        validator=number(least=60),
-    )
+    lifetime: float = attrs.field(default=7200.0, kw_only=True, validator=number(least=60))
     """Seconds after which the service ends the machine by itself, e.g. after this process was killed."""
 
     def containment(self) -> Containment:
-        """What the service enforces; nothing of it can be checked from here."""
+        """The limits that the service enforces; none of them can be checked from here."""
         enforced = {**_SHARED, **self._enforced()}
         reasons = {"cpu_seconds": "only wall time is limited", **self._not_enforced()}
         return Containment(
@@ -112,7 +108,7 @@ class RemoteSandbox(ABC):
     async def open(self) -> RunningRemote:
         """Create a machine, with an empty workspace."""
         name = type(self).__name__
-        # Shielded: a machine whose creation is cut would go on without an owner.
+        # Shielded: a machine whose creation is cut would run without an owner.
         with anyio.CancelScope(shield=True), _errors(f"{name}.open", _CREATE_SECONDS):
             machine = await self._create()
         running = RunningRemote(self, machine)
@@ -129,15 +125,15 @@ class RemoteSandbox(ABC):
 
     @abstractmethod
     async def _create(self) -> Machine:
-        """Create a machine, and wait until it runs scripts. What was created is deleted if this fails."""
+        """Create a machine, and wait until it runs scripts; delete it if this fails."""
 
     @abstractmethod
     def _enforced(self) -> Mapping[str, str]:
-        """What the service enforces in addition to what all kinds do."""
+        """The limits that the service enforces in addition to the limits of all kinds."""
 
     @abstractmethod
     def _not_enforced(self) -> Mapping[str, str]:
-        """What the service does not enforce, and why."""
+        """The limits that the service does not enforce, and why."""
 
 
 def _are_hosts(value: Any) -> bool:
@@ -182,11 +178,9 @@ class CloudSandbox(RemoteSandbox):
 
     def _enforced(self) -> Mapping[str, str]:
         allowed = self._firewall()
-        return (
-            {}
-            if allowed is None
-            else {"network": f"the service's firewall; allowed: {', '.join(allowed) or 'nothing'}"}
-        )
+        if allowed is None:
+            return {}
+        return {"network": f"the service's firewall; allowed: {', '.join(allowed) or 'nothing'}"}
 
     def _not_enforced(self) -> Mapping[str, str]:
         return {
@@ -265,27 +259,19 @@ class RunningRemote(Running):
         with _errors(f"{self._name}.close", _GRACE_SECONDS):
             await self._machine.delete()
 
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
+    async def _command(self, command: Command) -> Exit:
         token = secrets.token_hex(12)
-        own = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(env)
-        program = _program(token, argv, own, cwd, bool(stdin), self._limits)
+        env = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
+        program = _program(token, command, env, self._limits)
         async with self._turn:
             self._check_open()
             began = time.monotonic()
             end: _End | None = None
             try:
-                with anyio.move_on_after(seconds) as scope:
-                    async with stopped_by(stop):
-                        if stdin:
-                            await self._upload(f"{_staged(token)}.in", stdin)
+                with anyio.move_on_after(command.seconds) as scope:
+                    async with stopped_by(command.stop):
+                        if command.stdin:
+                            await self._upload(f"{_staged(token)}.in", command.stdin)
                         await self._upload(_staged(token), program)
                         end = await self._wait(token, _start(token) + _poll(token, _WAIT_SECONDS, self._limits))
             except BaseException:
@@ -303,7 +289,7 @@ class RunningRemote(Running):
             return Exit(-9, end.out, end.errors, took, scope.cancelled_caught, end.truncated)
 
     async def _wait(self, token: str, script: str, times: int = 0) -> _End | None:
-        """Ask for the end of a command until it has ended, or so many times."""
+        """Ask for the end of a command until it has ended; at most ``times`` times if that is not 0."""
         asked = failures = 0
         while not times or asked < times:
             try:
@@ -320,7 +306,7 @@ class RunningRemote(Running):
         return None
 
     async def _ask(self, what: str, script: str) -> str:
-        """Run a script; return what it wrote after a mark, as a login shell may write before it."""
+        """Run a script; return its output behind a mark, as a login shell may write before it."""
         mark = secrets.token_hex(8)
         with _errors(f"{self._name}.{what}", _ASK_SECONDS):
             answer = await self._machine.execute(f"echo {mark}\n{script}")
@@ -346,6 +332,16 @@ def _errors(what: str, seconds: float) -> Iterator[None]:
         raise SandboxError(f"{what}: no answer within {seconds:g} s") from error
     except Exception as error:
         raise SandboxError(f"{what}: {type(error).__name__}: {str(error)[:_SHOWN]!r}") from error
+
+
+async def received(chunks: AsyncIterable[bytes], path: str, max_bytes: int) -> bytes:
+    """The content of a file of at most ``max_bytes`` bytes, from its chunks."""
+    data = bytearray()
+    async for chunk in chunks:
+        data += chunk
+        if len(data) > max_bytes:
+            raise SandboxError(f"path {path!r}: got more than {max_bytes:,} bytes")
+    return bytes(data)
 
 
 async def sdk(kind: str, module: str, extra: str, *names: str) -> Any:
@@ -382,7 +378,7 @@ def _quoted(field: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError.of(field, text, "a text that UTF-8 can encode, as this sandbox is remote") from None
+        raise ConfigError.of(field, text, "a string that UTF-8 can encode, as this sandbox is remote") from None
     return shlex.quote(text)
 
 
@@ -398,27 +394,25 @@ def _set_up() -> str:
     )
 
 
-def _program(
-    token: str, argv: Sequence[str], env: Mapping[str, str], cwd: str, has_input: bool, limits: SandboxLimits
-) -> bytes:
-    """The script of one command. It knows no program: what differs from command to command is quoted."""
-    if "=" in argv[0]:
-        raise ConfigError.of("argv[0]", argv[0], "a program without '=' in its name, as env starts it")
+def _program(token: str, command: Command, env: Mapping[str, str], limits: SandboxLimits) -> bytes:
+    """The script of one command. All parts that differ from command to command are quoted."""
+    if "=" in command.argv[0]:
+        raise ConfigError.of("argv[0]", command.argv[0], "a program without '=' in its name, as env starts it")
     words = [_quoted("env", f"{name}={value}") for name, value in env.items()]
-    words += [_quoted("argv", word) for word in argv]
-    staged, most = _staged(token), limits.output_bytes + 1
-    source = f"{staged}.in" if has_input else "/dev/null"
+    words += [_quoted("argv", word) for word in command.argv]
+    staged, max_bytes = _staged(token), limits.output_bytes + 1
+    source = f"{staged}.in" if command.stdin else "/dev/null"
     return (
         f"d={staged}.d\n"
         f"exec 3< {source}\n"
         f"rm -f {staged} {staged}.in\n"
         'mkfifo "$d/1" "$d/2"\n'
-        f'tail -c {most} < "$d/1" > "$d/out" 3<&- &\n'
-        f'tail -c {most} < "$d/2" > "$d/err" 3<&- &\n'
+        f'tail -c {max_bytes} < "$d/1" > "$d/out" 3<&- &\n'
+        f'tail -c {max_bytes} < "$d/2" > "$d/err" 3<&- &\n'
         "(\n"
         'exec <&3 3<&- > "$d/1" 2> "$d/2"\n'
         f"ulimit -c 0; ulimit -f {-(-limits.file_bytes // 512)}\n"
-        f"cd {_quoted('cwd', cwd)} || exit 127\n"
+        f"cd {_quoted('cwd', command.cwd)} || exit 127\n"
         f"exec env {_MARK}={token} {' '.join(words)}\n"
         ")\n"
         'echo $? > "$d/code"\n'
@@ -431,7 +425,7 @@ def _program(
 
 
 def _hunt(token: str) -> str:
-    """Kill the processes that have the token among their variables, and those that they start meanwhile."""
+    """Kill the processes that have the token among their variables, and the processes that they start meanwhile."""
     return (
         "n=0\n"
         f'while p=$(grep -ls {_MARK}={token} /proc/[0-9]*/environ | cut -d / -f 3); [ -n "$p" ] && [ $n -lt 100 ]; do\n'
@@ -460,7 +454,7 @@ def _kill(token: str) -> str:
 
 def _poll(token: str, seconds: int, limits: SandboxLimits) -> str:
     """Wait for the end of the command: print ``running``, ``lost``, or its exit code and outputs."""
-    most = limits.output_bytes + 1
+    max_bytes = limits.output_bytes + 1
     return (
         f"d={_staged(token)}.d; n=0\n"
         f'alive() {{ grep -qs {token} "/proc/$(head -n 1 "$d/pid" 2> /dev/null)/cmdline"; }}\n'
@@ -468,7 +462,7 @@ def _poll(token: str, seconds: int, limits: SandboxLimits) -> str:
         'n=0; while [ -e "$d/status" ] && ! [ -e "$d/whole" ] && [ $n -lt 10 ]; do sleep 0.1; n=$((n+1)); done\n'
         'if [ -e "$d/status" ]; then\n'
         'w=0; [ -e "$d/whole" ] && w=1\n'
-        f'for o in out err; do head -c {most} "$d/$o" | base64; echo .; done\n'
+        f'for o in out err; do head -c {max_bytes} "$d/$o" | base64; echo .; done\n'
         'echo "$(head -c 9 "$d/status") $w"\n'
         "elif alive; then echo running; else echo lost; fi"
     )
@@ -482,7 +476,7 @@ class _End:
     truncated: bool
 
 
-def _read_end(answer: str, most: int, name: str) -> _End:
+def _read_end(answer: str, max_bytes: int, name: str) -> _End:
     if answer == "lost":  # it killed the shell that waited for it, and with it the ends of its outputs
         return _End(-9, "", "", True)
     try:
@@ -492,5 +486,5 @@ def _read_end(answer: str, most: int, name: str) -> _End:
     except (ValueError, binascii.Error):
         raise SandboxError(f"{name}.run: got {shortened(answer)}; expected the end of a command") from None
     code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals
-    out, errors = (data[-most:].decode(errors="replace") for data in outputs)
-    return _End(code, out, errors, not whole or any(len(data) > most for data in outputs))
+    out, errors = (data[-max_bytes:].decode(errors="replace") for data in outputs)
+    return _End(code, out, errors, not whole or any(len(data) > max_bytes for data in outputs))

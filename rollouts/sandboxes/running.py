@@ -1,6 +1,6 @@
-"""What the open sandboxes of all kinds share: the commands of the protocol, and the checks before them.
+"""The common part of the open sandboxes of all kinds: the commands of the protocol, and the checks before them.
 
-Invariant: no command starts with arguments that no operating system takes, or in a closed sandbox. This module knows
+Invariant: no command starts with arguments that an operating system refuses, or in a closed sandbox. This module knows
 no kind of sandbox.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import anyio
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.sandboxes.base import Exit, SandboxError, check_command, inner_path
+from rollouts.sandboxes.base import Command, Exit, SandboxError, inner_path
 
 __all__ = ["Running", "stopped_by"]
 
@@ -38,28 +38,18 @@ class Running(ABC):
         stop: anyio.Event | None = None,
     ) -> Exit:
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        check_command(argv, env, seconds)
-        return await self._command(argv, env or {}, seconds, b"", self.workspace, stop)
+        return await self._command(Command(argv, env or {}, seconds, self.workspace, stop=stop))
 
     async def exec(
         self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
     ) -> Exit:
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         where = self.workspace if cwd is None else inner_path(cwd, self.workspace, self.home)
-        check_command(argv, None, seconds)
-        return await self._command(argv, {}, seconds, stdin, where, None)
+        return await self._command(Command(argv, {}, seconds, where, stdin))
 
     @abstractmethod
-    async def _command(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-        stdin: bytes,
-        cwd: str,
-        stop: anyio.Event | None,
-    ) -> Exit:
-        """Run one command, with its arguments checked, when no other runs."""
+    async def _command(self, command: Command) -> Exit:
+        """Run one command when no other runs."""
 
     def _check_open(self) -> None:
         if self._closed:

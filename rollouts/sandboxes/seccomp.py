@@ -186,7 +186,7 @@ def forbid_syscalls(*, alone: bool) -> bool:
     """Install the filter for this process and its children. Requires ``no_new_privileges``.
 
     Args:
-        alone: there are no namespaces: also deny new processes, sockets, and signals to other processes.
+        alone: without namespaces: also deny new processes, sockets, and signals to other processes.
 
     Returns:
         Whether the filter is installed; ``False`` on an unknown machine.

@@ -195,7 +195,7 @@ class Game(ToolEnvironment):
 
     @tool
     def weigh(self) -> Any:
-        """Returns a metric that is no number."""
+        """Returns a metric that is not a number."""
         return ToolResult("heavy", metrics={"weight": "much"})  # type: ignore[dict-item]
 
 
@@ -226,7 +226,7 @@ class Gallery(ToolEnvironment):
     [("pil", (GREY,)), ("image", (GREY,)), ("list", ("Look:", GREY, "!")), ("result", (GREY, "Look."))],
 )
 async def test_a_tool_may_return_images(how: str, content: Content) -> None:
-    """An image, one of PIL, or a list of texts and images, also in a result with a reward."""
+    """An image, a PIL image, or a list of strings and images, also in a result with a reward."""
     step = await Gallery().step(reply_with(call("show", how=how)))
     assert [message.content for message in step.messages] == [content]
     assert (step.rewards, step.done) == (((1.0,), True) if how == "result" else ((), False))
@@ -234,15 +234,15 @@ async def test_a_tool_may_return_images(how: str, content: Content) -> None:
 
 @pytest.mark.parametrize("how", ["path", "bytes", "texts"])
 async def test_other_values_than_images_are_refused(how: str) -> None:
-    """A path or bytes could be anything, and a list without an image is no text."""
+    """A path or bytes could be anything, and a list without an image is not content."""
     with pytest.raises(
-        EnvironmentFailure, match=r"tool show \(.*\): got .*; expected a text, a number, an image, or a"
+        EnvironmentFailure, match=r"tool show \(.*\): got .*; expected a string, a number, an image, or a"
     ):
         await Gallery().step(reply_with(call("show", how=how)))
 
 
 async def test_a_tool_may_return_a_reward_and_the_end_of_the_episode() -> None:
-    """Rewards of the calls are those of the step, metrics are summed, and after the end no call runs."""
+    """The rewards of the calls are the rewards of the step, metrics are summed, and after the end no call runs."""
     calls = [call("move", to=1), call("look"), call("move", to=2)]
     step = await Game().step(reply_with(*calls))
     assert [message.content for message in step.messages] == ["at 1", "a wall", "at 2"]

@@ -34,7 +34,7 @@ def prompt(name: Any) -> Prompt:
 
 
 async def test_the_prompt_chooses() -> None:
-    """Tools, steps and end are those of the chosen one."""
+    """Tools, steps and end come from the chosen environment."""
     mixed = partial(MixedEnvironment, {"sums": CalculatorEnvironment, "talk": SingleTurnEnvironment})
     environment = mixed()
     played = await play(environment, prompt("sums"), [calling("add", a=1, b=2), "3"])

@@ -88,7 +88,7 @@ _LIBC.shmat.restype = ctypes.c_void_p
 
 
 class Scene:
-    """What a program may attack, and whether it did."""
+    """The targets that a program may attack, and whether it did."""
 
     def __init__(self, folder: Path, own: Path) -> None:
         self.folder, self.own = folder, own
@@ -365,7 +365,7 @@ for _ in range(30):
         out_printed,
     ),
     Escape(
-        "a namespace of its own",
+        "a new namespace",
         "privileges",
         "ctypes.CDLL(None).unshare(0x10000000) == 0 and print('OUT')",
         out_printed,
@@ -413,7 +413,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "-"))
 async def test_no_way_out(escape: Escape, namespaces: bool, scene: Scene) -> None:
-    """What the attempt would do is not done. (That it would be seen is the next test.)"""
+    """The attempt has no effect. (The next test shows that an effect would be seen.)"""
     held = containment(namespaces)
     if escape.forbidden_by in held.not_enforced:
         pytest.skip(f"{escape.forbidden_by} is not enforced: {held.not_enforced[escape.forbidden_by]}")
@@ -427,7 +427,7 @@ async def test_no_way_out(escape: Escape, namespaces: bool, scene: Scene) -> Non
 @pytest.mark.parametrize("escape", ESCAPES, ids=lambda escape: escape.name.replace(" ", "-"))
 def test_the_attempt_would_have_been_seen(escape: Escape, scene: Scene) -> None:
     """The same program in an ordinary process does what it attempts."""
-    if escape.name == "a namespace of its own" and not containment().namespaces:
+    if escape.name == "a new namespace" and not containment().namespaces:
         pytest.skip("not available on this machine")
     if escape.name == "a virtual machine's socket" and "OUT" not in openly(TRY + escape.code, scene.own).stdout:
         pytest.skip("this kernel has none")
@@ -1001,7 +1001,7 @@ async def seen(code: str, **options: Any) -> tuple[Any, Any]:
 
 
 async def test_the_model_sees_the_images_that_its_program_saves() -> None:
-    """After the output, each after its name; what is no image is described and counted."""
+    """After the output, each after its name; a file that is not an image is described and counted."""
     code = "print(6 * 7); png('images/a.png', 3, 2); png('images/b.png', 2, 2); open('images/c.png', 'w').write('no')"
     content, metrics = await seen(code)
     first, shown, second, other, rest = content

@@ -1,7 +1,7 @@
-"""What start, step and tools return is validated in one place; a failure names the environment, the tool and its line.
+"""Return values of start, step and tools are validated in one place; a failure names environment, tool and line.
 
 Numbers with N are rows of wrong inputs: N5 a tool that raises, N6 a tool that returns None, N7 a result of megabytes,
-N8 a tool that returns objects, N9 and N10 a step that returns no StepResult, N26 a start that returns a text.
+N8 a tool that returns objects, N9 and N10 a step that returns no StepResult, N26 a start that returns a string.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def failure_of(**values: Any) -> str:
 async def test_n06_n08_a_tool_returns_a_text_or_a_number(value: Any) -> None:
     """N6, N8: any other value fails the rollout and names the tool and its line, as the model would read its repr."""
     line = f"{__file__}:{Shop.look.__code__.co_firstlineno}"
-    expected = "expected a text, a number, an image, or a list of texts and images, which the model reads"
+    expected = "expected a string, a number, an image, or a list of strings and images, which the model reads"
     message = await failure_of(result=value)
     assert message.startswith(f"Shop.step: tool look ({line}): got ")
     assert message.endswith(expected)
@@ -79,7 +79,7 @@ async def test_n06_n08_a_tool_returns_a_text_or_a_number(value: Any) -> None:
 
 @pytest.mark.parametrize(("value", "read"), [(3, "3"), (0.5, "0.5"), (True, "True"), ("plum", "plum")])
 async def test_n08_a_number_is_read_as_its_text(value: Any, read: str) -> None:
-    """N8: texts and numbers are what the model reads."""
+    """N8: the model reads strings and numbers."""
     trajectory = await played(result=value)
     assert [message.content for message in trajectory.messages if message.role == "tool"] == [read]
 
@@ -121,12 +121,12 @@ def test_n07_the_default_limit_is_64_kib() -> None:
         (StepResult("plums"), "StepResult.messages: got 'plums'; expected a sequence of messages"),  # type: ignore[arg-type]
         (StepResult([3]), "prompt: got 3; expected a message"),  # type: ignore[list-item]
         (StepResult(None), "StepResult.messages: got None; expected a sequence of messages"),  # type: ignore[arg-type]
-        (StepResult([Message("user", "a\ud800")]), r"content of a user message: got 'a\ud800'; expected a text"),
+        (StepResult([Message("user", "a\ud800")]), r"content of a user message: got 'a\ud800'; expected a string"),
         (StepResult(done="yes"), "StepResult.done: got 'yes'; expected True or False"),  # type: ignore[arg-type]
         (StepResult(done=True, reward="0.1"), "StepResult.reward: got '0.1'; expected a finite number"),  # type: ignore[arg-type]
         (StepResult(done=True, metrics={"n": None}), "StepResult.metrics['n']: got None"),  # type: ignore[dict-item]
-        (StepResult(continuation="a\ud800"), "StepResult.continuation: got 'a\\ud800'; expected a text without lone"),
-        (StepResult(continuation=None), "StepResult.continuation: got None; expected a text"),  # type: ignore[arg-type]
+        (StepResult(continuation="a\ud800"), "StepResult.continuation: got 'a\\ud800'; expected a string without lone"),
+        (StepResult(continuation=None), "StepResult.continuation: got None; expected a string"),  # type: ignore[arg-type]
         (
             StepResult([Message("user", "go")], continuation="on"),
             "StepResult.continuation: got 'on'; expected none with messages",
@@ -148,7 +148,7 @@ def test_n07_a_long_continuation_is_cut() -> None:
 
 @pytest.mark.parametrize("opening", ["hello", b"hello", [], 3, {"role": "user"}], ids=repr)
 async def test_n26_start_returns_messages(opening: Any) -> None:
-    """N26: a text would take the place of the prompt; an episode does not begin without messages."""
+    """N26: a string would take the place of the prompt; an episode does not begin without messages."""
     message = await failure_of(opening=opening)
     assert message.startswith("Shop.start: ")
     assert "expected" in message

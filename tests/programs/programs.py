@@ -34,7 +34,7 @@ class Chat:
     statuses: list[int] = attrs.field(factory=list)
 
     async def ask(self, *messages: Any, tools: Any = TOOLS) -> dict[str, Any]:
-        """The message of the reply; empty if there is none. A text is a user message."""
+        """The message of the reply; empty without a reply. A string is a user message."""
         given = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
         body = {"model": "m", "messages": given, **({"tools": tools} if tools else {})}
         headers = {"Authorization": f"Bearer {self.env['KEY']}"}

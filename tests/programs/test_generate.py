@@ -104,7 +104,7 @@ async def ask_once(chat: Chat) -> int:
 async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     """A script in a process has the tokens, mask and logprobs of the environment with the same tools and replies.
 
-    Also in a network of its own, where it reaches the gateway's listener and nothing else.
+    Also in a separate network, where it reaches the gateway's listener and nothing else.
     """
     sandbox: Sandbox = ProcessSandbox()
     if kind == "namespaces":
@@ -254,7 +254,7 @@ class FailingPolicy(ScriptedPolicy):
 
 
 async def test_a_call_that_the_server_did_not_answer_costs_the_rollout() -> None:
-    """A program that gives up on an error of the server is no sample of the policy; one that retries is."""
+    """A program that gives up on an error of the server is not a sample of the policy; a program that retries is."""
 
     lost = await rollout(ask_once, policy=FailingPolicy(EndpointUnavailable("planted")))
     assert lost[-1].failure is not None
@@ -277,7 +277,7 @@ async def test_a_server_that_stays_away_ends_the_run() -> None:
 
 
 async def test_generations_belong_to_the_rollout() -> None:
-    """Waits and failures name the rollout whose program asked, not the one whose task opened the gateway."""
+    """Waits and failures name the rollout whose program asked, not the rollout whose task opened the gateway."""
     policy = FailingPolicy()
 
     async def one(place: str) -> None:
@@ -292,7 +292,7 @@ async def test_generations_belong_to_the_rollout() -> None:
 
 @pytest.mark.parametrize("recovers", [False, True])
 async def test_an_overflow_is_a_stop_reason(recovers: bool) -> None:
-    """The last call did not fit; a program that goes on with a shorter history has completed its task."""
+    """The last call did not fit; a program that continues with a shorter history has completed its task."""
 
     async def act(chat: Chat) -> int:
         await chat.ask("first")
@@ -456,7 +456,7 @@ def slime_recipe(endpoint: Endpoint) -> Recipe:
 
 
 async def long_and_short(chat: Chat) -> int:
-    """A program with a prompt that exceeds slime's limit of the context, and one that does not."""
+    """A program with a prompt that exceeds slime's limit of the context, and a shorter prompt."""
     await chat.ask("long " * 300)
     await chat.ask("short")
     return 0
@@ -619,7 +619,7 @@ async def test_an_exception_of_a_function_costs_the_rollout() -> None:
 
 
 async def test_a_function_is_cancelled_at_a_limit() -> None:
-    """What it did is kept, with the limit as the stop reason."""
+    """Its calls are kept, with the limit as the stop reason."""
 
     async def agent(server: ModelServer, prompt: Prompt) -> float:
         await chat_of(server, "one", "two", "three")
@@ -687,7 +687,7 @@ async def test_what_is_no_agent_function_is_refused(function: Any) -> None:
 
 
 async def test_a_conversation_is_no_task() -> None:
-    """A program is given one text: a reply in it would be read as the user's."""
+    """A program gets one string: a reply in it would be read as the user's."""
     prompt = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     with pytest.raises(ConfigError, match=r"prompt\[1\].role: got 'assistant'; expected system or user"):
         await rollout(ask_once, prompt=prompt)
@@ -700,7 +700,7 @@ async def test_a_server_without_a_context_needs_a_window() -> None:
 
 
 async def test_a_run_is_refused_before_its_first_prompt(tmp_path: Path) -> None:
-    """A script that is missing, a prompt that is no argument: every value that a launch refuses."""
+    """A script that is missing, a prompt that is not an argument: every value that a launch refuses."""
     bound = {"program": functools.partial(script, path=tmp_path / "none.py"), "sandbox": FakeSandbox(ask_once)}
     with pytest.raises(ConfigError, match=r"^path: got .*none.py.*; expected a file that exists"):
         await check_program(bound, [Prompt("a")])
@@ -763,7 +763,7 @@ async def test_a_remote_sandbox_without_a_public_address_is_refused() -> None:
 
 
 async def test_a_public_address_that_leads_nowhere_is_refused() -> None:
-    """A port that is in use, and a sandbox that reaches only a listener of its own."""
+    """A port that is in use, and a sandbox that reaches only its own listener."""
     with socket.create_server(("127.0.0.1", 0)) as used:
         address = PublicAddress("https://a.example", f"127.0.0.1:{used.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"host:port: got '127.0.0.1:.*'; expected an address to listen on"):

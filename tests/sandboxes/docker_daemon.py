@@ -37,18 +37,18 @@ class Container:
 
 @attrs.define
 class Daemon:
-    """What the fake was asked, and what it has."""
+    """The requests and the state of the fake."""
 
     folder: Path
     pid: int = 0
-    """What it reports as process 1 of each container."""
+    """The number that it reports as process 1 of each container."""
     containers: dict[str, Container] = attrs.Factory(dict)
     execs: dict[str, tuple[Container, dict[str, Any]]] = attrs.Factory(dict)
     codes: dict[str, int] = attrs.Factory(dict)
     removed: list[str] = attrs.Factory(list)
     count: int = 0
     hold: asyncio.Event | None = None
-    """What the answer to the creation of a container waits for."""
+    """The event that the answer to the creation of a container waits for."""
 
     @property
     def socket(self) -> str:

@@ -1,4 +1,4 @@
-"""Machines that stand for those of a service: a folder of this machine, seen through bubblewrap.
+"""Machines in place of a service's: a folder of this machine, seen through bubblewrap.
 
 A command sees its own ``/``, with the programs of this machine, and this machine's processes.
 """
@@ -101,7 +101,7 @@ class _FolderMachine:
     async def upload(self, path: str, data: bytes) -> None:
         self.folder.place(path).write_bytes(data)
 
-    async def download(self, path: str, most: int) -> bytes:
+    async def download(self, path: str, max_bytes: int) -> bytes:
         return self.folder.place(path).read_bytes()
 
     async def delete(self) -> None:
@@ -115,7 +115,7 @@ class FolderSandbox(RemoteSandbox):
     lost: list[str] = attrs.field(factory=list)
     """Reasons why the next answers are lost on their way, the last first."""
     scripts: list[str] = attrs.field(factory=list)
-    """What was executed."""
+    """The executed scripts."""
     folders: list[Folder] = attrs.field(factory=list)
     """The machines."""
 

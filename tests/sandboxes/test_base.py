@@ -88,7 +88,7 @@ async def test_what_a_program_leaves_running_is_killed(sandbox: RunningSandbox) 
 
 
 async def test_a_cancelled_command_is_killed(sandbox: RunningSandbox) -> None:
-    """And the next answer is that of the next command."""
+    """And the next answer belongs to the next command."""
     with anyio.move_on_after(0.3):
         await sandbox.run(["sh", "-c", "sleep 63.5; echo late"], seconds=20)
     assert (await sandbox.exec(["echo", "next"])).stdout == "next\n"
@@ -155,7 +155,7 @@ async def test_a_sandbox_is_closed_in_any_case() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"argv": []}, "argv: got \\[\\]; expected a list of texts without null characters"),
+        ({"argv": []}, "argv: got \\[\\]; expected a list of strings without null characters"),
         ({"argv": "ls"}, "argv: got 'ls'; expected a list"),
         ({"argv": ["a\0"]}, "argv: got"),
         ({"env": {"A=": "b"}}, "env: got {'A=': 'b'}; expected names and values"),

@@ -30,7 +30,7 @@ LIMITS = SandboxLimits(output_bytes=1000, file_bytes=1 << 20)
 
 @pytest.fixture
 def network() -> Iterator[int]:
-    """A process in a network namespace of its own, as process 1 of a container is."""
+    """A process in a separate network namespace, as process 1 of a container is."""
     command = ["unshare", "-n", "sh", "-c", "ip link set lo up 2>/dev/null; echo; exec sleep 99"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -164,7 +164,7 @@ def test_the_containment_says_what_a_bridge_and_root_are() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"image": ""}, "ContainerSandbox.image: got ''; expected a text that is not empty"),
+        ({"image": ""}, "ContainerSandbox.image: got ''; expected a non-empty string"),
         ({"image": "a", "network": "host"}, 'ContainerSandbox.network: got \'host\'; expected "none" or "bridge"'),
     ],
 )

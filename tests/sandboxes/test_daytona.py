@@ -57,7 +57,7 @@ async def test_what_daytona_refuses_is_an_error(service: DaytonaService, options
 @pytest.mark.extra
 @needs_a_machine
 async def test_a_sandbox_that_is_gone_is_an_error(service: DaytonaService) -> None:
-    """Of the sandbox, never an end of the program; closing it is none."""
+    """An error of the sandbox, never an end of the program; closing it is not an error."""
     async with opened(service.kind()) as sandbox:
         service.machines.popitem()[1].delete()
         with pytest.raises(SandboxError, match=r"DaytonaSandbox.write: .*404"):
@@ -67,7 +67,7 @@ async def test_a_sandbox_that_is_gone_is_an_error(service: DaytonaService) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"image": ""}, r"DaytonaSandbox.image: got ''; expected a text that is not empty"),
+        ({"image": ""}, r"DaytonaSandbox.image: got ''; expected a non-empty string"),
         ({"image": "a", "snapshot": "b"}, r"DaytonaSandbox.image: got 'a'; expected None, as there is a snapshot"),
     ],
 )

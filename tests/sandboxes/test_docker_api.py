@@ -1,4 +1,4 @@
-"""The client of Docker's API: frames, refusals, and answers that are none."""
+"""The client of Docker's API: frames, refusals, and invalid answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollouts.sandboxes import SandboxError
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
 
 
-async def _ask(answer: list[bytes], most: int = 1000) -> tuple[bytes, bytes]:
+async def _ask(answer: list[bytes], max_bytes: int = 1000) -> tuple[bytes, bytes]:
     """Send a request to a daemon that answers with these packets; return the request and the answer's body."""
     requests = []
     with tempfile.TemporaryDirectory(prefix="rd-") as folder:
@@ -28,7 +28,7 @@ async def _ask(answer: list[bytes], most: int = 1000) -> tuple[bytes, bytes]:
 
         async with listener, anyio.create_task_group() as group:
             group.start_soon(listener.serve, serve)
-            body = await DockerApi(path).send("GET", "/a", {"path": "/x y"}, most=most)
+            body = await DockerApi(path).send("GET", "/a", {"path": "/x y"}, max_bytes=max_bytes)
             group.cancel_scope.cancel()
     return requests[0], body
 
@@ -61,14 +61,14 @@ async def test_bodies_of_every_kind(answer: list[bytes]) -> None:
         ([OK + b"Content-Length: 1001\r\n\r\n" + bytes(1001)], "got more than 1,000 bytes"),
     ],
 )
-async def test_an_answer_that_is_none_is_an_error(answer: list[bytes], words: str) -> None:
+async def test_an_invalid_answer_is_an_error(answer: list[bytes], words: str) -> None:
     """With the request that got it."""
     with pytest.RaisesGroup(pytest.RaisesExc(SandboxError, match=f"GET /a at .*: ({words})")):
         await _ask(answer)
 
 
 async def test_a_refusal_has_its_status() -> None:
-    """A missing file is no broken daemon."""
+    """A missing file is not a broken daemon."""
     with pytest.RaisesGroup(pytest.RaisesExc(DockerError, check=lambda error: error.status == 404)):
         await _ask([b"HTTP/1.1 404 X\r\nContent-Length: 2\r\n\r\n{}"])
 

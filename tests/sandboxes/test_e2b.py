@@ -56,7 +56,7 @@ async def test_what_e2b_refuses_is_an_error(service: E2BService, options: dict[s
 @pytest.mark.extra
 @needs_a_machine
 async def test_a_machine_that_is_gone_is_an_error(service: E2BService) -> None:
-    """Of the sandbox, never an end of the program; closing it is none."""
+    """An error of the sandbox, never an end of the program; closing it is not an error."""
     async with opened(service.kind()) as sandbox:
         service.machines.popitem()[1].delete()
         with pytest.raises(SandboxError, match=r"E2BSandbox.write: .*no token of a sandbox"):
@@ -74,7 +74,7 @@ def test_the_containment_names_the_network() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"template": ""}, r"E2BSandbox.template: got ''; expected a text that is not empty"),
+        ({"template": ""}, r"E2BSandbox.template: got ''; expected a non-empty string"),
         ({"hosts": ["a b"]}, r"E2BSandbox.hosts: got \('a b',\); expected names of hosts"),
         ({"hosts": ["https://a"]}, r"E2BSandbox.hosts: got .*; expected names of hosts"),
         ({"networks": 5}, r"E2BSandbox.networks: got 5; expected networks as"),

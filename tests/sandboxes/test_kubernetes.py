@@ -92,7 +92,7 @@ def test_the_containment_names_the_network_and_the_user() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"image": ""}, r"KubernetesSandbox.image: got ''; expected a text that is not empty"),
+        ({"image": ""}, r"KubernetesSandbox.image: got ''; expected a non-empty string"),
         ({"image": "a", "user": 0}, r"KubernetesSandbox.user: got 0; expected an integer >= 1"),
         (
             {"image": "a", "pod": {"volumes": []}},

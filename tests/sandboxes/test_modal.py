@@ -92,7 +92,7 @@ async def test_a_wrong_key_is_an_error(service: ModalService) -> None:
 @pytest.mark.extra
 @needs_a_machine
 async def test_a_sandbox_that_is_gone_is_an_error(service: ModalService) -> None:
-    """Of the sandbox, never an end of the program; closing it is none."""
+    """An error of the sandbox, never an end of the program; closing it is not an error."""
     async with opened(service.kind()) as sandbox:
         service.machines.popitem()[1].delete()
         with pytest.raises(SandboxError, match=r"ModalSandbox.write: NotFoundError: .*Task 'ta-0V' not found"):
@@ -122,8 +122,8 @@ def test_the_containment_names_the_network_and_the_memory() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"image": ""}, r"ModalSandbox.image: got ''; expected a text that is not empty"),
-        ({"app": None}, r"ModalSandbox.app: got None; expected a text that is not empty"),
+        ({"image": ""}, r"ModalSandbox.image: got ''; expected a non-empty string"),
+        ({"app": None}, r"ModalSandbox.app: got None; expected a non-empty string"),
     ],
 )
 def test_a_bad_setting_is_refused(arguments: dict[str, Any], words: str) -> None:

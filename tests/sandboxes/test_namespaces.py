@@ -178,7 +178,7 @@ def _processes(argument: str) -> int:
 
 
 async def test_an_outside_end_of_the_holder_is_an_error_of_the_sandbox() -> None:
-    """With what is known; it is no ``Exit`` of the program."""
+    """The error says what is known; it is not an ``Exit`` of the program."""
     running = await opened_here(NamespaceSandbox())
     running._process.kill()
     with pytest.raises(SandboxError, match="the sandbox ended: no message"):
@@ -187,7 +187,7 @@ async def test_an_outside_end_of_the_holder_is_an_error_of_the_sandbox() -> None
 
 
 async def test_a_read_that_is_cancelled_in_its_answer_spoils_no_other(sandbox: RunningSandbox) -> None:
-    """The cancellation passes at once, and the next answer is that of the next request."""
+    """The cancellation passes at once, and the next answer belongs to the next request."""
     assert isinstance(sandbox, RunningNamespaces)
     await sandbox.write("large", bytes(LIMITS.file_bytes))
     with anyio.fail_after(10):

@@ -1,4 +1,4 @@
-"""The kind ``process``: folders of its own; it says that it contains nothing."""
+"""The kind ``process``: separate folders; it says that it contains nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_says_that_it_contains_nothing() -> None:
 
 
 async def test_the_server_is_reached_on_loopback() -> None:
-    """At its own port: there is no other network."""
+    """At the server's port: the sandbox has no other network."""
     async with opened(ProcessSandbox()) as sandbox:
         assert (sandbox.listener, sandbox.url_inside(81)) == (None, "http://127.0.0.1:81")
         with pytest.raises(ConfigError, match="port: got None; expected the server's port"):

@@ -1,4 +1,4 @@
-"""What the remote kinds share, on a machine that is a folder: starts, lost answers, hostile programs, closing."""
+"""The common part of the remote kinds, on a folder as machine: starts, lost answers, hostile programs, closing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_any_words_reach_the_program() -> None:
 
 @needs_a_machine
 async def test_a_program_that_kills_its_shell_has_ended() -> None:
-    """What it wrote is lost, and the sandbox says so and runs the next command."""
+    """Its output is lost, and the sandbox says so and runs the next command."""
     async with opened(FolderSandbox()) as sandbox:
         end = await sandbox.run(["sh", "-c", "echo x; kill -9 -$(ps -o pgid= $$ | tr -d ' ')"], seconds=20)
         assert (end.code, end.truncated, end.timed_out) == (-9, True, False)
@@ -107,7 +107,7 @@ class _Slow(FolderSandbox):
 
 @needs_a_machine
 async def test_a_machine_that_is_being_created_at_a_cancellation_is_deleted() -> None:
-    """It is awaited and deleted, as it would go on without an owner."""
+    """It is awaited and deleted, as it would run without an owner."""
     kind = _Slow()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(kind.open)
@@ -143,7 +143,7 @@ class _SilentMachine:
     async def upload(self, path: str, data: bytes) -> None:
         raise PermissionError(path)
 
-    async def download(self, path: str, most: int) -> bytes:
+    async def download(self, path: str, max_bytes: int) -> bytes:
         return b""
 
     async def delete(self) -> None:
@@ -157,7 +157,7 @@ class _SilentMachine:
         ("motd\nMARK\nno mkfifo", r"_Silent: the workspace cannot be made: 'no mkfifo'"),
     ],
 )
-async def test_an_answer_that_is_none_is_an_error(answer: str, words: str) -> None:
+async def test_an_invalid_answer_is_an_error(answer: str, words: str) -> None:
     """With what was answered; a failure to delete the machine is a note."""
     with pytest.raises(SandboxError, match=words) as caught:
         await _Silent(answer=answer).open()
@@ -165,7 +165,7 @@ async def test_an_answer_that_is_none_is_an_error(answer: str, words: str) -> No
 
 
 def test_a_port_of_ours_is_not_reached() -> None:
-    """The address is refused by name, instead of one that leads nowhere."""
+    """The call is refused by name, as any address would lead nowhere."""
     with pytest.raises(ConfigError, match=r"gateway: got None; expected a PublicAddress: a program in _Silent reaches"):
         RunningRemote(_Silent(), _SilentMachine("")).url_inside(80)
 

@@ -1,4 +1,4 @@
-"""The filter: its numbers are those of the kernel, and its jumps end where they should."""
+"""The filter: its numbers are the kernel's, and its jumps end where they should."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_numbers_are_the_kernels(column: int, header: str) -> None:
 
 
 def run(program: bytes, machine: int, number: int, argument: int = 0, second: int = 0) -> int:
-    """What a filter answers, by the kernel's rules for the few steps that ours has."""
+    """The answer of a filter, by the kernel's rules for the few steps that ours has."""
     steps = list(struct.iter_unpack("=HBBI", program))
     place, value = 0, 0
     while True:

@@ -1,4 +1,4 @@
-"""What the adapters share: calls of foreign synchronous code, and an observation as a part of the prompt."""
+"""The common part of the adapters: calls of foreign synchronous code, and an observation as a part of the prompt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
 
 
 def with_content(messages: Sequence[Message], more: Content) -> Sequence[Message]:
-    """The prompt with more at the end of its last user message; a message of its own follows any other role."""
+    """The prompt with more at the end of its last user message; a separate message follows any other role."""
     if not more:
         return messages
     if not messages or messages[-1].role != "user":
@@ -45,10 +45,10 @@ def with_content(messages: Sequence[Message], more: Content) -> Sequence[Message
 
 
 def numbers_of(values: Any, what: str) -> dict[str, float]:
-    """The finite numbers of a mapping, as metrics; texts, lists and other values are left out.
+    """The finite numbers of a mapping, as metrics; strings, lists and other values are left out.
 
     Raises:
-        ConfigError: it is no mapping.
+        ConfigError: it is not a mapping.
     """
     if not isinstance(values, Mapping):
         raise ConfigError.of(what, values, "a mapping of names to values")

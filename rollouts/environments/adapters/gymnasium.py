@@ -1,4 +1,4 @@
-"""Environments with the interface of Gymnasium, such as those of Gymnasium itself and of GEM, in text and images.
+"""Environments with the interface of Gymnasium, e.g. of Gymnasium itself and of GEM, in text and images.
 
 Invariant: ``reset`` is called once, with the seed of the prompt, so that all rollouts of a prompt start alike; each
 reply is one ``step``. The environment's synchronous code runs in worker threads, one call at a time.
@@ -22,7 +22,7 @@ def _shown(observe: Callable[[Any], Any], observation: Any) -> Content:
     try:
         return as_content(shown)
     except ConfigError:
-        expected = "a text, an image, or a list of these; observe=… converts other observations"
+        expected = "a string, an image, or a list of these; observe=… converts other observations"
         raise ConfigError.of("GymnasiumEnvironment.observation", shown, expected) from None
 
 
@@ -39,7 +39,7 @@ class GymnasiumEnvironment:
     Args:
         make: creates the environment of one episode, e.g. ``partial(gymnasium.make, "TextWorld-v0")``.
         action: maps the text of a reply to the action; its ``ValueError`` is a message to the model, and counted.
-        observe: maps an observation to the content of a user message: a text, an image (e.g.
+        observe: maps an observation to the content of a user message: a string, an image (e.g.
             ``PIL.Image.fromarray(array)``), or a list of these.
     """
 

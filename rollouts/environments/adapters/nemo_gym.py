@@ -30,7 +30,7 @@ def row_to_prompt(row: Mapping[str, Any]) -> Prompt:
     """Convert a row of a NeMo Gym data set to a prompt; the row is its metadata.
 
     Raises:
-        ConfigError: it has no ``responses_create_params``, or its input has an item that is no text and no image.
+        ConfigError: it has no ``responses_create_params``, or its input has an item that is neither text nor an image.
     """
     given = row.get(_PARAMS)
     if not isinstance(given, Mapping) or "input" not in given:
@@ -127,7 +127,7 @@ class NeMoGymEnvironment:
 
 
 def _message(item: Mapping[str, Any]) -> Message:
-    """A message of the Responses API; its text parts have other names than those of the chat format."""
+    """A message of the Responses API; its text parts have other names than in the chat format."""
     content = item.get("content")
     if item.get("type", "message") != "message" or "role" not in item:
         raise ConfigError.of(f"{_PARAMS}.input", item, "messages of texts and images")

@@ -38,7 +38,7 @@ class OpenEnvEnvironment:
         base_url: the server's URL.
         action: maps the text of a reply to the fields of the action; ``None`` plays the environment's MCP tools, and a
             reply without a call ends the episode.
-        observe: maps the fields of an observation to a text, an image, or a list of these.
+        observe: maps the fields of an observation to a string, an image, or a list of these.
         seconds: the longest wait for one answer of the server.
     """
 

@@ -26,7 +26,7 @@ class SkyRLGymEnvironment:
     Args:
         env_id: the id that it is registered with, e.g. ``"gsm8k"``.
         config: its ``env_config``, if it takes one.
-        same_turn: whether observations go on in the assistant's turn (``use_conversation_multi_turn=false`` of SkyRL).
+        same_turn: whether observations continue the assistant's turn (``use_conversation_multi_turn=false`` of SkyRL).
             By default they are messages.
     """
 
@@ -65,7 +65,7 @@ class SkyRLGymEnvironment:
             return StepResult(done=True, reward=reward, metrics=metrics)
         messages = as_messages(output["observations"])
         if self.same_turn:
-            texts = [message.only_text("a text in the same turn") for message in messages]
+            texts = [message.only_text("a message in the same turn") for message in messages]
             return StepResult(continuation="".join(texts), reward=reward)
         return StepResult(messages, reward=reward)
 

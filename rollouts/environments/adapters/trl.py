@@ -1,6 +1,6 @@
 """Classes that TRL takes as its ``environment_factory``: their public methods are the tools.
 
-Invariant: as in TRL, the schema of a tool is that of its type hints and docstring, any exception of a tool is a message
+Invariant: as in TRL, the schema of a tool comes from its type hints and docstring, any exception of a tool is a message
 to the model, and ``get_reward`` is called once, when the model replies without a call. TRL itself is not imported.
 """
 
@@ -52,7 +52,7 @@ class TRLEnvironment:
         if observation is None:
             return prompt.messages
         if not isinstance(observation, str | list):
-            expected = "a text, a list of content blocks, or None"
+            expected = "a string, a list of content blocks, or None"
             raise bad_step(f"{self._name}.reset", f"got {shortened(observation)}; expected {expected}")
         return with_content(prompt.messages, _content_of(observation, f"{self._name}.reset"))
 
@@ -80,7 +80,7 @@ class TRLEnvironment:
 
 
 def _content_of(given: str | list[Any], what: str) -> Content:
-    """The texts and images of a text or of content blocks (``{"type": "image", "image": …}``)."""
+    """The strings and images of a string or of content blocks (``{"type": "image", "image": …}``)."""
     try:
         return Message.from_chat({"role": "tool", "content": given}).content
     except ConfigError as error:

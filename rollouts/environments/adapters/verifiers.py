@@ -1,10 +1,10 @@
 """Tasksets of verifiers 0.4: their tasks, tools and rewards, played by the agent of this package.
 
-Invariant: each rollout has a trace of its own, whose nodes are the messages of the conversation, and the task's own
+Invariant: each rollout has a separate trace, whose nodes are the messages of the conversation, and the task's own
 ``setup``, ``finalize`` and ``score`` run on it. Tools run in this process. A trace here has no tokens.
 
-What needs verifiers' own rollout is refused by name: a container, a user simulator, interceptors and stop conditions,
-tools with a state of their own, and tools of the whole taskset.
+Tasks that need verifiers' rollout are refused by name: a container, a user simulator, interceptors and stop conditions,
+tools with state, and tools of the whole taskset.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _prompt(task: Any, number: int) -> Prompt:
 class VerifiersEnvironment:
     """One episode of a task. :func:`tasks_of` makes the prompts and this class for them.
 
-    A reply without a call ends the episode, and the task's rewards and metrics are those of the trace so far. A rollout
-    that a limit ends is not scored; bind a ``reward_fn`` to score it.
+    A reply without a call ends the episode, and the task's rewards and metrics are computed from the trace so far. A
+    rollout that a limit ends is not scored; bind a ``reward_fn`` to score it.
 
     Args:
         tasks: the tasks; the prompt names one by its number.
@@ -148,7 +148,7 @@ class VerifiersEnvironment:
 
         name = toolset.server_name
         if toolset.config.url is not None or state_cls(type(toolset)) is not State:
-            expected = "a toolset without url, and without a state of its own, which verifiers synchronises"
+            expected = "a toolset without url, and without state, which verifiers synchronises"
             raise ConfigError.of("task.toolsets", type(toolset).__name__, expected)
         await toolset.setup()
         await toolset.setup_task(self._task.data)

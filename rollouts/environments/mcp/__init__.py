@@ -1,4 +1,4 @@
-"""Environments whose tools are those of MCP servers."""
+"""Environments with the tools of MCP servers."""
 
 from rollouts.environments.mcp.environment import McpEnvironment
 from rollouts.environments.mcp.server import McpServer

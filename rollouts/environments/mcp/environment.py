@@ -28,7 +28,7 @@ __all__ = ["McpEnvironment"]
 
 
 class McpEnvironment(ToolEnvironment):
-    """An environment whose tools are those of MCP servers, and its own methods marked with ``tool``.
+    """An environment whose tools are the tools of MCP servers, and its methods marked with ``tool``.
 
     A reply without calls ends the episode; override :meth:`answer` to change this.
 
@@ -107,7 +107,7 @@ class McpEnvironment(ToolEnvironment):
         self._sessions[index] = await server.take()
 
     def _content_of(self, result: Any) -> Content:
-        """A result as texts and images, one below the other."""
+        """A result as strings and images, one below the other."""
         parts: list[str | Image] = []
         for block in result.content:
             part = self._image(block) or self._block(block)

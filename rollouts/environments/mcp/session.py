@@ -1,6 +1,6 @@
 """Sessions with MCP servers. One task opens, uses and closes each session, in one thread for the whole process.
 
-Invariant: the cancel scopes of the SDK and those of the caller never mix. A caller waits for a future; its cancellation
+Invariant: the cancel scopes of the SDK and of the caller never mix. A caller waits for a future; its cancellation
 or timeout ends its own request and nothing else. When a session ends, every pending call raises :class:`SessionOver`,
 and the server's process is gone. The thread exists while there is a session.
 
@@ -262,7 +262,7 @@ _TIMED_OUT = 408
 
 
 def list_tools(server: ServerOptions) -> list[Any]:
-    """List the tools of a server in a session of its own; blocks until the server answers.
+    """List the tools of a server in a separate session; blocks until the server answers.
 
     Raises:
         SessionOver: the server does not start or does not answer.

@@ -90,7 +90,7 @@ class ORSServer:
         ping_seconds: float = EVERY,
     ) -> None:
         self._connection = Connection(
-            base_url,
+            base_url=base_url,
             api_key=api_key,
             deployment=deployment,
             secrets=secrets or {},

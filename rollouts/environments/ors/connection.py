@@ -37,6 +37,7 @@ _LAST_BYTES = 0.2
 """Seconds to wait for a stream's end after its result: a connection that is not read to the end cannot be reused."""
 
 
+@attrs.define(eq=False, kw_only=True, repr=False)
 class Connection:
     """URL, credentials and connection pools of a server. Arguments as :class:`ORSServer`.
 
@@ -44,26 +45,24 @@ class Connection:
         ConfigError: ``base_url`` is not an HTTP URL.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None,
-        deployment: str | None,
-        secrets: Mapping[str, Secret],
-        missing_secrets: Sequence[str],
-        starting_seconds: float,
-    ) -> None:
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-            raise ConfigError.of("ORSServer.base_url", base_url, "a URL that starts with http:// or https://")
-        self.url = base_url.rstrip("/")
-        self._shown = without_password(self.url)
-        self.deployment = deployment
-        self._api_key = api_key
-        self._secrets = dict(secrets)
-        self._missing = tuple(missing_secrets)
-        self._starting_seconds = starting_seconds
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HttpClient] = weakref.WeakKeyDictionary()
+    url: str = attrs.field(alias="base_url")
+    _api_key: str | None
+    deployment: str | None
+    _secrets: Mapping[str, Secret]
+    _missing: Sequence[str] = attrs.field(alias="missing_secrets")
+    _starting_seconds: float
+    _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HttpClient] = attrs.field(
+        init=False, factory=weakref.WeakKeyDictionary
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url.startswith(("http://", "https://")):
+            raise ConfigError.of("ORSServer.base_url", self.url, "a URL that starts with http:// or https://")
+        self.url = self.url.rstrip("/")
+
+    @property
+    def _shown(self) -> str:
+        return without_password(self.url)
 
     def __repr__(self) -> str:
         return f"<Connection to {self._shown}>"
@@ -90,7 +89,7 @@ class Connection:
             done: a status that, on a retry, means that an earlier attempt succeeded.
 
         Raises:
-            ORSError: the server refused the request, or there is no response after all attempts.
+            ORSError: the server refused the request, or no attempt got a response.
         """
         retry = _Retry(self._starting_seconds)
         headers = self.headers(session_id, secret=path == "/create")
@@ -243,7 +242,7 @@ class _Retry:
         self.retry_after = float(after) if after.isdigit() else None
 
     async def pause(self) -> bool:
-        """Wait before the next attempt; return ``False`` if there are no attempts left."""
+        """Wait before the next attempt; return ``False`` if no attempt is left."""
         if self.starting:
             if time.monotonic() - self.began >= self.starting_seconds:
                 return False

@@ -36,7 +36,7 @@ class CallRecord:
     id: str
     name: str
     text: Content
-    """The content of the tool message: a text, or texts and images."""
+    """The content of the tool message: a string, or strings and images."""
     reward: float | None
     finished: bool
     failed: bool
@@ -52,8 +52,8 @@ class ORSEnvironment:
 
     Args:
         server: the environment's server, shared by all rollouts.
-        nudge: the answer to a reply without calls if there is no terminal tool.
-        images: whether the model sees images; without, a text describes them, counted in ``blocks_not_shown``.
+        nudge: the answer to a reply without calls if the task has no terminal tool.
+        images: whether the model sees images; otherwise text describes them, counted in ``blocks_not_shown``.
     """
 
     def __init__(self, server: ORSServer, *, nudge: str = NUDGE, images: bool = False) -> None:

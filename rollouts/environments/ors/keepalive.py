@@ -1,6 +1,6 @@
 """Keep-alive pings for sessions that wait for their model; servers close silent sessions.
 
-Invariant: each listed session sends a request at least every ``EVERY`` seconds. Pings come from a thread of their own,
+Invariant: each listed session sends a request at least every ``EVERY`` seconds. Pings come from a separate thread,
 so a busy event loop does not delay them; the thread ends with the last session. The result of a ping is ignored: the
 next request of the session will report an error.
 """

@@ -1,6 +1,6 @@
 """Group rewards from the environment, which compares the rollouts of one task.
 
-Invariant: one score for each rollout, in order, or an error; there is no default score. It reads only the messages and
+Invariant: one score for each rollout, in order, or an error, never a default score. It reads only the messages and
 the metadata of a sample.
 """
 

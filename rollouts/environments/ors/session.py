@@ -32,7 +32,7 @@ _KEEP_ALIVE = KeepAlive()
 
 
 async def create_session_id(connection: Connection) -> str:
-    """Return a new session id: a random one, or one that the cloud creates."""
+    """Return a new session id: random, or created by the cloud."""
     if not connection.has_key:
         return uuid.uuid4().hex
     events = Events().feed(await connection.request("POST", "/create_session", {}))

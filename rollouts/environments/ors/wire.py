@@ -119,10 +119,10 @@ def read(kind: type[Read], payload: bytes | str, what: str) -> Read:
 
 
 def content_of(blocks: Sequence[Block], *, images: bool) -> tuple[Content, int]:
-    """The content of blocks, and the number of those that the model does not see, which a text describes.
+    """The content of blocks, and the number of blocks that the model does not see, which text describes.
 
     Args:
-        blocks: texts and images.
+        blocks: text and images.
         images: whether the model sees images.
     """
     parts: list[str | Image] = []
@@ -147,7 +147,7 @@ def _image(block: Block) -> Image | None:
 def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> list[dict[str, Any]]:
     """Chat dicts as messages of the standard; tool results become user messages. Drops types that are not allowed.
 
-    Where images are not allowed, a text stands for each.
+    Where images are not allowed, text stands for each.
     """
     converted: list[dict[str, Any]] = []
     for chat in messages:
@@ -174,7 +174,7 @@ def blocks_of(messages: Iterable[Mapping[str, Any]], allowed: Sequence[str]) -> 
 
 
 def _content_blocks(content: Any, *, images: bool) -> list[dict[str, Any]]:
-    """The content of a chat dict as blocks of texts and images."""
+    """The content of a chat dict as blocks of text and images."""
     parts = content if images and isinstance(content, list | tuple) else [chat_text(content)]
     blocks: list[dict[str, Any]] = []
     for part in parts:
@@ -190,7 +190,7 @@ def _content_blocks(content: Any, *, images: bool) -> list[dict[str, Any]]:
 def messages_of(payload: bytes, what: str, *, images: bool) -> tuple[list[Message], int]:
     """The messages of a prompt, and the number of blocks that the model does not see; see :func:`content_of`.
 
-    Tool results become messages of their own.
+    Tool results become separate messages.
 
     Raises:
         ORSError: the payload is not a list of messages.

@@ -21,7 +21,7 @@ _PRIVATE = ("internal", "local", "localhost", "svc")
 
 
 def _split(text: Any) -> SplitResult | None:
-    """The parts of a URL; ``None`` if it is none."""
+    """The parts of a URL; ``None`` for any other value."""
     if not isinstance(text, str) or not text.isascii() or not text.isprintable() or " " in text:
         return None
     try:
@@ -61,7 +61,7 @@ def _without_slash(value: Any) -> Any:
 class PublicAddress:
     """Where the gateway listens, and the URL that leads there from another machine.
 
-    Nothing between the two is made here: the URL is that of a proxy or a tunnel with TLS, or of this machine in a
+    This class sets up nothing between the two: the URL belongs to a proxy or a tunnel with TLS, or to this machine in a
     private network. A client that has the key of an open session can call the model as its program.
     """
 

@@ -1,7 +1,7 @@
-"""The ids of the tool calls of one session: those that the program is given, and those that the model wrote.
+"""The ids of the tool calls of one session: the ids that the program gets, and the ids that the model wrote.
 
-Invariant: an id that the program is given is that of one call of the session, whatever the model writes and however
-many branches grow at the same time. What is rendered has the ids that the model wrote.
+Invariant: an id that the program gets names one call of the session, whatever the model writes and however many
+branches grow at the same time. Rendered messages have the ids that the model wrote.
 
 Pure; this module knows no token.
 """
@@ -27,13 +27,13 @@ class CallIds:
     def __init__(self) -> None:
         self._given = 0
         self._written: dict[str, str] = {}
-        """The id that the model wrote, by the id that the program was given."""
+        """The id that the model wrote, by the id that the program got."""
 
     def give(self, reply: Message) -> tuple[Message, Message]:
-        """The reply as it is rendered, with the model's own ids if it wrote any, and as the program is given it."""
+        """The reply as it is rendered, with the model's ids if it wrote any, and as the program gets it."""
         if not reply.tool_calls:
             return reply, reply
-        own: list[ToolCall] = []
+        rendered: list[ToolCall] = []
         served: list[ToolCall] = []
         used: set[str] = set()
         for call in map(sendable, reply.tool_calls):
@@ -43,9 +43,9 @@ class CallIds:
             used.add(written)
             if written != given:
                 self._written[given] = written
-            own.append(attrs.evolve(call, id=written))
+            rendered.append(attrs.evolve(call, id=written))
             served.append(attrs.evolve(call, id=given))
-        return attrs.evolve(reply, tool_calls=own), attrs.evolve(reply, tool_calls=served)
+        return attrs.evolve(reply, tool_calls=rendered), attrs.evolve(reply, tool_calls=served)
 
     def as_written(self, messages: list[Message]) -> list[Message]:
         """The messages of a program with the ids that the model itself wrote into its calls."""

@@ -1,7 +1,7 @@
 """The chat completions API of OpenAI.
 
-Invariant: what ``read`` cannot read is refused by the path of the field; what is read and not honoured is in
-``counts``. A stream has each tool call as a whole. This module does no I/O.
+Invariant: ``read`` refuses a field that it cannot read by its path; fields that are not honoured are in ``counts``.
+A stream has each tool call as a whole. This module does no I/O.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The connections of the gateway: how many there are, who has them, and how long a head may take.
 
 Invariant: connections leave a part of the process's file descriptors free, one session has a part of them, and a
-client that sends no whole head is closed. If there are too many, an idle connection is closed: one of those who have
-the most. A listening socket without a file descriptor for its next connection closes that connection, and writes
-nothing. A request that is no HTTP is answered and not logged.
+client that sends no whole head is closed. If there are too many, an idle connection of the owner with the most is
+closed. A listening socket without a file descriptor for its next connection closes that connection, and writes
+nothing. Bytes that are not HTTP are answered and not logged.
 
 This module knows no route and no session.
 """
@@ -43,7 +43,7 @@ class Connections(web.Server):
 
     Args:
         handler: called with each request, whose ``protocol`` is a :class:`Connection`.
-        malformed: answers a request that is no HTTP.
+        malformed: answers bytes that are not HTTP.
         most: the number of connections.
         most_of_one: the number of connections of one owner.
         head_seconds: how long a client may take to send the head of a request.
@@ -74,13 +74,13 @@ class Connections(web.Server):
             closed.force_close()
 
     def remove(self, connection: Connection) -> None:
-        """Count a connection no more."""
+        """Stop counting a connection."""
         if connection in self._open:
             del self._open[connection]
             self._own(connection.owner, -1)
 
     def own(self, connection: Connection, owner: object) -> bool:
-        """Note whose requests a connection sends; false if the owner has too many already."""
+        """Record whose requests a connection sends; false if the owner has too many already."""
         if connection.owner != owner and connection in self._open:
             if self._owned[owner] >= self._most_of_one:
                 return False
@@ -99,7 +99,7 @@ class Connection(web.RequestHandler):
     """One connection.
 
     Attributes:
-        owner: whose requests it sends; ``None`` before the first one that is known.
+        owner: whose requests it sends; ``None`` before the first request with a known key.
         busy: whether a request is being answered.
     """
 
@@ -117,7 +117,7 @@ class Connection(web.RequestHandler):
         self._connections_of_server.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Count it no more."""
+        """Stop counting it."""
         self._stop_waiting()
         self._connections_of_server.remove(self)
         super().connection_lost(exc)
@@ -145,7 +145,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that is no HTTP: it is the client's mistake, and no news of this process."""
+        """Answer bytes that are not HTTP without a log entry: it is the client's mistake."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         response: web.StreamResponse = self._connections_of_server.malformed(message)

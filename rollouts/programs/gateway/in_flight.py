@@ -1,6 +1,6 @@
 """An amount that is under way at the same time: tokens at the policy, or bytes of bodies.
 
-Invariant: it is at most the limit, except that of a single one that is more by itself.
+Invariant: the amount is at most the limit, unless a single request exceeds the limit by itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class InFlight:
     """Tokens or bytes that are under way.
 
     Args:
-        most: the limit; ``None``: unlimited.
+        limit: the most at the same time; ``None``: unlimited.
     """
 
-    def __init__(self, most: int | None) -> None:
-        self._most = most
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
         self._now = 0
         self._fewer = anyio.Event()
 
     @contextlib.asynccontextmanager
     async def more(self, amount: int) -> AsyncIterator[None]:
-        """Wait until so many more may be in flight; they are while the context lasts."""
-        while self._most is not None and self._now and self._now + amount > self._most:
+        """Wait until this amount may be in flight, too; it is while the context lasts."""
+        while self._limit is not None and self._now and self._now + amount > self._limit:
             await self._fewer.wait()
         self._now += amount
         try:

@@ -1,7 +1,7 @@
 """The Messages API of Anthropic.
 
-Invariant: what ``read`` cannot read is refused by the path of the field; what is read and not honoured is in
-``counts``. The results of a user message stand before its texts. This module does no I/O.
+Invariant: ``read`` refuses a field that it cannot read by its path; fields that are not honoured are in ``counts``.
+The results of a user message stand before its text. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _messages(fields: Fields, counts: Counts) -> list[Message]:
     for block in fields.objects("content"):
         if block.value.get("type") == "tool_result":
             content = content_of(block, "content", lambda part: _part(part, counts))
-            if block.value.get("is_error") is True:  # templates have no place for it; programs say it in the text too
+            if block.value.get("is_error") is True:  # templates have no place for it; programs say it in the text, too
                 counts["not_shown/is_error"] += 1
             results.append(Message("tool", content, tool_call_id=block.required("tool_use_id")))
         else:
@@ -194,7 +194,7 @@ def _document(fields: Fields, counts: Counts) -> Content:
 def answer(request: CallRequest, replies: Sequence[CallReply]) -> dict[str, Any]:
     """The JSON of an answer: the one reply.
 
-    A tool call needs an object as its input here, so that a malformed call is a text block with its raw text.
+    A tool call needs an object as its input here, so a malformed call becomes a text block with its raw text.
     """
     reply = replies[0]
     blocks = [_as_text(call) if call.error is not None else _tool_use(call) for call in reply.message.tool_calls]

@@ -1,8 +1,8 @@
-"""What counts as the same message, and the form in which the messages of a program are rendered.
+"""Keys of equal messages, and the form in which the messages of a program are rendered.
 
-Invariant: two requests with equal keys show the model the same conversation. Images are compared by their hashes. Outer
-white space, the reasoning of a reply, and the spelling of a call whose id this session has given out are no part of a
-key: programs change them when they send a conversation back. Pure; this module knows no token and no call.
+Invariant: two requests with equal keys show the model the same conversation. Images are compared by their hashes. A key
+leaves out outer white space, the reasoning of a reply, and the spelling of a call whose id this session has issued:
+programs change them when they send a conversation back. Pure; this module knows no token and no call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 EchoChange: TypeAlias = Literal["reasoning_dropped", "respelled", "rewritten"]
-"""What a program changed in a reply that it sent back: it left the reasoning out, spelled arguments otherwise, or wrote
+"""A change of a reply that a program sent back: it left the reasoning out, spelled arguments in another way, or wrote
 other text, names or arguments."""
 
 
@@ -50,8 +50,8 @@ def path_keys(messages: Sequence[Message], ours: set[str], start: int = 0) -> li
     Keys are hashes of 64 bits, of this process only. A request has its whole history, so each costs under 1 µs.
 
     Args:
-        messages: the conversation, or what follows the conversation with the key ``start``.
-        ours: the ids of the calls that this session has given out.
+        messages: the conversation, or its part behind the conversation with the key ``start``.
+        ours: the ids of calls that this session has issued.
         start: the key of the messages before.
     """
     keys = []
@@ -70,7 +70,7 @@ def path_keys(messages: Sequence[Message], ours: set[str], start: int = 0) -> li
 
 
 def _shown(message: Message) -> object:
-    """What a message shows: its text, or its texts and images; an image has the hash of its bytes."""
+    """The visible content of a message: its text, or its strings and images; an image is hashed by its bytes."""
     if isinstance(message.content, str):
         return message.content.strip()
     parts = [part.strip() if isinstance(part, str) else part for part in message.content]
@@ -146,7 +146,7 @@ def _is_rewritten(ours: ToolCall, theirs: ToolCall) -> bool:
 
 
 def joined(contents: Iterable[Content]) -> Content:
-    """Contents as one: neighbouring texts are joined by line breaks, images keep their places."""
+    """Contents as one: neighbouring strings are joined by line breaks, images keep their places."""
     parts = [part for content in contents for part in ((content,) if isinstance(content, str) else content)]
     merged: list[str | Image] = []
     for is_text, group in itertools.groupby(parts, key=lambda part: isinstance(part, str)):
@@ -182,8 +182,8 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
     """Give each result the name of the tool that its call names; some templates write it.
 
     Args:
-        messages: what is rendered.
-        before: the conversation before it; of equal ids the call next before the result counts.
+        messages: the messages to render.
+        before: the conversation before them; of equal ids the call next before the result counts.
     """
     wanted = {message.tool_call_id for message in messages if message.role == "tool" and message.name is None}
     names: dict[str | None, str] = {}
@@ -205,7 +205,7 @@ def with_tool_names(messages: Sequence[Message], before: Sequence[Message] = ())
 
 @attrs.frozen
 class MessageRules:
-    """Which messages a chat template takes, and what replaces those that it refuses."""
+    """Which messages a chat template takes, and what replaces the messages that it refuses."""
 
     system: Literal["anywhere", "first", "never"] = "anywhere"
     """Where a system message may stand. ``first``: one, at the start."""
@@ -244,7 +244,7 @@ class MessageRules:
 
 
 def message_rules(render: Callable[[Sequence[Message]], str]) -> MessageRules:
-    """Find the rules of a chat template by rendering short conversations; ``render`` is that of its renderer."""
+    """Find the rules of a chat template by rendering short conversations with ``render`` of its renderer."""
 
     def keeps(*roles: Literal["system", "user", "assistant"]) -> bool:
         marks = [f"qz7{number}qz7" for number in range(len(roles))]
@@ -261,7 +261,7 @@ def message_rules(render: Callable[[Sequence[Message]], str]) -> MessageRules:
     return MessageRules("first" if keeps("system", "user") else "never", neighbours)
 
 
-# -- what was read before ---------------------------------------------------------------------------------------------
+# -- earlier conversations ---------------------------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
@@ -277,13 +277,13 @@ class Conversation:
     replies: list[tuple[int, int]]
     """The places of each assistant message: in ``whole``, and in ``messages``."""
     known: int = 0
-    """Number of messages of ``whole`` that an earlier conversation has, too."""
+    """Number of messages of ``whole`` that an earlier conversation also has."""
     line: object = attrs.field(factory=object, repr=False)
-    """That of the earlier conversation, or a new one."""
+    """The line of the earlier conversation, or a new one."""
 
     @property
     def new(self) -> tuple[Message, ...]:
-        """The messages of ``whole`` that no earlier conversation has, and those from its last reply on."""
+        """The messages of ``whole`` from the last reply that an earlier conversation has."""
         return self.whole[self.known :]
 
 
@@ -294,7 +294,7 @@ class Conversations:
     objects. Neither order nor folding crosses a reply, so that both stay as they are up to there.
 
     Args:
-        rules: those of the chat template.
+        rules: of the chat template.
         most: the number of conversations that are kept: agents that work at the same time have one each.
     """
 
@@ -320,7 +320,7 @@ class Conversations:
         return Conversation(whole, messages, keys, before + replies, known, earlier.line)
 
     def keep(self, conversation: Conversation) -> None:
-        """Keep a conversation for later requests; the one that it was taken from is dropped."""
+        """Keep a conversation for later requests in place of the conversation that it extends."""
         self._kept.pop(conversation.line, None)
         self._kept[conversation.line] = conversation
         if len(self._kept) > self._most:

@@ -1,8 +1,8 @@
 """The Responses API of OpenAI.
 
-Invariant: what ``read`` cannot read is refused by the path of the field; what is read and not honoured is in
-``counts``. The id of an item has the id of its reply in it, so that a reference to the item can be resolved. This
-module does no I/O.
+Invariant: ``read`` refuses a field that it cannot read by its path; fields that are not honoured are in ``counts``.
+The id of an item contains the id of its reply, so that a reference to the item can be resolved. This module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
 _NOT_HERE = ("conversation", "prompt", "background")
-"""Fields that refer to what a server keeps; this server keeps the session only."""
+"""Fields that refer to stored objects; this server stores the session only."""
 FIELDS: tuple[str, ...] = (
     *SAMPLING, *_NOT_HERE, "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id",
     "stream", "text", "tool_choice", "top_logprobs", "truncation",
@@ -133,7 +133,7 @@ class _Conversation:
         return attrs.evolve(self, messages=[*self.messages], calls=[*self.calls])
 
     def add(self, message: Message) -> None:
-        """Add a message that is no reply."""
+        """Add a message that is not a reply."""
         self.close()
         self.messages.append(message)
 
@@ -158,7 +158,7 @@ class _Conversation:
             self.add(item)
 
     def _open(self, *, reasoning: str | None = None, content: str | None = None) -> None:
-        """Reasoning and text stand before the calls of a reply, so that what follows them belongs to another one."""
+        """Reasoning and text stand before the calls of a reply, so items behind the calls belong to another reply."""
         if self.calls or self.content is not None or (reasoning is not None and self.reasoning is not None):
             self.close()
         if content is None:

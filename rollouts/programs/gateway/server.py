@@ -1,10 +1,10 @@
 """The HTTP server of the gateway: routes, keys, heads and pings of streams, clients that go away.
 
 Invariant: the key of a request alone names its session; a request without the key of an open session reaches nothing,
-and a probe of the server is all that it is answered.
-Every answer, also to a request that is wrong in any way, has the form of its API. A stream that has begun is kept open
-until its reply is there. A body has a size, and a time to arrive in; the bodies under way of one session, and of all,
-have a size too: others wait. This module knows no token and no tree.
+and gets an answer only to a probe of the server.
+Every answer, also to a wrong request, has the form of its API. A stream that has begun is kept open until its reply is
+there. The size of a body is limited, and the time in which it arrives, and the size of all bodies under way, of one
+session and of all: other bodies wait. This module knows no token and no tree.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Gateway:
         connections: int | None = None,
     ) -> None:
         self.url, self.port = "", 0
-        self._host, self._wanted_port, self._sock = host, port, sock
+        self._address, self._sock = (host, port), sock
         self._model, self._created, self._max_body = model, int(time.time()), max_body
         self._head_seconds, self._ping_seconds, self._read_seconds = head_seconds, ping_seconds, read_seconds
         self._most_connections = connections
@@ -141,7 +141,7 @@ class Gateway:
             auto_decompress=False,
         )
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=0.5)
-        sock = self._sock or _listening(self._host, self._wanted_port)
+        sock = self._sock or _listening(*self._address)
         self.url, self.port = _url_of(sock), sock.getsockname()[1]
         await self._runner.setup()
         await web.SockSite(self._runner, Listener(sock), backlog=BACKLOG).start()
@@ -174,7 +174,7 @@ class Gateway:
         """Accept the calls of a session; return the base URL for its program, without ``/v1``.
 
         Args:
-            session: its key is neither empty nor that of another open session.
+            session: its key is not the key of another open session.
             url: the URL at which the program reaches the server; by default :attr:`url`.
 
         Raises:
@@ -185,7 +185,7 @@ class Gateway:
             raise ConfigError(f"key: got {len(key)} characters; expected at least {_KEY_LENGTH} that a header can have")
         digest = _digest(key)
         if digest in self._opened:
-            raise ConfigError("key: got that of an open session; expected one key for each session")
+            raise ConfigError("key: got the key of an open session; expected one key for each session")
         most = min(self._max_body, session.max_body)
         self._opened[digest] = _Opened(session, most, self._bodies, self._read_seconds)
         return f"{self.url if url is None else url}/s/{_name(digest)}"
@@ -239,7 +239,7 @@ class Gateway:
         """The session of the request's key.
 
         Raises:
-            ApiError: there is no key of an open session, or the path names another session, or it has ended.
+            ApiError: the request has no key of an open session, or the path names another session, or it has ended.
         """
         scheme, _, bearer = http.headers.get("Authorization", "").partition(" ")
         keys = {bearer.strip() if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "").strip()}
@@ -249,21 +249,18 @@ class Gateway:
             raise ApiError("authentication", f"the key is missing or unknown; expected {expected}")
         (digest,) = digests
         if name and name != _name(digest):
-            raise ApiError("authentication", f"the key is not that of the session /s/{name[:_SHOWN_PATH]} in the path")
+            raise ApiError(
+                "authentication", f"the key does not belong to the session /s/{name[:_SHOWN_PATH]} in the path"
+            )
         opened = self._opened[digest]
         if opened.session.ended:
             raise ApiError("conflict", "the session has ended; it takes no more calls")
         return opened
 
     def _models(self) -> dict[str, Any]:
-        first = self._described(self._model)
-        return {
-            "object": "list",
-            "data": [first],
-            "has_more": False,
-            "first_id": self._model,
-            "last_id": self._model,
-        }
+        name = self._model
+        data = [self._described(name)]
+        return {"object": "list", "data": data, "has_more": False, "first_id": name, "last_id": name}
 
     def _described(self, model: str) -> dict[str, Any]:
         return {"id": model, "object": "model", "created": self._created, "owned_by": "rollouts"}
@@ -281,7 +278,7 @@ class Gateway:
         if scope.cancelled_caught and not response.prepared:
             raise ApiError("conflict", "the session has ended")
         if scope.cancelled_caught and http.transport is not None:
-            http.transport.close()  # the end of the stream would say that the answer is whole
+            http.transport.close()  # the end of the stream would say that the answer is complete
         return response
 
     async def _stream(self, http: web.BaseRequest, response: web.StreamResponse, call: _Call) -> None:
@@ -319,7 +316,7 @@ async def shared_gateway(address: PublicAddress | None = None) -> AsyncIterator[
     """The gateway of the running event loop, on loopback; it is started by its first user and closed by its last.
 
     Args:
-        address: that of another gateway of the event loop, which programs on other machines reach.
+        address: of another gateway of the event loop, which programs on other machines reach.
 
     Raises:
         ConfigError: this machine cannot listen on the address.
@@ -443,10 +440,10 @@ class _Call:
 
 @contextlib.contextmanager
 def _failures(opened: _Opened, *passed: type[Exception]) -> Iterator[None]:
-    """Give an error that is no answer to the session, which fails with it, and answer with an error of the server.
+    """Fail the session with an error that is not an :class:`ApiError`, and answer with an error of the server.
 
     Args:
-        passed: errors that are none of the session.
+        passed: errors that do not fail the session.
     """
     try:
         yield
@@ -464,7 +461,7 @@ async def _request_of(http: web.BaseRequest, wire: Wire, opened: _Opened) -> Cal
     """Read a request.
 
     Raises:
-        ApiError: the body is too long or too slow, is no JSON, or has a wrong field.
+        ApiError: the body is too long or too slow, is not JSON, or has a wrong field.
     """
     try:
         size = _size_of(http, opened.max_body)
@@ -524,8 +521,8 @@ def _attempt(http: web.BaseRequest) -> int:
 
 
 def _malformed(message: str | None) -> web.Response:
-    """The answer to a request that is no HTTP."""
-    return _json(*chat.error(ApiError("invalid_request", f"no HTTP request ({message})"[:200])))
+    """The answer to bytes that are not HTTP."""
+    return _json(*chat.error(ApiError("invalid_request", f"not an HTTP request ({message})"[:200])))
 
 
 def _decoded(wire: Wire, body: bytes) -> Any:
@@ -557,7 +554,7 @@ def _json(status: int, value: Mapping[str, Any]) -> web.Response:
 
 
 def _digest(key: str) -> str:
-    """What a key is found by: the time of a look-up shows nothing of the keys."""
+    """The hash by which a key is looked up: the time of a look-up reveals nothing of the keys."""
     raw = key.encode("utf-8", "surrogateescape")  # as aiohttp decodes the bytes of a header
     return hashlib.sha256(raw).hexdigest()
 

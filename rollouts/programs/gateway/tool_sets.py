@@ -32,7 +32,7 @@ class ToolSets:
         self._renderer = renderer
         self._tested: dict[bytes, tuple[Tool, ...]] = {}
         self._keys: dict[tuple[int, ...], tuple[bytes, tuple[Tool, ...]]] = {}
-        """The keys of tools by the ids of their objects, with the objects, so that the ids stay theirs."""
+        """The keys of tools by the ids of their objects, with the objects, so that no other object gets the ids."""
 
     def key(self, tools: tuple[Tool, ...]) -> bytes:
         """The key of the tools; it is computed once where requests have the same objects."""

@@ -1,16 +1,16 @@
-"""The calls of one session as a tree: which call a request goes on from, and which sampled tokens are trained.
+"""The calls of one session as a tree: which call a request continues, and which sampled tokens are trained.
 
 Laws of this module:
 
-1. Tokens: the ids of a call are the kept ids of the call that it goes on from, and the encoded new text. A kept reply
-   is never encoded again. Each line of the tree is a :class:`Trajectory`, which checks every completion.
+1. Tokens: the ids of a call are the kept ids of the call that it continues, and the encoded new text. A kept reply is
+   never encoded again. Each line of the tree is a :class:`Trajectory`, which checks every completion.
 2. Mask: as in :mod:`rollouts.trajectory`.
 3. Once: the sampled ids of a call are trained in exactly one branch, the first that contains them; they are context in
    the later ones.
 4. Whole: every sampled id is trained in a branch, or counted in :attr:`Tree.untrained` by the reason why not.
 
-A request is matched by the keys of its messages, so that a call costs what is new. Pure; this module knows no policy
-and no wire format.
+A request is matched by the keys of its messages, so a call costs only its new messages. Pure; this module knows no
+policy and no wire format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import attrs
 
@@ -39,42 +39,37 @@ replies to the same request, or a reply that the program discarded. ``by_hand``:
 code, not from the program."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
-"""What Claude Code takes of the reply to its request for a summary."""
+"""The part of the reply to its request for a summary that Claude Code quotes."""
 _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
+
+
+def _either(default: str, other: str) -> Any:
+    expected = f'"{default}" or "{other}"'
+    return attrs.field(default=default, validator=check(expected, lambda value: value in (default, other)))
 
 
 @attrs.frozen
 class Training:
     """Which replies are trained where a session has more than one conversation."""
 
-    side_calls: Literal["drop", "train"] = attrs.field(
-        default="drop", validator=check('"drop" or "train"', lambda v: v in ("drop", "train"))
-    )
-    """A root without tools and without a child, while another root has tools or a child. Not one with an assistant
-    message: it shows a conversation, as a request for a summary or a last answer does. And not one whose reply a later
-    root quotes: it is a summary too."""
-    siblings: Literal["drop", "keep"] = attrs.field(
-        default="drop", validator=check('"drop" or "keep"', lambda v: v in ("drop", "keep"))
-    )
-    """Several replies to the same request, of which the program went on from some: the others."""
-    discarded: Literal["train", "drop"] = attrs.field(
-        default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
-    )
+    side_calls: Literal["drop", "train"] = _either("drop", "train")
+    """A root without tools and without a child, while another root has tools or a child. A root with an
+    assistant message is not a side call: it shows a conversation, as a request for a summary or a last answer does. Nor
+    is a root whose reply a later root quotes: it is a summary, too."""
+    siblings: Literal["drop", "keep"] = _either("drop", "keep")
+    """Several replies to the same request, of which the program continued some: the others."""
+    discarded: Literal["train", "drop"] = _either("train", "drop")
     """A reply that the program left out of its next request."""
-    compaction: Literal["train", "drop"] = attrs.field(
-        default="train", validator=check('"train" or "drop"', lambda v: v in ("train", "drop"))
-    )
-    """A summary of the history, with which the program begins a new conversation: a reply without a child that a later
-    root of the same agent quotes, which does not have the request for it."""
-    by_hand: Literal["drop", "train"] = attrs.field(
-        default="drop", validator=check('"drop" or "train"', lambda v: v in ("drop", "train"))
-    )
+    compaction: Literal["train", "drop"] = _either("train", "drop")
+    """A summary of the history, with which the program begins a new conversation: a reply without a child, quoted by a
+    later root of the same agent that does not contain the request for it."""
+    by_hand: Literal["drop", "train"] = _either("drop", "train")
 
 
 @attrs.define(eq=False)
 class Line:
-    """A growing token sequence: the calls from a root to the newest call that goes on from its end."""
+    """A growing token sequence: the calls from a root to the newest call that continues its end."""
 
     number: int
     sequence: Trajectory = attrs.field(factory=Trajectory)
@@ -85,7 +80,7 @@ class Line:
     """Whether a call is being added."""
 
     def append(self, context: TokenColumn, messages: Sequence[Message], images: Sequence[ImageSpan] = ()) -> None:
-        """Add what a request has behind the last reply; ``images`` are those of ``context``."""
+        """Add the context of a request behind the last reply; ``images`` are the images of ``context``."""
         self.sequence.add_context(context, images=images)
         self.messages += messages
 
@@ -116,19 +111,19 @@ class Call:
     message: Message
     """The reply with the ids that the model wrote."""
     reply: CallReply
-    """The reply as the program was given it."""
+    """The reply as the program got it."""
     lineage: Mapping[str, str]
     by_hand: bool
     began: float
     """Seconds since 1970."""
     temperature: float | None = None
-    """That of its request to the policy."""
+    """Of its request to the policy."""
     asked: tuple[Message, ...] = ()
-    """What the program sent behind the parent's reply."""
+    """The messages that the program sent behind the parent's reply."""
     instructions: str | None = None
     """Of a root: the instructions that are the first of the messages, which a request that follows it may replace."""
     path_key: int = 0
-    """Key of the path, with the reply as the program was given it; set by :meth:`Tree.add`."""
+    """Key of the path, with the reply as the program got it; set by :meth:`Tree.add`."""
     known: int = 0
     """Number of messages of the path, which are the first of the line; set by :meth:`Tree.add`."""
     delivered: bool = False
@@ -156,7 +151,7 @@ class Call:
         return self.path()[0]
 
     def conversation(self) -> list[Message]:
-        """The path in the messages of the program and in the replies that it was given, without instructions."""
+        """The path in the messages of the program and in the replies that it got, without instructions."""
         messages: list[Message] = []
         for call in self.path():
             messages += call.asked if call.instructions is None else call.asked[1:]
@@ -166,14 +161,14 @@ class Call:
 
 @attrs.frozen
 class Match:
-    """Where a request goes on."""
+    """The place of a request in the tree."""
 
     call: Call | None
     """The deepest call whose path is the beginning of the request; ``None``: the request is a root."""
     known: int = 0
     """Number of messages of the request that belong to the path of the call."""
     rewritten_at: int | None = None
-    """Of a root: the first message that differs from an earlier conversation, if it shares a beginning with one."""
+    """Of a root: the first message that differs from an earlier conversation, if they share a beginning."""
     rewritten: str = ""
     """Of a root: the text of that message."""
     tools_changed: bool = False
@@ -185,7 +180,7 @@ class Tree:
 
     Attributes:
         calls: all calls that have a reply, in the order of their replies.
-        ours: the ids of the tool calls that programs were given.
+        ours: the ids of the tool calls that programs got.
         untrained: sampled ids that are in no branch as trained ids, by reason; set by :meth:`branches`.
     """
 
@@ -215,7 +210,7 @@ class Tree:
     # -- match --------------------------------------------------------------------------------------------------------
 
     def match(self, messages: Sequence[Message], keys: Sequence[int], tools_key: bytes) -> Match:
-        """Find the call that a request goes on from.
+        """Find the call that a request continues.
 
         Args:
             messages: all messages of the request.
@@ -224,7 +219,7 @@ class Tree:
         """
         replies = (place for place in range(len(messages) - 1, -1, -1) if messages[place].role == "assistant")
         last = next(replies, None)
-        if last is None or last == len(messages) - 1:  # after a prefill, the reply goes on in that message
+        if last is None or last == len(messages) - 1:  # after a prefill, the reply continues that message
             return Match(None)
         call = self._by_path.get((tools_key, keys[last]))
         if call is not None and call.known == last + 1:
@@ -237,7 +232,7 @@ class Tree:
         """A root: the message from which on it differs from the conversation with which it shares most messages."""
         known = next((at + 1 for at in range(len(keys) - 1, -1, -1) if keys[at] in self._seen), 0)
         earlier = self._seen.get(keys[known - 1]) if known else self._quoted(messages)
-        if earlier is None or known > last:  # all its replies are those of the earlier request
+        if earlier is None or known > last:  # the earlier request has all of its replies
             return Match(None)
         if known and earlier.path_key == keys[known - 1]:
             later: Sequence[Message] = earlier.children[-1].new if earlier.children else ()
@@ -293,7 +288,7 @@ class Tree:
         """Add a call with its reply; the line of the call contains its context already.
 
         Raises:
-            TokenMismatchError: the completion was sampled from other ids than those of the line.
+            TokenMismatchError: the completion was sampled from other ids than the line has.
         """
         call.line.sequence.add_reply(call.completion, call.message)
         call.line.messages.append(call.message)
@@ -411,7 +406,7 @@ class Tree:
         return training.discarded == "drop" and self._is_discarded(call)
 
     def _is_discarded(self, call: Call) -> bool:
-        """Whether a later request has other new messages in the place of this reply, behind those of this call."""
+        """Whether a later request has other messages in the place of this reply, behind the messages of this call."""
         later = self.roots if call.parent is None else call.parent.children
         mine = path_keys(call.new, self.ours)
         return any(

@@ -1,4 +1,4 @@
-"""What a program asks, and what it is answered, in the terms of no wire format.
+"""Requests and replies in the terms of no wire format.
 
 The wire modules convert bodies to these types and back; the tree and the session know only these types.
 """
@@ -10,10 +10,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import attrs
 
+from rollouts.base.validators import integer, seconds
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import RolloutsError
 
-__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "Usage"]
+__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "SessionLimits", "Usage"]
 
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
@@ -65,12 +66,12 @@ class CallRequest:
     previous_response_id: str | None = None
     """Of the Responses API: the id of the reply that the messages follow."""
     instructions: str | None = None
-    """Of the Responses API: the text of the first of the messages, a system message. It replaces the instructions of
+    """Of the Responses API: the text of the first message, a system message. It replaces the instructions of
     the reply that ``previous_response_id`` names."""
     sampling: Mapping[str, Any] = attrs.field(factory=dict)
-    """The sampling parameters of the request by the names of their fields; those of the run replace them."""
+    """The sampling parameters of the request by the names of their fields; the parameters of the run replace them."""
     counts: Mapping[str, float] = attrs.field(factory=dict)
-    """What the gateway does not honour, by name, such as ``file`` or ``not_enforced/tool_choice``."""
+    """Numbers of things that the gateway does not honour, by name, such as ``file`` or ``not_enforced/tool_choice``."""
     model: str = ""
     """The name of the request, which the answer repeats."""
     include_usage: bool = False
@@ -89,7 +90,7 @@ class Usage:
 
 @attrs.frozen
 class CallReply:
-    """One reply of the model, as the program is given it."""
+    """One reply of the model, as the program gets it."""
 
     id: str
     """Name of the reply, unique in the session; the wire formats put their prefix in front."""
@@ -102,6 +103,24 @@ class CallReply:
     """The stop string of the request that ended the reply."""
     created: int = 0
     """Unix time in seconds."""
+
+
+@attrs.frozen
+class SessionLimits:
+    """When a session ends, and how much it does at a time."""
+
+    max_calls: int | None = attrs.field(default=1000, validator=integer(1, optional=True))
+    """Calls that are sampled."""
+    max_roots: int | None = attrs.field(default=256, validator=integer(1, optional=True))
+    """Conversations that continue no earlier one. One more fails the session: the program starts agents without end, or
+    it rewrites its history at every turn."""
+    max_sampled_tokens: int | None = attrs.field(default=None, validator=integer(1, optional=True))
+    """Sampled tokens of all calls together."""
+    max_tokens_in_flight: int | None = attrs.field(default=None, validator=integer(1, optional=True))
+    """Tokens of the prompts and budgets that are at the policy at the same time; further calls wait. A single call that
+    has more is sent alone."""
+    max_seconds: float = attrs.field(default=3600.0, validator=seconds(above=0))
+    """Wall time of the session."""
 
 
 class Session(Protocol):
@@ -144,13 +163,13 @@ class Session(Protocol):
         """An earlier reply by its id, for items that a program sends back by reference."""
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Length in ids of an opening with these messages and tools. It is no call of the session."""
+        """Length in ids of an opening with these messages and tools. It is not a call of the session."""
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to a count of the session."""
 
     def fail(self, error: Exception) -> None:
-        """Called with an error of ``call`` or ``count_tokens`` that is no :class:`ApiError`: the rollout fails with it.
+        """Called with an error of ``call`` or ``count_tokens`` other than :class:`ApiError`: the rollout fails with it.
 
         The program is answered with an error of the server.
         """

@@ -1,4 +1,4 @@
-"""What the three wire formats share: their protocol, the checked fields of a request, the bytes of an event.
+"""The common part of the three wire formats: their protocol, the checked fields of a request, the bytes of an event.
 
 Invariant: a field of a wrong type is refused by its path and value. Encoded JSON has no character that a client could
 take for the end of a line. This module knows none of the formats, and does no I/O.
@@ -91,7 +91,7 @@ class Wire(Protocol):
     """One wire format. The modules ``chat``, ``responses`` and ``messages`` are the implementations."""
 
     PING: bytes
-    """What keeps a silent stream open."""
+    """Bytes that keep a silent stream open."""
     HISTORY: str
     """The field of a request with the list of its history."""
     FIELDS: tuple[str, ...]
@@ -206,14 +206,14 @@ def content_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> 
 
 
 def text_of(fields: Fields, name: str, part: Callable[[Fields], Content]) -> str:
-    """As :func:`content_of`, of a field whose parts are texts."""
+    """As :func:`content_of`, of a field that takes text only."""
     content = content_of(fields, name, lambda each: only_text(each, part(each)))
     assert isinstance(content, str), "joined from texts"
     return content
 
 
 def only_text(fields: Fields, content: Content) -> str:
-    """The content of a part that must be a text."""
+    """The content of a part that must be text."""
     if not isinstance(content, str):
         raise fields.wrong("type", "text; images belong to messages of the user and to results of tools")
     return content
@@ -244,7 +244,7 @@ def image_of(fields: Fields, name: str, url: str) -> Image:
 
 
 def call_of(name: str, arguments: Any, call_id: str) -> ToolCall:
-    """A call that a program sends back. Arguments that are no object are kept as text, as a malformed call."""
+    """A call that a program sends back. Arguments that are not an object are kept as text of a malformed call."""
     if arguments is None or arguments == "":
         return ToolCall(name, {}, call_id)
     if isinstance(arguments, Mapping):
@@ -253,11 +253,11 @@ def call_of(name: str, arguments: Any, call_id: str) -> ToolCall:
     decoded = json_object(text)
     if decoded is not None:
         return ToolCall(name, decoded, call_id)
-    return ToolCall(name, {}, call_id, raw=text, error="The arguments are no JSON object.", fault="not_json")
+    return ToolCall(name, {}, call_id, raw=text, error="The arguments are not a JSON object.", fault="not_json")
 
 
 def arguments_text(call: ToolCall) -> str:
-    """The arguments of a call as JSON text; the raw text of one that is malformed or nested too deeply to encode."""
+    """The arguments of a call as JSON text; the raw text of a call that is malformed or nested too deeply to encode."""
     try:
         return call.raw if call.error is not None else encoded(call.arguments).decode()
     except RecursionError:
@@ -307,18 +307,18 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def sampling_of(fields: Fields) -> dict[str, Any]:
-    """The sampling parameters of a request, which those of the run replace."""
+    """The sampling parameters of a request, which the parameters of the run replace."""
     return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
 
 
 class Reading(Protocol):
-    """What the entries of a list become, one after the other."""
+    """The result of the entries of a list, which it takes one after the other."""
 
     def take(self, entry: Any, path: str, /) -> None:
         """Add an entry, which has this path in the body."""
 
     def copy(self) -> Self:
-        """A reading that goes on from here, and leaves this one as it is."""
+        """A separate reading that continues from here."""
 
 
 ReadingT = TypeVar("ReadingT", bound=Reading)
@@ -353,11 +353,11 @@ class _Beginning:
 
 
 class Entries:
-    """The lists of requests as they were read, so that a request costs what is new in it.
+    """The lists of requests as they were read, so that a request costs only its new entries.
 
     Programs send their whole history with each request. A list that begins as one of the latest requests is read from
-    some entries before its end on: programs change these from one request to the next. In what is left, an entry with
-    the JSON of an earlier one is not read again: it is found by a hash of 64 bits, of this process only. One object
+    some entries before its end on: programs change these from one request to the next. In the rest, an entry with
+    the JSON of an earlier entry is not read again: it is found by a hash of 64 bits, of this process only. One object
     serves one session and one wire format.
 
     Args:
@@ -375,7 +375,7 @@ class Entries:
         self._systems: dict[str, Message] = {}
 
     def system(self, text: str) -> Message:
-        """A system message; that of an earlier request if it has the same text."""
+        """A system message; the message of an earlier request if that has the same text."""
         if len(self._systems) >= self._most:
             self._systems.clear()
         return self._systems.setdefault(text, Message("system", text))
@@ -403,7 +403,7 @@ class Entries:
             fields: the body; a list that is raw JSON is looked up, and decoded where it is new.
             name: the field with the list.
             read: makes an entry of an object; depends on the object alone, and not on its place.
-            counts: gets what ``read`` counts, also where it is not called.
+            counts: gets the counts of ``read``, also where it is not called.
         """
         value = fields.value.get(name)
         if isinstance(value, msgspec.Raw):
@@ -450,13 +450,13 @@ class Entries:
         return next((one for one in reversed(beginnings) if text.startswith(one.text)), _NOTHING)
 
     def _keep(self, name: str, known: _Beginning, new: _Beginning) -> None:
-        """Keep a beginning, instead of the one that it goes on from."""
+        """Keep a beginning in place of the beginning that it extends."""
         others = [one for one in self._beginnings.get(name, ()) if one is not known]
         self._beginnings[name] = [*others, new][-self._lists :]
 
 
 _CHANGED = 4
-"""Entries at the end of a history that the next request may have otherwise: programs move the marks of their caches."""
+"""Entries at the end of a history that the next request may change: programs move the marks of their caches."""
 _NOTHING = _Beginning(b"[", 0, Joined(), Counts())
 
 
@@ -477,8 +477,8 @@ def decoded_body(body: bytes, history: str, names: tuple[str, ...] = ()) -> dict
         names: the other fields that are read. The rest is checked to be JSON, and no object is made of it.
 
     Raises:
-        msgspec.DecodeError: it is no JSON.
-        ApiError: it is no object, or has too many values.
+        msgspec.DecodeError: it is not JSON.
+        ApiError: it is not an object, or has too many values.
     """
     _check_values(body)
     try:

@@ -1,7 +1,7 @@
 """The protocol of programs: from a task and a model server to a command, its environment and its files.
 
 A program is a pure function; its options are set with ``functools.partial``. It starts nothing, and needs no program to
-be installed. The exit code of a program is no verdict on its work.
+be installed. The exit code of a program is not a verdict on its work.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import attrs
 
 from rollouts.base.validators import check, is_int
 from rollouts.errors import ConfigError
+from rollouts.sandboxes.base import NON_EMPTY
 
 __all__ = ["Launch", "ModelServer", "Program", "check_task"]
 
@@ -25,17 +26,14 @@ def _check_url(instance: ModelServer, field: Any, value: Any) -> None:
         raise ConfigError.of("ModelServer.base_url", value, "an http address without a slash at its end")
 
 
-_TEXT = check("a text that is not empty", lambda value: isinstance(value, str) and bool(value))
-
-
 @attrs.frozen
 class ModelServer:
     """Where a program's model answers, as seen inside the program's sandbox."""
 
     base_url: str = attrs.field(validator=_check_url)
     """Without ``/v1``."""
-    api_key: str = attrs.field(validator=_TEXT, repr=False)
-    model: str = attrs.field(validator=_TEXT)
+    api_key: str = attrs.field(validator=NON_EMPTY, repr=False)
+    model: str = attrs.field(validator=NON_EMPTY)
     """Any name: the server answers with its only model."""
     context_window: int = attrs.field(validator=check("an integer > 0", lambda value: is_int(value, 1)))
     """Tokens of the model's context, prompt and reply together."""
@@ -75,6 +73,6 @@ class Program(Protocol):
 def check_task(task: str) -> None:
     """Raise unless a task can be an argument of a command line."""
     if not isinstance(task, str) or not task.strip() or task.startswith("-") or "\0" in task:
-        raise ConfigError.of("task", task, "a text that is not empty and does not begin with '-'")
+        raise ConfigError.of("task", task, "a non-empty string that does not begin with '-'")
     if len(task.encode(errors="surrogateescape")) > _MOST_BYTES:
         raise ConfigError(f"task: got {len(task):,} characters; expected at most {_MOST_BYTES:,} bytes, one argument")

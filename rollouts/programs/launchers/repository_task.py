@@ -195,7 +195,7 @@ class Prepared:
 
 @attrs.frozen
 class Verdict:
-    """What the tests say of one diff."""
+    """The result of the tests for one diff."""
 
     outcome: Outcome
     diff: bytes = attrs.field(default=b"", repr=False)

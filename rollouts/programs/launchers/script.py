@@ -1,6 +1,6 @@
-"""A script of one's own, with the SDK of OpenAI or Anthropic or a framework on them.
+"""A script of the user, with the SDK of OpenAI or Anthropic or a framework on them.
 
-The task is its only argument; the variables are those that the SDKs read.
+The task is its only argument; its variables are the variables that the SDKs read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is put into a program's workspace before it starts, and what is taken out of it when it has ended.
+"""The files that fill a program's workspace before it starts, and the results that are taken out when it has ended.
 
-What is taken becomes metadata of the sample, which a reward function reads. This module knows no model and no sample.
+The results become metadata of the sample, which a reward function reads. This module knows no model and no sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Workspace(Protocol):
     """Fills and reads the workspaces of programs; one object serves all rollouts."""
 
     async def fill(self, prompt: Prompt, place: RunningSandbox) -> Any:
-        """Prepare an empty workspace for a task; what it returns is passed to :meth:`take`."""
+        """Prepare an empty workspace for a task; the returned value is passed to :meth:`take`."""
         ...
 
     async def take(self, prompt: Prompt, place: RunningSandbox, filled: Any) -> Mapping[str, Any]:
@@ -36,10 +36,10 @@ class Workspace(Protocol):
 
 @attrs.frozen
 class FilesWorkspace:
-    """A workspace that is empty, or has the files in ``metadata["files"]`` of the prompt, as texts by path."""
+    """A workspace that is empty, or has the files in ``metadata["files"]`` of the prompt, as strings by path."""
 
     names: Sequence[str] = attrs.field(converter=as_texts)
-    """The files to take: ``metadata["files"]`` of the sample has their texts by path, ``None`` for a missing one."""
+    """The files to take: ``metadata["files"]`` of the sample has their content by path, ``None`` for a missing file."""
     most_bytes: int = attrs.field(default=_MOST_BYTES, validator=integer(1))
     """A larger file counts as missing."""
 
@@ -47,7 +47,7 @@ class FilesWorkspace:
         """Write the files of the prompt."""
         files = prompt.metadata.get("files", {})
         if not isinstance(files, Mapping) or not all(isinstance(text, str) for text in files.values()):
-            raise ConfigError.of('Prompt.metadata["files"]', files, "texts by path")
+            raise ConfigError.of('Prompt.metadata["files"]', files, "strings by path")
         for path, text in files.items():
             await place.write(path, text.encode())
 

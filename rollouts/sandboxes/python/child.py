@@ -64,7 +64,7 @@ def show(*args, **options):
         pyplot.figure(number).savefig(os.path.join(_FOLDER, f"figure-{_shown:03}.png"))
         pyplot.close(number)
 """
-"""matplotlib's backend: ``show`` saves every open figure in the folder, since there is no screen."""
+"""matplotlib's backend: ``show`` saves every open figure in the folder instead of on a screen."""
 
 
 class UnreadableError(Exception):
@@ -144,13 +144,7 @@ def _enter(
             with open(name, "w") as helper:
                 helper.write(text)
     if request["linux"] and not request["namespaces"] and kernel.landlock_abi():
-        rules = kernel.Landlock()
-        roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
-        rules.allow_names(roots)
-        shown = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
-        rules.allow(shown, write=False)
-        rules.allow([*DEVICES, folder], write=True)
-        rules.enforce()
+        _confine(request, folder)
         mechanisms.append("landlock")
     if request.get("bubblewrap"):
         mechanisms.append("bubblewrap")
@@ -162,6 +156,17 @@ def _enter(
     for number in streams:
         os.close(number)
     _wait_for(program, request, status)
+
+
+def _confine(request: dict[str, Any], folder: str) -> None:
+    """Allow only the readable paths, and writing only in the folder."""
+    rules = kernel.Landlock()
+    roots = [*SYSTEM, *SYSTEM_FILES, *request["readable"]]
+    rules.allow_names(roots)
+    visible = dict.fromkeys(path for root in roots for path in _without(root, request["hidden"]))
+    rules.allow(visible, write=False)
+    rules.allow([*DEVICES, folder], write=True)
+    rules.enforce()
 
 
 def _give_up_privileges(user: int, go: int) -> None:
@@ -305,7 +310,7 @@ def _report_images(status: int, most: int, most_bytes: int) -> None:
 
 
 def _plain_file(name: str, folder: int, most_bytes: int) -> tuple[int | None, bytes | None]:
-    """Size and content of a file; no content of a larger one, and no size of what is none or cannot be read."""
+    """Size and content of a file; no content of a larger file, and no size of a path that is not a readable file."""
     try:  # O_NONBLOCK: a pipe without a writer would be waited for
         number = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:

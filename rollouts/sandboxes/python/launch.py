@@ -37,9 +37,9 @@ class SavedFile(msgspec.Struct, frozen=True, array_like=True):
     """A file that a program saved in the folder ``images``."""
 
     name: str
-    """Its name; bytes that are no UTF-8 are replaced."""
+    """Its name; bytes that are not UTF-8 are replaced."""
     size: int | None
-    """Its bytes; ``None`` of what is no file or cannot be read."""
+    """Its bytes; ``None`` if it is not a readable file."""
     data: bytes | None
     """Its content; ``None`` if it is larger than ``image_bytes``, or has no size."""
 

@@ -64,10 +64,9 @@ class _Watch:
         self.unwritten = memoryview(data)
         self.outputs = [bytearray(), bytearray()]
         self.truncated = [False, False]
-        self.report: dict[str, Any] = {}
-        self.images: list[Any] = []
+        self.report: dict[str, Any] = {"images": []}
         self.partial_line = bytearray()
-        self.cut_off = self.timed_out = False
+        self.cut_off = False
         self.began = time.monotonic()
         self.deadline = self.began + _SETUP_SECONDS
 
@@ -93,11 +92,12 @@ class _Watch:
         self.selector.register(self.stdin, selectors.EVENT_WRITE, self._write)
 
     def run(self) -> tuple[dict[str, Any], list[bytes]]:
+        timed_out = False
         try:
             while not (self.cut_off or "exit" in self.report or "broken" in self.report):
                 left = self.deadline - time.monotonic()
                 if left <= 0:
-                    self.timed_out = True
+                    timed_out = True
                     break
                 for key, _ in self.selector.select(left):
                     key.data()
@@ -107,7 +107,7 @@ class _Watch:
         for which in (0, 1):
             while self._read(which):
                 pass
-        if self.timed_out and "begun" not in self.report:
+        if timed_out and "begun" not in self.report:
             self.report["broken"] = f"the program did not start within {_SETUP_SECONDS:g} s"
         code = self.report.get("exit", -signal.SIGKILL)
         used_up = self.report.get("cpu", 0.0) >= self.request["cpu_seconds"]
@@ -117,10 +117,10 @@ class _Watch:
             "unreadable": self.report.get("unreadable", False),
             "mechanisms": self.report.get("begun", []),
             "exit_code": code,
-            "timed_out": self.timed_out or out_of_cpu,
+            "timed_out": timed_out or out_of_cpu,
             "truncated": any(self.truncated),
             "seconds": seconds,
-            "images": self.images if "exit" in self.report else [],
+            "images": self.report["images"] if "exit" in self.report else [],
             "more_images": self.report.get("more_images", 0),
         }
         return answer, [bytes(output) for output in self.outputs]
@@ -142,7 +142,7 @@ class _Watch:
         for line in lines:
             report = json.loads(line)
             if "image" in report:
-                self.images.append(report.pop("image"))
+                self.report["images"].append(report.pop("image"))
             self.report |= report
             if "unshared" in self.report:
                 self._map_users(self.report.pop("unshared"))

@@ -1,4 +1,4 @@
-"""What the adapters of other packages' environments share."""
+"""The common part of the adapters of other packages' environments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_synchronous_code_runs_in_a_thread_and_async_code_in_the_loop() ->
 
 
 def test_metrics_are_the_numbers_of_a_mapping() -> None:
-    """Texts, lists and NaN are no metrics, and a list in place of the mapping is refused."""
+    """Strings, lists and NaN are not metrics, and a list in place of the mapping is refused."""
     assert numbers_of({"turns": 2, "name": "x", "nan": float("nan"), "won": True}, "m") == {"turns": 2, "won": 1}
     with pytest.raises(ConfigError, match=r"get_metrics: got \[1\]"):
         numbers_of([1], "get_metrics")

@@ -69,7 +69,7 @@ async def test_a_reply_that_is_no_action_is_a_message_to_the_model() -> None:
 
 
 async def test_an_observation_may_be_an_image() -> None:
-    """A picture of the state, alone or with a text; ``observe`` makes one of an array."""
+    """A picture of the state, alone or with text; ``observe`` makes one of an array."""
 
     class Screen(Guess):
         def reset(self, **options: Any) -> Any:
@@ -92,9 +92,9 @@ async def test_an_observation_that_is_no_text_is_refused_without_observe() -> No
         def reset(self, **options: Any) -> Any:
             return (1, 2), {}
 
-    with pytest.raises(ConfigError, match=r"observation: got \(1, 2\); expected a text"):
+    with pytest.raises(ConfigError, match=r"observation: got \(1, 2\); expected a string"):
         await play(GymnasiumEnvironment(Numbers), Prompt("", metadata={"seed": 1}), [])
-    with pytest.raises(ConfigError, match=r"observation: got \[\]; expected a text, an image, or a list"):
+    with pytest.raises(ConfigError, match=r"observation: got \[\]; expected a string, an image, or a list"):
         await play(GymnasiumEnvironment(Numbers, observe=lambda _: []), Prompt("", metadata={"seed": 1}), [])
     shown = GymnasiumEnvironment(Numbers, observe=str)
     assert (await play(shown, Prompt("", metadata={"seed": 1}), [])).messages[0].content == "(1, 2)"

@@ -112,7 +112,7 @@ def tools_url() -> Iterator[str]:
 
 
 async def test_each_reply_is_an_action(guess_url: str) -> None:
-    """Observations are texts, rewards those of the steps, the end is theirs; a text that is no action is answered."""
+    """Observations are strings, rewards and end come from the steps; a reply that is not an action is answered."""
     environment = OpenEnvEnvironment(guess_url, action=lambda text: {"guess": int(text)})
     played = await play(environment, Prompt("Play!", metadata={"reset": {"seed": 7}}), ["5", "seven", "7"])
     texts = [message.content for message in played.messages]

@@ -76,7 +76,7 @@ async def test_observations_can_go_on_in_the_turn_of_the_reply() -> None:
 
 
 async def test_a_rewritten_reply_fails_the_rollout() -> None:
-    """The trained tokens would not be those that the environment rewarded."""
+    """The trained tokens would not be the tokens that the environment rewarded."""
     prompt = Prompt("Hi", label="x", metadata={"topic": "Echo."})
     with pytest.raises(EnvironmentFailure, match=r"Echo.step: postprocessed_action: got 'short'; expected none"):
         await play(SkyRLGymEnvironment("echo"), prompt, ["rewrite it"])

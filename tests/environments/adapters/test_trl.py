@@ -44,7 +44,7 @@ class Counter:
 
 
 def test_tools_are_the_public_methods_with_their_schemas() -> None:
-    """The schemas are those that TRL renders: of type hints and docstrings."""
+    """The schemas are the ones that TRL renders: of type hints and docstrings."""
     increment, read = TRLEnvironment(Counter).tools
     assert (increment.name, increment.description) == ("increment", "Increment the counter.")
     by = {"type": "integer", "description": "How much to add."}
@@ -91,7 +91,7 @@ class Pictures(Counter):
 
 
 async def test_content_blocks_are_texts_and_images() -> None:
-    """Those of ``reset`` join the prompt, those of a tool are its result."""
+    """Images of ``reset`` join the prompt, images of a tool are its result."""
     picture = PIL.Image.new("RGB", (4, 3), (9, 9, 9))
 
     class Shown(Pictures):
@@ -104,7 +104,7 @@ async def test_content_blocks_are_texts_and_images() -> None:
 
 
 async def test_what_is_no_content_fails_the_rollout() -> None:
-    """Blocks that are no text and no image, from a tool and from ``reset``; and a class without ``reset``."""
+    """Blocks that are neither text nor image, from a tool and from ``reset``; and a class without ``reset``."""
 
     class Wrong(Pictures):
         blocks = ({"type": "image", "image": b""},)
@@ -116,7 +116,9 @@ async def test_what_is_no_content_fails_the_rollout() -> None:
     prompt = Prompt("Count.", metadata={"start": 2})
     with pytest.raises(EnvironmentFailure, match=r"Wrong.reset: image: got b''; expected an image that Pillow decodes"):
         await play(TRLEnvironment(Wrong), prompt, [])
-    with pytest.raises(EnvironmentFailure, match=r"Tuple.reset: got \('a', 'b'\); expected a text, a list of content"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"Tuple.reset: got \('a', 'b'\); expected a string, a list of content"
+    ):
         await play(TRLEnvironment(Tuple), prompt, [])
     with pytest.raises(ConfigError, match="a class with a method reset"):
         TRLEnvironment(dict)

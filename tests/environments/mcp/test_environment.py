@@ -94,7 +94,7 @@ async def test_the_tools_of_a_server_are_ours_over_http(http: tuple[str, subproc
 
 
 async def test_what_cannot_be_shown_is_described_and_counted(server: McpServer) -> None:
-    """An image next to a text is described; a resource with text is read."""
+    """An image next to text is described; a resource with text is read."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
     shown = await step(environment, ("picture", {}))
@@ -105,7 +105,7 @@ async def test_what_cannot_be_shown_is_described_and_counted(server: McpServer) 
 
 
 async def test_a_model_that_sees_gets_the_images_of_a_tool(server: McpServer) -> None:
-    """They keep their places among the texts; one that cannot be decoded is described and counted."""
+    """Images keep their places in the text; an image that cannot be decoded is described and counted."""
     environment = McpEnvironment(server, images=True)
     await environment.start(Prompt("Well?"))
     shown = await step(environment, ("plot", {}), ("picture", {}))
@@ -117,7 +117,7 @@ async def test_a_model_that_sees_gets_the_images_of_a_tool(server: McpServer) ->
 
 
 async def test_errors_of_a_tool_go_to_the_model() -> None:
-    """What it raises, arguments that do not fit, and an answer that does not come in time."""
+    """Its exceptions, arguments that do not fit, and a late answer."""
     environment = McpEnvironment(stdio(call_seconds=1.0))
     await environment.start(Prompt("Well?"))
     refused = await step(environment, ("refuse", {}), ("add", {"a": "x"}), ("sleep", {}), ("add", {"a": 1, "b": 1}))
@@ -167,7 +167,7 @@ async def test_each_episode_has_a_session_and_its_process_ends_with_it(server: M
 
 
 async def test_a_shared_session_lasts_while_an_episode_uses_it() -> None:
-    """One process for two that overlap; another for one that comes after them."""
+    """Overlapping episodes share one process; an episode after them gets another."""
     server = stdio(shared=True)
     first, second, third = (McpEnvironment(server) for _ in range(3))
     await first.start(Prompt("Well?"))
@@ -279,7 +279,7 @@ def test_a_server_that_cannot_be_is_refused(options: dict[str, Any], words: str)
 
 
 def test_a_server_that_does_not_start_is_named() -> None:
-    """A missing program, a silent one, and one that does not speak MCP."""
+    """A missing program, a silent program, and a program that does not speak MCP."""
     for command, words in (
         (("no-such-program-here",), "no-such-program-here"),
         ((sys.executable, "-c", "import sys; sys.exit('no licence')"), "no licence"),

@@ -1,4 +1,4 @@
-"""The blocks of the standard: texts, images, and what stands for those that are not shown."""
+"""The blocks of the standard: text, images, and the text in place of images that are not shown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollouts.environments.ors.wire import Block, blocks_of, content_of
 
 
 def test_blocks_of_a_conversation_have_its_images() -> None:
-    """In their places, also in results of tools; where a server takes no images, a text stands for each."""
+    """In their places, also in results of tools; where a server takes no images, text stands for each."""
     image = Image.of(PIL.Image.new("RGB", (4, 3)))
     sample = Message("tool", ("See: ", image), tool_call_id="a").to_record()
     (chat,) = with_images([sample], {image.sha256: image}.__getitem__)

@@ -68,7 +68,7 @@ def session_of(policy: Policy, **options: Any) -> ProgramSession:
 
 
 def asks(*messages: Message | str, tools: Sequence[Tool] = (LOOK,), **fields: Any) -> CallRequest:
-    """A request; a text is a user message."""
+    """A request; a string is a user message."""
     given = tuple(Message("user", one) if isinstance(one, str) else one for one in messages)
     return CallRequest(messages=given, tools=tuple(tools), **fields)
 

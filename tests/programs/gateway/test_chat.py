@@ -128,7 +128,7 @@ def test_what_is_not_honoured_is_counted(fields: dict[str, Any], counts: list[st
 
 
 def test_sampling_parameters_are_read_as_they_came() -> None:
-    """The session compares them with those of the run; ``null`` is none."""
+    """The session compares the parameters with the run's; ``null`` counts as absent."""
     fields = {"temperature": 0.2, "top_p": 1, "seed": 3, "top_k": "many", "logit_bias": {}, "presence_penalty": 1}
     assert read(**fields, min_p=None).sampling == fields
 
@@ -301,7 +301,7 @@ def test_an_error_has_its_status_and_form(error: ApiError, status: int, kind: st
 
 
 def test_an_overflow_has_the_words_that_clients_know() -> None:
-    """Code and message are those of the API."""
+    """Code and message are as in the API."""
     status, body = chat.error(ApiError("overflow", "", tokens=9000, max_context=8192))
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
     assert body["error"]["message"] == (

@@ -159,7 +159,7 @@ WIRES: dict[str, Wire] = {name: wire for name, (wire, _) in BODIES.items()}
 
 @pytest.mark.parametrize("name", BODIES)
 def test_images_keep_their_places_among_the_texts(name: str) -> None:
-    """Parts of the user and of results of tools are texts and images in order; neighbouring texts are lines."""
+    """Parts of the user and of results of tools are strings and images in order; neighbouring strings are lines."""
     wire, body = BODIES[name]
     request = wire.read(body)
     assert (request.messages, request.counts) == (CONVERSATION, {})
@@ -250,7 +250,7 @@ REMOTE = "https://example.org/cat.png"
     ],
 )
 def test_an_image_that_is_not_in_the_request_is_refused(name: str, part: dict[str, Any], message: str) -> None:
-    """A URL to fetch, a file of the API, and bytes that are no image are refused by the path of the field."""
+    """A URL to fetch, a file of the API, and bytes that are not an image are refused by the path of the field."""
     with pytest.raises(ApiError) as caught:
         WIRES[name].read(user_body(name, part))
     assert caught.value.error_kind == "invalid_request"
@@ -282,21 +282,21 @@ def key(*parts: str | Image) -> int:
 
 
 def test_messages_with_images_are_compared_by_their_bytes() -> None:
-    """Equal bytes are the same message; another image, order or text, or a text of the hash, are not."""
+    """Equal bytes are the same message; another image, order or text, or the hash as text, are not."""
     assert key("a", RED) == key(" a\n", Image(RED.data), "") == key("a", RED, " ")
     others = [key("a", BLUE), key(RED, "a"), key("a", RED, RED), key("a"), key("b", RED), key("a", RED.sha256)]
     assert len({key("a", RED), *others}) == 7
 
 
 def test_folded_messages_keep_their_images() -> None:
-    """A template that takes no two user messages gets one with all texts and images in order."""
+    """A template that takes no two user messages gets one with all strings and images in order."""
     rules = MessageRules("first", neighbours=False)
     given = [Message("user", ("a", RED)), Message("user", "b"), Message("user", (BLUE, "c")), Message("user", "d")]
     assert rules.applied(given) == [Message("user", ("a", RED, "b", BLUE, "c\nd"))]
 
 
 async def test_a_model_of_texts_refuses_an_image() -> None:
-    """The request is invalid, by the role of the message; nothing is sampled, and the session goes on."""
+    """The request is invalid, by the role of the message; nothing is sampled, and the session continues."""
     policy = ScriptedPolicy(replies())
     async with session_of(policy) as session:
         with pytest.raises(ApiError, match=r"messages: content of a user message: got <Image 6x4 .*text: the renderer"):
@@ -320,7 +320,7 @@ def seeing(policy: ScriptedPolicy) -> ProgramSession:
 
 
 async def test_a_call_has_the_images_of_its_path() -> None:
-    """Those of the opening, of results and of new messages, in order; the history keeps its images."""
+    """Images of the opening, of results and of new messages, in order; the history keeps its images."""
     policy = ScriptedPolicy(replies(calling("sun"), "It is hot.", "Both."))
     async with seeing(policy) as session:
         first = await ask(session, SHOW)
@@ -342,7 +342,7 @@ async def test_a_call_has_the_images_of_its_path() -> None:
 
 
 async def test_branches_have_the_images_of_their_own_tokens() -> None:
-    """A reply that was given twice, and a conversation that goes on from an earlier call, have their own images."""
+    """A reply that was given twice, and a conversation that continues an earlier call, have separate images."""
     policy = ScriptedPolicy(replies())
     async with seeing(policy) as session:
         (first, second) = await session.call(asks(SHOW, n=2), lineage={})
@@ -359,7 +359,7 @@ async def test_branches_have_the_images_of_their_own_tokens() -> None:
 
 
 async def test_another_image_is_another_conversation() -> None:
-    """A history whose image was replaced, e.g. compressed again, does not go on from the kept ids."""
+    """A history whose image was replaced, e.g. compressed again, does not continue the kept ids."""
     policy = ScriptedPolicy(replies())
     async with seeing(policy) as session:
         first = await ask(session, SHOW)

@@ -1,13 +1,14 @@
 """The laws of a session under 1,000 random conversations with random edits.
 
-Agents take turns. Each turn is one of what programs do: go on, send a reply back with changes, send results in another
-order, retry, ask for several replies, edit the history, leave a reply out, put assistant text in, lose an answer.
+Agents take turns. In each turn an agent does as programs do: continue, send a reply back with changes, send results in
+another order, retry, ask for several replies, edit the history, leave a reply out, put assistant text in, lose an
+answer.
 
 1. Tokens: the ids of each request are a kept path and the encoded new text.
-2. Match: the call that a request goes on from is the one that a comparison of whole histories finds.
+2. Match: the call that a request continues is the call that a comparison of whole histories finds.
 3. Once and Whole: every sampled id is trained exactly once, or counted.
 
-It takes some 15 seconds of CPU; fewer conversations leave combinations of edits out. The same laws hold where the
+It takes about 15 seconds of CPU; fewer conversations leave combinations of edits out. The same laws hold where the
 agents of a session ask at the same time, repeat requests that are in flight, and go away.
 """
 
@@ -44,7 +45,7 @@ class Agent:
     lineage: dict[str, str]
     tools: tuple[Tool, ...]
     messages: list[Message]
-    """Up to the last reply or, if there is none yet, up to the question."""
+    """Up to the last reply or, before the first reply, up to the question."""
     reply: CallReply | None = None
 
 
@@ -69,7 +70,7 @@ class RandomPolicy(ScriptedPolicy):
 
 
 def identity(message: Message, ours: set[str]) -> tuple[Any, ...]:
-    """What is compared of a message."""
+    """The compared part of a message."""
     ids = [call.id for call in message.tool_calls]
     if ids and ours.issuperset(ids):
         return "reply", ids
@@ -78,7 +79,7 @@ def identity(message: Message, ours: set[str]) -> tuple[Any, ...]:
 
 
 def expected_parent(calls: Sequence[Call], messages: Sequence[Message], tools: Any, ours: set[str]) -> Call | None:
-    """The call that a request goes on from, found by a comparison of whole histories."""
+    """The call that a request continues, found by a comparison of whole histories."""
     replies = [place for place, message in enumerate(messages) if message.role == "assistant"]
     if not replies or replies[-1] == len(messages) - 1:
         return None
@@ -218,7 +219,7 @@ class WaitingPolicy(RandomPolicy):
 async def ask_until(
     session: ProgramSession, agent: Agent, request: CallRequest, steps: int | None, got: list[Answered]
 ) -> None:
-    """One client; after so many steps of the event loop it goes away."""
+    """One client; after this number of steps of the event loop it goes away."""
     async with anyio.create_task_group() as tasks:
 
         async def ask() -> None:

@@ -72,7 +72,7 @@ def test_a_conversation_is_read_with_its_calls_and_results() -> None:
 
 @pytest.mark.parametrize(("system", "read_as"), [("be good", ["be good"]), ("", []), ([], []), (None, [])])
 def test_the_system_prompt_is_optional(system: Any, read_as: list[str]) -> None:
-    """It is a text or blocks; without text there is no system message."""
+    """It is a string or blocks; without text there is no system message."""
     contents = [message.content for message in read(system=system).messages if message.role == "system"]
     assert contents == read_as
 
@@ -246,7 +246,7 @@ def test_an_answer_has_every_field() -> None:
     ],
 )
 def test_the_reason_to_stop_is_that_of_the_reply(name: str, reason: str, stop: str | None) -> None:
-    """A malformed call without stream is no tool use."""
+    """A malformed call without stream is not a tool use."""
     whole = messages.answer(read(), [REPLIES[name]])
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
 

@@ -1,4 +1,4 @@
-"""What counts as the same message, and which messages a chat template gets."""
+"""Keys of equal messages, and the messages that a chat template gets."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_system_messages_are_folded_where_the_template_refuses_them(
     ],
 )
 def test_the_rules_of_real_templates_are_found(family: str, rules: MessageRules, request: Any) -> None:
-    """The probe finds templates that refuse a system message in the middle, and those that move it to the front."""
+    """The probe finds templates that refuse a system message in the middle, and templates that move it to the front."""
     renderer = REAL[family].make(request)
     assert message_rules(renderer.render) == rules
     renderer.opening(rules.applied(CONVERSATION[:4]))
@@ -213,7 +213,7 @@ def test_a_template_without_system_messages_and_neighbours() -> None:
 @pytest.mark.parametrize("system", ["anywhere", "first", "never"])
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_a_conversation_is_what_it_is_without_those_before_it(system: Any, neighbours: bool) -> None:
-    """Order, folding, keys and places of replies do not depend on what was kept, however requests go on or change."""
+    """Order, folding, keys and places of replies do not depend on what was kept, however requests change."""
     rng, rules, ours = random.Random(0), MessageRules(system, neighbours), {f"c{number}" for number in range(50)}
     kept, given = Conversations(rules, most=3), (Message("system", "S"), Message("user", "U"))
     known = 0
@@ -244,7 +244,7 @@ def test_a_conversation_is_what_it_is_without_those_before_it(system: Any, neigh
 
 
 def test_agents_that_take_turns_are_kept_apart() -> None:
-    """A request goes on from the conversation of its agent; the one that was left for the longest time is dropped."""
+    """A request continues the conversation of its agent; the conversation left for the longest time is dropped."""
     kept, reply = Conversations(MessageRules(), most=2), Message("assistant", "A")
     agents = [(Message("user", name), reply, Message("user", "more")) for name in ("one", "two", "three")]
     for whole in agents[:2]:

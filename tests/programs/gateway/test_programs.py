@@ -22,7 +22,7 @@ from tests.programs.gateway.scripted import ScriptedSession
 
 pytestmark = [
     pytest.mark.extra,
-    pytest.mark.filterwarnings("ignore"),  # the packages issue warnings of their own
+    pytest.mark.filterwarnings("ignore"),  # the packages issue warnings
 ]
 
 FIRST = Message("assistant", "I look.", [ToolCall("double", {"n": 21}, id="c00000001")], reasoning="Hm.")
@@ -55,7 +55,7 @@ async def session_of(*script: Any) -> AsyncIterator[tuple[ScriptedSession, str]]
 
 
 def check(session: ScriptedSession, stream: bool, *, reasoning: bool = True) -> None:
-    """The second request goes on from the first reply, both replies were delivered."""
+    """The second request continues the first reply, and both replies were delivered."""
     assert [request.stream for request in session.requests] == [stream] * 2
     first, second = session.requests
     assert [tool.name for tool in first.tools] == ["double"]

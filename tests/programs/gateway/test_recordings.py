@@ -1,7 +1,7 @@
 """Requests of real programs, replayed: matching, retries, forks, agents, compaction.
 
-The reply to each request is what the program sent back later, so that its next request goes on from it or does not, as
-with the real program. The ids of calls are replaced by those that the session gives.
+The reply to each request is the reply that the program sent back later, so that its next request continues it or does
+not, as with the real program. The ids of calls are replaced by the ids that the session issues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def anyio_backend() -> str:
 
 @attrs.frozen
 class Seen:
-    """What one recording must become."""
+    """The expected outcome of one recording."""
 
     calls: int
     """Sampled replies."""
@@ -46,15 +46,15 @@ class Seen:
     """Replies that are not trained, by reason."""
     counts: Mapping[str, int] = attrs.field(factory=dict)
     faults: Mapping[int, str] = attrs.field(factory=dict)
-    """What happened to a request: ``fail``, ``cut``, ``overflow``, or ``gone`` (the client left)."""
+    """The fate of a request: ``fail``, ``cut``, ``overflow``, or ``gone`` (the client left)."""
     replies: Mapping[int, Any] = attrs.field(factory=dict)
     """Replies that the program did not send back as they were: ``malformed`` calls, a ``reasoning`` that was dropped,
-    ``calls`` that became text, or a text."""
+    ``calls`` that became text, or its text."""
 
 
 SUMMARY = "All done. The file out.txt says hello."
 LINEAR = Seen(3)
-"""A program that only goes on."""
+"""A program that only continues."""
 TITLED = {"side_call": 1}
 FAILED_ONCE = Seen(3, faults={0: "fail"})
 CUT_ONCE = Seen(3, faults={0: "cut"}, counts={"retries_served": 1})
@@ -123,7 +123,7 @@ RECORDINGS = {
     "pai_resp": Seen(2),
     "qwen2": LINEAR,
     "qwen_agent": Seen(6, roots=2),
-    "qwen_badjson": Seen(  # it asked again with a greater max_tokens, and went on from the second reply
+    "qwen_badjson": Seen(  # it asked again with a greater max_tokens, and continued the second reply
         4,
         roots=2,
         untrained={"dropped": 1},
@@ -192,7 +192,7 @@ def read(path: Path) -> list[Recorded]:
 
 
 def echo_of(records: Sequence[Recorded], number: int) -> Message | None:
-    """What the program sent back as the reply to a request: the message behind its messages in a later request."""
+    """The reply to a request as the program sent it back: the message behind its messages in a later request."""
     asked, lineage = records[number].request.messages, records[number].lineage
     for later in records[number + 1 :]:
         messages = later.request.messages
@@ -263,7 +263,7 @@ async def replayed(
 
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_a_recording_becomes_its_tree(name: str, asset: Callable[[str], Path]) -> None:
-    """Roots, forks, replies and counts are those of the program, and every sampled token is trained or counted."""
+    """Roots, forks, replies and counts are as with the program, and every sampled token is trained or counted."""
     seen = RECORDINGS[name]
     policy = FaultyPolicy()
     session = await replayed(read(asset(f"../recordings/{name}.json")), seen, policy)

@@ -60,7 +60,7 @@ def test_the_messages_of_a_request_are_read() -> None:
 
 
 def test_the_items_of_a_reply_are_one_message() -> None:
-    """Reasoning, text and calls that follow each other; the results are messages of their own."""
+    """Reasoning, text and calls that follow each other; the results are separate messages."""
     result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "out"}]}
     calls = [ToolCall("f", {"x": 1}, "c1"), ToolCall("f", {}, "c2")]
     assert items(thought("hm"), said("I look."), call(1, '{"x":1}'), call(2), result) == (
@@ -92,7 +92,7 @@ def test_reasoning_is_its_content_before_its_summary() -> None:
 
 
 def test_calls_of_other_tools_are_read() -> None:
-    """Custom tools have a text as input, the local shell an action."""
+    """Custom tools have a string as input, the local shell an action."""
     conversation = items(
         {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": "+x"},
         {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},

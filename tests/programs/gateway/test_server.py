@@ -130,7 +130,7 @@ async def test_the_headers_of_agents_reach_the_session() -> None:
 
 
 async def test_tokens_are_counted_without_a_call() -> None:
-    """The body is that of a message; the session sees no call."""
+    """The body is as for a message; the session sees no call."""
     async with serving() as client:
         async with client.http.post(
             f"{client.base}/v1/messages/count_tokens",
@@ -180,7 +180,7 @@ async def test_an_unknown_route_is_counted_and_refused_in_the_form_of_its_api(me
 @pytest.mark.parametrize("path", ["", "/", "/api/hello"])
 @pytest.mark.parametrize("named", [False, True])
 async def test_a_probe_is_answered(path: str, named: bool) -> None:
-    """Programs ask by HEAD whether there is a server, without a key; nothing is counted, and GET is no probe."""
+    """Programs ask by HEAD whether there is a server, without a key; nothing is counted, and GET is not a probe."""
     async with serving() as client:
         base = client.base if named else client.gateway.url
         async with client.http.head(base + path) as response:
@@ -192,7 +192,7 @@ async def test_a_probe_is_answered(path: str, named: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_several_replies_of_one_request(stream: bool) -> None:
-    """``n`` of the chat API gives so many choices; all are delivered."""
+    """``n`` of the chat API gives that number of choices; all are delivered."""
     async with serving("one", "two") as client:
         async with client.ask(CHAT, {**BODIES[CHAT], "n": 2, "stream": stream}) as response:
             assert response.status == 200
@@ -289,7 +289,7 @@ async def test_a_key_is_of_one_session() -> None:
         first, second = ScriptedSession(), ScriptedSession()
         base = gateway.open(first)
         assert first.key not in base
-        with pytest.raises(ConfigError, match="key: got that of an open session"):
+        with pytest.raises(ConfigError, match="key: got the key of an open session"):
             gateway.open(second)
         gateway.close(first)
         gateway.close(first)
@@ -299,7 +299,7 @@ async def test_a_key_is_of_one_session() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("header", [b"x-api-key: key-of-a-test-000\xff", b"Authorization: Bearer \xf0\x9f"])
 async def test_a_key_of_any_bytes_is_unknown(path: str, header: bytes) -> None:
-    """Also of bytes that are no UTF-8: the answer has the form of the API."""
+    """Also of bytes that are not UTF-8: the answer has the form of the API."""
     async with serving() as client:
         status, whole = await sent_raw(client, path.encode(), header)
         assert (status, client.session.requests) == (401, [])
@@ -480,7 +480,7 @@ async def test_a_head_that_does_not_arrive_ends_its_connection(sent: bytes) -> N
 
 
 async def test_a_connection_waits_for_its_next_request() -> None:
-    """The deadline is that of a head that has begun; an idle connection stays, and so does a call without reply."""
+    """The deadline is for a head that has begun; an idle connection stays, and so does a call without reply."""
     late = anyio.Event()
     async with serving("one", holding(late), read_seconds=0.05) as client:
         async with await anyio.connect_tcp("127.0.0.1", client.gateway.port) as stream:
@@ -507,7 +507,7 @@ async def test_what_is_no_http_is_answered_and_not_logged(sent: bytes, caplog: p
             answer = await stream.receive()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.0 400")
-    assert "no HTTP request" in error_in(CHAT, msgspec.json.decode(body))["message"]
+    assert "not an HTTP request" in error_in(CHAT, msgspec.json.decode(body))["message"]
     assert caplog.records == []
 
 
@@ -529,7 +529,7 @@ async def test_of_too_many_connections_idle_ones_of_the_greediest_are_closed() -
 
 
 async def test_a_session_has_a_part_of_the_connections() -> None:
-    """What is more is answered with 429, which clients try again; another session has its own part."""
+    """Requests beyond it are answered with 429, which clients try again; another session has a separate part."""
     ready, other = anyio.Event(), ScriptedSession(["theirs"], key="key-of-another-01")
     async with serving(holding(ready), holding(ready), "third", connections=8) as client:
         client.gateway.open(other)
@@ -641,7 +641,7 @@ async def test_equal_requests_of_connected_clients_are_sampled_each(own: dict[st
 
 
 async def test_a_client_that_times_out_and_asks_again_gets_its_generation() -> None:
-    """Its first connection is closed: the generation goes on, is served once, and is trained once."""
+    """Its first connection is closed: the generation continues, is served once, and is trained once."""
     async with gated() as (session, gate, ask):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
@@ -662,7 +662,7 @@ async def test_a_client_that_times_out_and_asks_again_gets_its_generation() -> N
 
 @pytest.mark.parametrize(("sent", "attempt"), [({}, 0), ("0", 0), ("2", 2), ("x", 0), ("-1", 0), ("9" * 99, 0)])
 async def test_the_header_of_a_retry_reaches_the_session(sent: Any, attempt: int) -> None:
-    """As the SDKs of OpenAI and Anthropic send it; anything else is none."""
+    """As the SDKs of OpenAI and Anthropic send it; any other value is ignored."""
     async with serving("one") as client:
         headers = {"x-api-key": client.session.key, **({"x-stainless-retry-count": sent} if sent else {})}
         async with client.ask(CHAT, headers=headers) as response:
@@ -672,7 +672,7 @@ async def test_the_header_of_a_retry_reaches_the_session(sent: Any, attempt: int
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_session_knows_the_replies_whose_client_has_gone(stream: bool) -> None:
-    """After a part of the answer was written, too; a call without a reply has none to tell of."""
+    """Also after a part of the answer was written; a call without a reply reports nothing."""
     async with serving("x" * 20_000_000, never) as client:
         for _ in range(2):
             body = msgspec.json.encode({**BODIES[CHAT], "stream": stream})
@@ -722,7 +722,7 @@ def sent_back(path: str, whole: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arguments", ODD_ARGUMENTS.values(), ids=ODD_ARGUMENTS)
 async def test_a_program_gets_any_arguments_and_goes_on(path: str, arguments: str) -> None:
-    """Whatever JSON the model writes: an answer, and the next request goes on from the kept ids."""
+    """Whatever JSON the model writes: an answer, and the next request continues the kept ids."""
     call = ToolCall("look", raw=f'{{"name": "look", "arguments": {arguments}}}')
     history: list[dict[str, Any]] = list(HI)
     async with session_of(ScriptedPolicy(replies(Message("assistant", "", [call]), "done"))) as session:
@@ -827,7 +827,7 @@ async def test_a_minute_of_silence_is_full_of_pings(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_cancels_its_call(path: str, stream: bool) -> None:
-    """Before and after the head of a stream; nothing counts as delivered, and other calls go on."""
+    """Before and after the head of a stream; nothing counts as delivered, and other calls continue."""
     async with serving(never, "next", **SHORT) as client:
         body = {**BODIES[path], "stream": stream}
 

@@ -91,7 +91,7 @@ async def test_the_next_request_goes_on_from_the_kept_ids() -> None:
 
 
 async def test_sequences_of_a_session_have_one_route() -> None:
-    """Each sequence has a name of its own, and all have the route of the session; neither is its key."""
+    """Each sequence has a separate name, and all have the route of the session; neither is its key."""
     policy = ScriptedPolicy(replies(calling("sun")))
     async with session_of(policy) as session:
         first = await ask(session, "Look!")
@@ -139,7 +139,7 @@ async def test_a_reply_goes_on_in_a_prefill() -> None:
 
 
 async def test_a_request_that_the_template_refuses_is_invalid() -> None:
-    """The program gets the reason of the template, and the session goes on."""
+    """The program gets the reason of the template, and the session continues."""
     call = Message("assistant", "", [ToolCall("look", id="x")])
     async with session_of(ScriptedPolicy(replies())) as session:
         with pytest.raises(ApiError, match="cannot render these messages") as caught:
@@ -168,7 +168,7 @@ async def test_equal_requests_at_the_same_time_are_sampled_each() -> None:
 
 
 async def test_an_equal_request_does_not_get_a_reply_that_another_client_is_being_sent() -> None:
-    """A reply that was sampled and is not delivered yet is no lost one."""
+    """A reply that was sampled and is not delivered yet is not lost."""
     policy = ScriptedPolicy(replies("one", "two"))
     async with session_of(policy) as session:
         (first,) = await session.call(asks("Look!"), lineage={})
@@ -340,7 +340,7 @@ async def test_an_answer_that_was_never_delivered_is_not_trained() -> None:
 
 
 async def test_an_echo_shows_that_a_reply_was_delivered() -> None:
-    """A reply that a later request goes on from was delivered, whatever the server has noted."""
+    """A reply that a later request continues was delivered, whatever the server has noted."""
     policy = ScriptedPolicy(replies("one", "two"))
     async with session_of(policy) as session:
         (first,) = await session.call(asks("Look!"), lineage={})
@@ -350,7 +350,7 @@ async def test_an_echo_shows_that_a_reply_was_delivered() -> None:
 
 
 async def test_of_several_replies_those_that_were_continued_are_trained() -> None:
-    """Siblings that the program does not go on from are dropped, or kept where the policy says so."""
+    """Siblings that the program does not continue are dropped, or kept where the policy says so."""
     for training, trained in ((Training(), 2), (Training(siblings="keep"), 4)):
         policy = ScriptedPolicy(replies(calling("sun"), calling("moon"), calling("sea"), "done"))
         async with session_of(policy, training=training) as session:
@@ -366,7 +366,7 @@ async def test_of_several_replies_those_that_were_continued_are_trained() -> Non
 
 
 async def test_two_identical_agents_are_two_roots() -> None:
-    """Agents with the very same prompt are sampled apart by their names, and each goes on from its own calls."""
+    """Agents with the very same prompt are sampled apart by their names, and each continues its own calls."""
     policy = ScriptedPolicy(replies(calling("sun"), calling("sun"), "a", "b"))
     async with session_of(policy) as session:
         agents = [{"x-claude-code-agent-id": name} for name in "ab"]
@@ -380,7 +380,7 @@ async def test_two_identical_agents_are_two_roots() -> None:
 
 
 async def test_a_discarded_reply_is_trained_or_dropped() -> None:
-    """A reply that the program leaves out of its next request is a leaf; the request goes on from the call before."""
+    """A reply that the program leaves out of its next request is a leaf; the request continues the call before."""
     for training, trained in ((Training(), 3), (Training(discarded="drop"), 2)):
         policy = ScriptedPolicy(replies(calling("sun"), "no call", "done"))
         async with session_of(policy, training=training) as session:
@@ -444,7 +444,7 @@ async def test_a_summary_is_trained_or_dropped(form: str) -> None:
 
 @pytest.mark.parametrize("agent", [False, True])
 async def test_what_only_looks_like_a_summary_is_trained(agent: bool) -> None:
-    """A history that is sent as text has the request, too; another agent's prompt may quote a report."""
+    """A history that is sent as text also has the request; another agent's prompt may quote a report."""
     report = "The sun was looked at, and it is hot."
     policy = ScriptedPolicy(replies(report, "done"))
     lineage = {"x-claude-code-agent-id": "a"} if agent else {}
@@ -482,7 +482,7 @@ async def test_an_edited_history_is_a_root_with_its_place() -> None:
 
 
 async def test_other_tools_are_a_root() -> None:
-    """A conversation that goes on with other tools is a root, as its tools are other tokens."""
+    """A conversation that continues with other tools is a root, as its tools are other tokens."""
     policy = ScriptedPolicy(replies(calling("sun"), "summary"))
     async with session_of(policy) as session:
         first = await ask(session, "Look!")
@@ -494,7 +494,7 @@ async def test_other_tools_are_a_root() -> None:
 
 @pytest.mark.parametrize("history", ["append", "fork", "error"])
 async def test_a_changed_echo_follows_the_history_option(history: Any) -> None:
-    """A rewritten call goes on from the kept ids, opens a root, or fails the session."""
+    """A rewritten call continues the kept ids, opens a root, or fails the session."""
     policy = ScriptedPolicy(replies(calling("sun"), "done"))
     async with session_of(policy, history=history) as session:
         first = await ask(session, "Look!")
@@ -517,7 +517,7 @@ async def test_a_changed_echo_follows_the_history_option(history: Any) -> None:
 
 
 async def test_a_malformed_call_is_kept_as_sampled() -> None:
-    """The program is given the text of the call with an id, and its answer goes on from the sampled ids."""
+    """The program gets the text of the call with an id, and its answer continues the sampled ids."""
     bad = Message("assistant", "I look.", [ToolCall("look", raw='{"name": "look", "arguments": {bad')])
     policy = ScriptedPolicy(replies(bad, "done"))
     async with session_of(policy) as session:
@@ -573,7 +573,7 @@ async def test_a_cut_reply_is_closed_by_the_bridge() -> None:
 
 
 async def test_a_prompt_that_does_not_fit_is_an_overflow() -> None:
-    """The error has the length of the prompt and the context; the conversation can go on from the call before."""
+    """The error has the length of the prompt and the context; the conversation can continue the call before."""
     policy = ScriptedPolicy(replies(calling("sun")))
     async with session_of(policy, max_context=600) as session:
         first = await ask(session, "Look!")
@@ -690,7 +690,7 @@ async def test_several_replies_of_one_request_count_as_so_many_calls() -> None:
 
 
 async def test_calls_that_begin_together_stay_within_the_limit() -> None:
-    """Calls under way count before they are numbered; the retry of an answered call is none."""
+    """Calls under way count before they are numbered; the retry of an answered call does not count."""
     policy = ScriptedPolicy(replies())
     async with session_of(policy, limits=SessionLimits(max_calls=2)) as session:
         await ask(session, "Question 0")
@@ -777,7 +777,7 @@ async def test_a_failure_around_the_session_answers_its_calls() -> None:
 
 
 async def test_tokens_in_flight_are_limited() -> None:
-    """Calls that would exceed the limit wait for others; one that exceeds it by itself is sent alone."""
+    """Calls that would exceed the limit wait for others; a call that exceeds it by itself is sent alone."""
     policy = GatedPolicy(replies())
     limits = SessionLimits(max_tokens_in_flight=10)
     async with session_of(policy, limits=limits) as session, anyio.create_task_group() as tasks:
@@ -806,7 +806,7 @@ async def test_what_is_not_honoured_is_counted() -> None:
 
 
 async def test_a_sampling_parameter_is_counted_where_it_is_not_that_of_the_run() -> None:
-    """An equal value is honoured; a seed never is, because each call of the run has a seed of its own."""
+    """An equal value is honoured; a seed never is, because each call of the run has a separate seed."""
     run = SamplingParams(max_new_tokens=4096, temperature=0.5, top_k=20, seed=3)
     equal = {"temperature": 0.5, "top_p": 1, "top_k": 20, "min_p": 0, "frequency_penalty": 0.0, "logit_bias": {}}
     other = {"temperature": 1, "top_p": "x", "repetition_penalty": 1.1, "presence_penalty": 0.2, "seed": 3}
@@ -942,7 +942,7 @@ class WithoutBridges(Renderer):
 
 
 async def test_a_refused_bridge_is_a_root() -> None:
-    """A conversation that the template cannot go on with is encoded as a whole, and each reply is trained once."""
+    """A conversation that the template cannot continue is encoded as a whole, and each reply is trained once."""
     policy = ScriptedPolicy(replies(calling("sun"), "done"))
     renderer = WithoutBridges(demo_tokenizer())
     async with ProgramSession(policy, renderer, SAMPLING) as session:

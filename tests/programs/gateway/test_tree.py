@@ -112,7 +112,7 @@ def test_a_fork_trains_the_shared_reply_once() -> None:
 
 
 def test_the_deepest_call_and_of_equals_the_latest_is_matched() -> None:
-    """A request goes on from the last reply that it contains; of equal paths from the newest."""
+    """A request continues the last reply that it contains; of equal paths the newest."""
     grower = Grower()
     first = grower.call(user("a"))
     second = grower.call(user("a"), first.message, user("b"))
@@ -200,7 +200,7 @@ def test_no_trained_reply_is_no_branch() -> None:
 
 
 def test_a_completion_of_other_ids_is_a_broken_law() -> None:
-    """A reply that was sampled from other ids than those of its line does not enter the tree."""
+    """A reply that was sampled from other ids than its line has does not enter the tree."""
     grower = Grower()
     call = grower.call(user("a"))
     line = grower.tree.claim(call)

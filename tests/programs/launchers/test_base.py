@@ -1,4 +1,4 @@
-"""What holds for every program: pure, quiet, without a key in its arguments, a window with a margin."""
+"""The laws of every program: pure, quiet, without a key in its arguments, a window with a margin."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_the_window_has_a_margin() -> None:
     [
         ("base_url", "127.0.0.1:80", "an http address without a slash at its end"),
         ("base_url", "http://a/", "an http address without a slash at its end"),
-        ("api_key", "", "a text that is not empty"),
-        ("model", None, "a text that is not empty"),
+        ("api_key", "", "a non-empty string"),
+        ("model", None, "a non-empty string"),
         ("context_window", 0, "an integer > 0"),
         ("context_window", True, "an integer > 0"),
         ("home", "~", "an absolute path"),

@@ -41,7 +41,7 @@ open("leap.py", "w").write(answer["choices"][0]["message"]["content"])
 
 
 async def test_files_go_in_and_come_out_as_texts() -> None:
-    """A missing file, and one that is too large, is ``None``."""
+    """A missing file, or a file that is too large, is ``None``."""
     workspace = FilesWorkspace(["a/in.txt", "big.txt", "none.txt"], most_bytes=10)
     prompt = Prompt("q", metadata={"files": {"a/in.txt": "é"}})
     async with opened(ProcessSandbox()) as place:
@@ -54,12 +54,12 @@ async def test_files_go_in_and_come_out_as_texts() -> None:
 async def test_files_that_are_no_texts_are_refused() -> None:
     """By the name of the field."""
     async with opened(ProcessSandbox()) as place:
-        with pytest.raises(ConfigError, match=r'Prompt.metadata\["files"\]: got .*; expected texts by path'):
+        with pytest.raises(ConfigError, match=r'Prompt.metadata\["files"\]: got .*; expected strings by path'):
             await FilesWorkspace([]).fill(Prompt("q", metadata={"files": ["a"]}), place)
 
 
 async def test_a_diff_is_stored_as_it_is() -> None:
-    """As text where it is text, else as base64; one that is too large is not taken, and says so."""
+    """As text where it is text, else as base64; a diff that is too large is not taken, and says so."""
     async with opened(ProcessSandbox()) as place:
         filled = await TREE.fill(LEAP, place)
         await place.write("leap.py", b"# caf\xe9\n")
@@ -75,7 +75,7 @@ async def test_a_diff_is_stored_as_it_is() -> None:
 
 
 def test_a_task_that_is_not_known_is_refused() -> None:
-    """With the names of those that are."""
+    """The error has the names of the known tasks."""
     with pytest.raises(ConfigError, match=r'metadata\["task"\]: got \'none\'; expected one of brackets, chunks'):
         TREE.task({"task": "none"})
 

@@ -76,7 +76,7 @@ BOXED = [
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 @pytest.mark.parametrize(("code", "words"), BOXED)
 def test_in_bubblewrap(code: str, words: str, lifeline: int, tmp_path: Path) -> None:
-    """A file system of its own with a limited disk, without packages, network and other processes."""
+    """A separate file system with a limited disk, without packages, network and other processes."""
     secret = tmp_path / "secret"
     secret.write_text("canary")
     settings = {**SETTINGS, "bubblewrap": shutil.which("bwrap")}

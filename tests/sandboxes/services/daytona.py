@@ -43,7 +43,7 @@ _BODY = {
 
 @attrs.define
 class DaytonaService:
-    """What the fake was asked, and what it has."""
+    """The requests and the state of the fake."""
 
     url: str = ""
     created: list[dict[str, Any]] = attrs.Factory(list)

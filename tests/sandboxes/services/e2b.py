@@ -27,7 +27,7 @@ _BODY = {"templateID", "timeout", "metadata", "envVars", "network", "autoPause",
 
 @attrs.define
 class E2BService:
-    """What the fake was asked, and what it has."""
+    """The requests and the state of the fake."""
 
     url: str = ""
     created: list[dict[str, Any]] = attrs.Factory(list)

@@ -40,7 +40,7 @@ _CONTAINER = {"name", "image", "command", "workingDir", "resources", "securityCo
 
 @attrs.define
 class KubernetesService:
-    """What the fake was asked, and what it has."""
+    """The requests and the state of the fake."""
 
     folder: Path
     url: str = ""

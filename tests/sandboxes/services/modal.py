@@ -44,7 +44,7 @@ class _Command:
 
 @attrs.define
 class ModalService:
-    """What the fake was asked, and what it has."""
+    """The requests and the state of the fake."""
 
     key: str = _KEY
     """The key that it expects."""

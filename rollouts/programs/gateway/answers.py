@@ -1,0 +1,234 @@
+"""The replies of the model to the requests of one session.
+
+A reply takes these steps: match, render, complete, parse, add to the tree.
+
+Invariant: no reply has more ids than the context of the model or the budgets of the session leave. A line that a
+refused request has claimed is free again. This module knows no client and no retry.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import attrs
+
+from rollouts.concurrency.task_groups import first_error
+from rollouts.concurrency.times import now
+from rollouts.dtypes import Completion, Message, SamplingParams, Tool, ToolCall
+from rollouts.errors import ContextOverflow, EndpointAway, EndpointError, Failure
+from rollouts.inference.base import Policy, images_option
+from rollouts.programs.gateway.call_ids import CallIds
+from rollouts.programs.gateway.contexts import Context, Contexts
+from rollouts.programs.gateway.in_flight import InFlight
+from rollouts.programs.gateway.requests import OpenRequest
+from rollouts.programs.gateway.tree import Call, Line, Tree
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, SessionLimits, Usage
+from rollouts.renderer import Renderer
+from rollouts.renderer.dialects import thought_marks
+
+__all__ = ["Answers"]
+
+_PROMPT_END = 16
+"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
+_MAX_STOPS = 32
+"""Stop strings that servers accept."""
+
+
+@attrs.define(eq=False)
+class Answers:
+    """The replies to one session."""
+
+    _policy: Policy
+    _renderer: Renderer
+    _tree: Tree
+    _ids: CallIds
+    _counts: Counter[str]
+    _contexts: Contexts
+    sampling: SamplingParams
+    name: str
+    """The name of the rollout, for seeds."""
+    _max_context: int | None
+    _limits: SessionLimits
+    numbered: int = attrs.field(init=False, default=0)
+    """The number of calls that have a number."""
+    denied: dict[object, Failure] = attrs.field(init=False, factory=dict)
+    """Requests that the model's server failed to answer, and that have no reply since."""
+    overflowed: bool = attrs.field(init=False, default=False)
+    """Whether the last call did not fit the context of the model."""
+    _in_flight: InFlight = attrs.field(init=False)
+    _route: str = attrs.field(init=False, factory=lambda: os.urandom(16).hex())
+    """Not the key of the session: servers write routes to their logs."""
+
+    def __attrs_post_init__(self) -> None:
+        self._in_flight = InFlight(self._limits.max_tokens_in_flight)
+
+    async def answer(self, request: OpenRequest) -> None:
+        """Sample the replies to a request.
+
+        Raises:
+            ApiError: the request is refused or cannot be answered.
+            ConfigError: the template or the dialect cannot serve any tools.
+        """
+        await self._contexts.test_tools(request)
+        match = self._contexts.match(request)
+        context = await self._contexts.render(request, match)
+        line, n = context.line, request.sent.n
+        try:
+            budget = self._budget(context.stop, request.sent.max_tokens, n)
+        except ApiError:
+            line.claimed = False
+            raise
+        line.append(context.ids, context.new, context.images)
+        lines = [line, *(self._tree.copy(line, context.stop, len(line.messages)) for _ in range(n - 1))]
+        first = self.numbered
+        self.numbered += n
+        request.numbered = True
+        try:
+            async with self._in_flight.more(n * (context.stop + budget)):
+                if n == 1:  # a task group costs more than the rest of this function
+                    await self._complete(request, context, line, first, budget)
+                else:
+                    async with first_error() as tasks:
+                        for number, one in enumerate(lines, first):
+                            tasks.start_soon(self._complete, request, context, one, number, budget)
+        except EndpointAway:
+            raise
+        except EndpointError as error:
+            self._counts["failed_calls"] += 1
+            self.denied[request.retry_key] = Failure.of(error)
+            raise ApiError("server", str(error)) from error
+        if request.missing:
+            raise ApiError("server", "the server aborted the generation")
+        self._contexts.count(request, match, context.parent)
+
+    # -- complete and parse -------------------------------------------------------------------------------------------
+
+    def _budget(self, prompt: int, wanted: int | None, n: int) -> int:
+        """The most tokens that each of the next ``n`` replies may have.
+
+        Raises:
+            ApiError: the prompt leaves no room in the context.
+        """
+        budget = self.sampling.max_new_tokens if wanted is None else min(wanted, self.sampling.max_new_tokens)
+        if self._limits.max_sampled_tokens is not None:
+            budget = min(budget, max((self._limits.max_sampled_tokens - self._tree.sampled) // n, 1))
+        if self._max_context is not None:
+            if prompt >= self._max_context:
+                raise self._overflow(prompt, self._max_context)
+            budget = min(budget, self._max_context - prompt)
+        return budget
+
+    def _overflow(self, tokens: int, max_tokens: int) -> ApiError:
+        self._counts["overflow"] += 1
+        self.overflowed = True
+        text = f"messages: {tokens} tokens do not fit the context of the model, at most {max_tokens} tokens"
+        return ApiError("overflow", text, tokens=tokens, max_context=max_tokens)
+
+    async def _complete(self, request: OpenRequest, context: Context, line: Line, number: int, budget: int) -> None:
+        """Sample one reply and add it to the tree."""
+        began, tokens = now(), line.sequence.tokens
+        try:
+            completion = await self._policy.complete(
+                tokens,
+                self._sampling_of(request.sent, budget, number),
+                stop_token_ids=self._renderer.stop_token_ids,
+                session=f"{self._route}-{line.number}",
+                route=self._route,
+                **images_option(line.sequence.images),
+            )
+        except ContextOverflow as error:
+            wanted = len(tokens) + budget  # the server does not say its context: it is below this
+            raise self._overflow(wanted, wanted - 1) from error
+        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
+        message, stop_text = _until_stop(message, request.sent.stop, completion)
+        written = message.tool_calls
+        message, served = self._ids.give(message)
+        self._count_calls(written, served.tool_calls, request.tools)
+        reply = CallReply(
+            id=f"r{number:08d}",
+            message=served,
+            finish_reason=_finish_reason(completion, served),
+            usage=self._usage(completion, message),
+            stop_text=stop_text,
+            created=int(began),
+        )
+        new, instructions = request.new_messages(of_root=context.parent is None)
+        call = Call(
+            number=number,
+            parent=context.parent,
+            line=line,
+            start=context.start,
+            reply_start=context.stop,
+            new=context.new,
+            tools=request.tools,
+            tools_key=request.tools_key,
+            request_key=request.conversation.keys[-1],
+            retry_key=request.retry_key,
+            completion=completion,
+            message=message,
+            reply=reply,
+            lineage=request.lineage,
+            by_hand=request.by_hand,
+            began=began,
+            temperature=self.sampling.sent_temperature,
+            asked=new,
+            instructions=instructions,
+        )
+        self._tree.add(call)
+        self.overflowed = False
+        self.denied.pop(request.retry_key, None)
+        if completion.finish_reason != "abort":
+            request.calls.append(call)
+
+    def _sampling_of(self, request: CallRequest, budget: int, number: int) -> SamplingParams:
+        sampling = self.sampling
+        stop = tuple(dict.fromkeys((*sampling.stop, *request.stop)))
+        if len(stop) > _MAX_STOPS:
+            raise ApiError("invalid_request", f"stop: got {len(stop)} strings; expected at most {_MAX_STOPS}")
+        seed = sampling.seed
+        if seed is not None:
+            seed = zlib.crc32(f"{seed}/{self.name}/{number}".encode()) & 0x7FFFFFFF
+        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop:
+            return sampling  # the policy has encoded this object before
+        least = min(sampling.min_new_tokens, budget)
+        return attrs.evolve(sampling, max_new_tokens=budget, min_new_tokens=least, stop=stop, seed=seed)
+
+    def _count_calls(self, written: Sequence[ToolCall], served: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
+        ids = [call.id for call in written if call.id]
+        if repeated := len(ids) - len(set(ids)):
+            self._counts["duplicate_call_ids"] += repeated
+        known = {tool.name for tool in tools}
+        for call in served:
+            if call.error is not None:
+                self._counts["malformed_tool_calls"] += 1
+                self._counts[f"malformed_tool_calls/{call.fault or 'bad_form'}"] += 1
+            elif call.name not in known:
+                self._counts["unknown_tool_calls"] += 1
+
+    def _usage(self, completion: Completion, message: Message) -> Usage:
+        reasoning = 0
+        if message.reasoning is not None:
+            closing = self._renderer.encode(thought_marks(self._renderer.dialect)[1]).tolist()
+            ids = completion.tokens.tolist()
+            if len(closing) == 1:  # else the end of the thought has no single id, and its length is not known
+                reasoning = ids.index(closing[0]) + 1 if closing[0] in ids else len(ids)
+        return Usage(completion.prompt_tokens, len(completion.tokens), completion.cached_tokens, reasoning)
+
+
+def _until_stop(message: Message, stops: Sequence[str], completion: Completion) -> tuple[Message, str | None]:
+    """The reply up to the stop string of the request that ended it. The kept ids contain the stop string."""
+    found = [(place, stop) for stop in stops if (place := message.text.find(stop)) >= 0]
+    if completion.finish_reason != "stop" or not found:
+        return message, None
+    place, stop = min(found)
+    return attrs.evolve(message, content=message.text[:place]), stop
+
+
+def _finish_reason(completion: Completion, message: Message) -> Literal["stop", "length", "tool_calls"]:
+    if completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if message.tool_calls else "stop"
