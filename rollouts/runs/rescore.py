@@ -55,7 +55,7 @@ async def rescore(
     scoring = _Scoring(stored, recipe)
     accounting = Accounting()
     ready: list[Group] = []
-    width = recipe.config.groups_in_work
+    width = recipe.config.max_inflight_groups
     for start in range(0, len(indices), width):
         for group in await scoring.score(indices[start : start + width]):
             accounting.taken += 1

@@ -142,7 +142,7 @@ class DataBuffer:
         """Put back unfinished prompts; they come out again first, lowest group index first.
 
         Raises:
-            ConfigError: a prompt was not taken from this buffer, or was settled or put back already; none is put back.
+            ConfigError: a prompt was not taken from this buffer, or is done or was put back; none is put back.
         """
         positions = dict(self._positions)
         back = []
@@ -157,7 +157,7 @@ class DataBuffer:
         self._positions = positions
         self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
 
-    def settle(self, prompt: Prompt) -> None:
+    def mark_done(self, prompt: Prompt) -> None:
         """Mark a prompt as finished; it can no longer be put back."""
         if prompt.group_index is not None:
             self._positions.pop(prompt.group_index, None)

@@ -20,7 +20,7 @@ from rollouts.base.validators import integer, seconds
 from rollouts.errors import CAUSES, ConfigError, Failure
 from rollouts.training.types import Sample
 
-__all__ = ["FailurePolicy", "FailureStats", "alike", "cause_of", "check_handlings"]
+__all__ = ["FailurePolicy", "FailureStats", "cause_of", "check_policies", "same_cause"]
 
 
 @attrs.frozen(kw_only=True)
@@ -50,16 +50,16 @@ class FailurePolicy:
         return rng.uniform(most / 2, most)
 
 
-def check_handlings(handlings: Mapping[str, FailurePolicy]) -> None:
+def check_policies(policies: Mapping[str, FailurePolicy]) -> None:
     """Raise a :class:`ConfigError` for an unknown cause, or a value that is not a :class:`FailurePolicy`."""
-    for cause, policy in handlings.items():
+    for cause, policy in policies.items():
         if cause not in CAUSES:
             raise ConfigError.of("RolloutConfig.failures", cause, f"one of {', '.join(CAUSES)}")
         if not isinstance(policy, FailurePolicy):
             raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", policy, "a FailurePolicy")
 
 
-def alike(failure: Failure) -> str:
+def same_cause(failure: Failure) -> str:
     """The kind and the message of a failure without quoted values and numbers, to compare failures of many samples."""
     return f"{failure.kind}: {_VALUES.sub('…', failure.message)}"
 

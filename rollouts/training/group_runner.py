@@ -144,7 +144,7 @@ class GroupRunner:
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
         """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
-        policies = [self.config.handling(cause_of(samples)) for samples in lost.values()]
+        policies = [self.config.policy_for(cause_of(samples)) for samples in lost.values()]
         return all(replacement < policy.replacements and sound >= policy.min_sound for policy in policies)
 
     async def score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
@@ -232,7 +232,7 @@ class GroupRunner:
         self._attempts[index] = tried
         if self._rollout_log is not None:
             self._rollout_log.attempt_lost(index, tried, samples)
-        return self.config.handling(cause_of(samples))
+        return self.config.policy_for(cause_of(samples))
 
 
 @contextlib.asynccontextmanager

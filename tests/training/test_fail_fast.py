@@ -64,7 +64,7 @@ async def test_first_groups_that_fail_alike_end_the_run(fields: dict[str, Any], 
         with pytest.raises(GenerateFailure, match="all groups failed alike, from the first on") as caught:
             await manager.generate_batch()
     assert reason in str(caught.value)
-    assert manager.accounting.taken == manager.accounting.failed == manager.config.groups_in_work
+    assert manager.accounting.taken == manager.accounting.failed == manager.config.max_inflight_groups
     manager.accounting.check()
 
 

@@ -195,10 +195,10 @@ async def test_the_lost_are_compared_with_the_sound() -> None:
 
 def test_pauses_double_up_to_the_longest_with_jitter() -> None:
     """Between half and whole."""
-    handling = FailurePolicy(backoff_seconds=1.0, most_seconds=5.0)
+    policy = FailurePolicy(backoff_seconds=1.0, most_seconds=5.0)
     rng = random.Random(0)
     for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (5000, 5.0)):
-        drawn = [handling.pause(attempt, rng) for _ in range(200)]
+        drawn = [policy.pause(attempt, rng) for _ in range(200)]
         assert most / 2 <= min(drawn) < max(drawn) <= most
 
 
