@@ -30,8 +30,9 @@ from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
 from rollouts.runs.images import IMAGES, ImageFolder
 from rollouts.runs.run_journal import RunHistory
+from rollouts.training.sample_fields import with_current_names
 from rollouts.training.sample_laws import column_digests
-from rollouts.training.types import Sample, with_current_names
+from rollouts.training.types import Sample
 
 __all__ = [
     "CHECKED",

@@ -28,7 +28,8 @@ from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.metrics import RunMetrics
-from rollouts.training.types import RECORDED, Group, Outcome, Sample
+from rollouts.training.sample_fields import RECORDED
+from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 
