@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from rollouts.base.storable import to_json, to_plain
 from rollouts.errors import Failure
-from rollouts.runs.plain_data import to_json, to_plain
 
 __all__ = ["COLUMNS", "IMAGE", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
 

@@ -23,12 +23,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
-from rollouts.runs.plain_data import to_json
 
 __all__ = ["Kind", "export_rows"]
 

@@ -45,9 +45,9 @@ import anyio.to_thread
 import attrs
 import msgspec
 
+from rollouts.base.storable import to_msgpack
 from rollouts.errors import ConfigError, JournalError
 from rollouts.runs.locks import take_lock
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import LENGTH, Columns, packed, unpacked
 
 __all__ = ["LOCK", "Columns", "Entry", "Journal", "JournalReader", "Offset", "TornTail", "read_entry", "read_journal"]

@@ -22,9 +22,9 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from rollouts.base.extras import install_command
+from rollouts.base.storable import to_plain
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
-from rollouts.runs.plain_data import to_plain
 
 __all__ = [
     "RowWriter",

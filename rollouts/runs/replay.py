@@ -14,11 +14,11 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, ReplayDiverged
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import JOURNAL, check_output, read_info
 from rollouts.runs.images import ImageFolder
-from rollouts.runs.plain_data import to_json
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import Recording, Tape, replayed_from
 from rollouts.runs.run_journal import RunHistory

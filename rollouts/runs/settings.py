@@ -18,9 +18,9 @@ import attrs
 import msgspec
 
 import rollouts
+from rollouts.base.storable import to_json
 from rollouts.concurrency.boundary import function_name
 from rollouts.recipe import Recipe
-from rollouts.runs.plain_data import to_json
 
 __all__ = ["Change", "changes", "recorded_settings", "settings_of"]
 

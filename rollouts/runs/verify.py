@@ -22,6 +22,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.base.storable import to_json, to_plain
 from rollouts.base.validators import finite
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
@@ -40,7 +41,6 @@ from rollouts.runs.folder import (
     whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
-from rollouts.runs.plain_data import to_json, to_plain
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample

@@ -40,13 +40,11 @@ from rollouts.training.rollout_attempt import (
     ends,
     is_lost,
     number_sample,
-    pack_lossy,
-    pack_or_fail,
     share_rewards,
-    undo_changes,
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.sample_validator import pack_lossy, pack_or_fail, undo_changes
 from rollouts.training.scoring import score_group
 from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
 

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import LOGPROB_TOLERANCE, Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import Report, check_sample, verify_run
 from rollouts.runs.writer import Format, RunWriter

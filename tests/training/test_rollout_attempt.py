@@ -23,13 +23,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollouts.base.storable import to_json
 from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
-from rollouts.runs.plain_data import to_json
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
@@ -41,7 +41,7 @@ from rollouts.training import (
     Sample,
     generate_rollout_batch,
 )
-from rollouts.training.rollout_attempt import pack_lossy
+from rollouts.training.sample_validator import pack_lossy
 from tests.stored_runs import some_sample
 
 BAD = 0

@@ -10,7 +10,7 @@ import attrs
 import msgspec
 import pytest
 
-from rollouts.runs.plain_data import to_json, to_msgpack
+from rollouts.base.storable import to_json, to_msgpack
 
 Node = attrs.make_class("Node", {"text": attrs.field(), "parent": attrs.field(default=None)}, eq=False)
 
