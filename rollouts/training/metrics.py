@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.environments.mixed import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 

@@ -14,7 +14,7 @@ import attrs
 
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Prompt
-from rollouts.environments.mixed import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.scoring import reward_of
 from rollouts.training.types import RewardFn, Sample

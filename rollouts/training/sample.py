@@ -6,7 +6,6 @@ This module does not know how samples are generated, scored or filtered.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -31,18 +30,9 @@ from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample_columns import as_column, column, pack_column, record
 from rollouts.training.sample_fields import RECORDED, check_fields, cover_the_mask, fields_to_dict, values_of
+from rollouts.training.status import Status
 
-__all__ = ["Identity", "ImageInputs", "Sample", "Status"]
-
-
-class Status(enum.Enum):
-    """Completion status of a sample; the values are slime's."""
-
-    PENDING = "pending"
-    COMPLETED = "completed"
-    TRUNCATED = "truncated"
-    ABORTED = "aborted"
-    FAILED = "failed"
+__all__ = ["Identity", "ImageInputs", "Sample"]
 
 
 Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]

@@ -10,9 +10,10 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from rollouts.base.validators import finite
 from rollouts.dtypes import Prompt
-from rollouts.training.sample import Identity, ImageInputs, Sample, Status
+from rollouts.training.branches import by_rollout, reward_of_rollout, rollout_keys
+from rollouts.training.sample import Identity, ImageInputs, Sample
+from rollouts.training.status import Status
 
 __all__ = [
     "FilterFn",
@@ -64,30 +65,6 @@ class Group:
     def rollout_lengths(self) -> list[int]:
         """The sampled tokens of each rollout."""
         return [sum(branch.sampled_tokens for branch in branches) for branches in by_rollout(self.samples)]
-
-
-def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The branches of each rollout, in order; a sample without ``rollout_id`` is a rollout of its own."""
-    rollouts: dict[tuple[str, int], list[Sample]] = {}
-    for key, sample in zip(rollout_keys(samples), samples, strict=True):
-        rollouts.setdefault(key, []).append(sample)
-    return list(rollouts.values())
-
-
-def rollout_keys(samples: Sequence[Sample]) -> list[tuple[str, int]]:
-    """Key of each sample's rollout: ``rollout_id``, or the position among ``samples`` if it is ``None``."""
-    return [
-        ("place", number) if sample.rollout_id is None else ("rollout", sample.rollout_id)
-        for number, sample in enumerate(samples)
-    ]
-
-
-def reward_of_rollout(branches: Sequence[Sample]) -> float | None:
-    """The mean reward of the branches of a rollout, which mostly is the reward of each; ``None`` if one has none."""
-    if len(branches) == 1:
-        return branches[0].reward
-    rewards = [reward for branch in branches if (reward := finite(branch.reward)) is not None]
-    return sum(rewards) / len(rewards) if len(rewards) == len(branches) else None
 
 
 GenerateFn: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[Sequence[Sample]]]
