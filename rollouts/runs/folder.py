@@ -108,7 +108,7 @@ class Row:
         """Convert the row to a sample.
 
         Raises:
-            ConfigError: the row is no sample; the message names file and line.
+            ConfigError: the row is not a sample; the message names file and line.
         """
         try:
             fields = {key: value for key, value in self.data.items() if key not in _ADDED}
@@ -121,7 +121,7 @@ def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
     """Yield the stored samples of a run in file order, then those of an active or killed run that only its journal has.
 
     Raises:
-        ConfigError: ``path`` is no run, the outcome is unknown, or a line is corrupted (named with its file).
+        ConfigError: ``path`` is not a run, the outcome is unknown, or a line is corrupted (named with its file).
     """
     growing = is_growing(path)
     if outcome != "all" and outcome not in _OUTCOMES:

@@ -123,7 +123,7 @@ def check_recordable(generate_fn: Any) -> None:
 
 
 def _accepting_both(generate_fn: Any) -> Callable[..., Awaitable[Sequence[Sample]]]:
-    """The generate function, as one that takes ``environment_cls`` and ``policy``."""
+    """The generate function, which must take ``environment_cls`` and ``policy``."""
     check_recordable(generate_fn)
     accepting: Callable[..., Awaitable[Sequence[Sample]]] = generate_fn
     return accepting

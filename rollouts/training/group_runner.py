@@ -44,9 +44,9 @@ from rollouts.training.rollout_attempt import (
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
-from rollouts.training.sample_validator import pack_lossy, pack_or_fail, undo_changes
+from rollouts.training.sample_validator import Identity, identity_of, pack_lossy, pack_or_fail, undo_changes
 from rollouts.training.scoring import score_group
-from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
+from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 
 __all__ = ["GroupRunner"]
 
@@ -96,7 +96,7 @@ class GroupRunner:
             for replacement in itertools.count():
                 group = _Round(attrs.evolve(prompt, replacement=replacement), finished)
                 missing = self._missing(finished)
-                if len(missing) == 1:  # needs no task of its own
+                if len(missing) == 1:  # needs no separate task
                     with anyio.CancelScope() as scope:
                         await self._run_rollout(group, missing[0], scope)
                 else:
@@ -121,7 +121,7 @@ class GroupRunner:
         return await self.score_and_filter(prompt, samples)
 
     def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
-        """Create a lost rollout for each one that the group's deadline cancelled."""
+        """Create a lost rollout for each rollout that the group's deadline cancelled."""
         lost: dict[int, list[Sample]] = {}
         for number in self._missing(finished):
             error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
@@ -150,7 +150,7 @@ class GroupRunner:
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
-        known = [sample.identity for sample in samples]
+        known = [identity_of(sample) for sample in samples]
         try:
             if config.group_rm and config.reward_fn is not None:
                 name = f"group reward {function_name(config.reward_fn)}"
@@ -172,7 +172,7 @@ class GroupRunner:
         return Group(prompt, samples, outcome, reason)
 
     async def _apply_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
-        """Return whether the filter keeps the group, and the reason: the filter's own, else its name.
+        """Return whether the filter keeps the group, and the reason: the filter's answer, else its name.
 
         A filter returns a bool, or an object with ``keep`` and optionally ``reason`` and ``keep_when_insufficient``,
         which keeps a group that the batch needs.

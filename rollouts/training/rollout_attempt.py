@@ -1,9 +1,9 @@
 """One attempt at one rollout: generate, check, score.
 
 Invariant: an exception of a user's function becomes a sample with status FAILED and its ``failure``; a broken law and a
-config error of the generate function propagate. A cancellation of the rollout's own task, by no enclosing scope, costs
-the rollout. Returned samples are numbered and packed, and scored unless the rollout is lost; neither a reward nor a
-filter changes what identifies them, and no rollout shares lists or dicts of its prompt with another.
+config error of the generate function propagate. A rollout that cancels its task is lost; a cancellation by an enclosing
+scope propagates. Returned samples are numbered and packed, and scored unless the rollout is lost. A reward does not
+change their identity, and no two rollouts share lists or dicts of their prompt.
 
 This module does not know groups, retries or the journal.
 """
@@ -32,7 +32,7 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.training.config import RolloutConfig
-from rollouts.training.sample_validator import copied, pack_lossy, pack_or_fail, undo_changes
+from rollouts.training.sample_validator import copied, identity_of, pack_lossy, pack_or_fail, undo_changes
 from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
@@ -69,8 +69,8 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         async with without_own_cancellation(GenerateFailure, "the rollout"):
             name = f"generate_fn {function_name(config.generate_fn)}"
             with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered:
-                own = attrs.evolve(request, label=copied(request.label), metadata=copied(request.metadata))
-                returned = await entered.guarded(config.generate_fn([own]), grace=_CLEANING_SECONDS)
+                private = attrs.evolve(request, label=copied(request.label), metadata=copied(request.metadata))
+                returned = await entered.guarded(config.generate_fn([private]), grace=_CLEANING_SECONDS)
             samples = _numbered(returned, request, name)
             if not config.group_rm and not is_lost(samples):
                 await _score(samples, config)
@@ -91,7 +91,7 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
 
 @contextlib.asynccontextmanager
 async def without_own_cancellation(failure: type[RolloutsError], what: str) -> AsyncIterator[None]:
-    """Run user code; raise ``failure`` if it cancelled its own task, which no enclosing scope asked for."""
+    """Run user code; raise ``failure`` if it cancelled the task that runs it."""
     task = asyncio.current_task()
     assert task is not None, "user code is awaited in a task"
     before = task.cancelling()
@@ -104,13 +104,13 @@ async def without_own_cancellation(failure: type[RolloutsError], what: str) -> A
             raise
         while task.cancelling() > before:
             task.uncancel()
-        text = f"the task of {what} was cancelled, by none of its scopes; expected no cancel() of current_task()"
+        text = f"the task of {what} was cancelled, but not by one of its scopes; expected no cancel() of current_task()"
         raise failure(text) from error
 
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
     """Score the samples of a rollout one by one, and check what the reward function may have changed."""
-    known = [sample.identity for sample in samples]
+    known = [identity_of(sample) for sample in samples]
     name = f"reward {function_name(config.reward_fn)}"
     try:
         for sample in ends(samples):
@@ -134,7 +134,7 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
             raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
         number_sample(sample, request)
     if samples[-1].stop_reason is StopReason.FORKED:
-        expected = "as the last branch, which ended in a fork; expected the one that goes on"
+        expected = "as the last branch, which ended in a fork; expected the branch that continues"
         raise GenerateFailure(f"{name}: got {samples[-1]!r} {expected}")
     pack_or_fail(samples, GenerateFailure, name)
     return list(samples)
@@ -146,7 +146,7 @@ def is_lost(samples: Sequence[Sample]) -> bool:
 
 
 def ends(samples: Sequence[Sample]) -> list[Sample]:
-    """The branches that a reward scores: all but those that ended in a fork, where the history was rewritten."""
+    """The branches that a reward scores: all but the ones that ended in a fork, where the history was rewritten."""
     return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
 
 

@@ -32,15 +32,11 @@ from rollouts.training.sample_columns import as_column, column, pack_column, rec
 from rollouts.training.sample_fields import RECORDED, check_fields, cover_the_mask, fields_to_dict, values_of
 from rollouts.training.status import Status
 
-__all__ = ["Identity", "ImageInputs", "Sample"]
-
-
-Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
-"""Value of :attr:`Sample.identity`."""
+__all__ = ["ImageInputs", "Sample"]
 
 
 ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]]
-"""Makes what a model computes with of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
+"""Makes the model's inputs of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
 
 
 _NO_IMAGES: Mapping[str, Image] = {}
@@ -62,7 +58,7 @@ def _status_of(value: Status | str) -> Status:
 class Sample:
     """One rollout, or one branch of a rollout, in the form that trainers take. Field names are slime's.
 
-    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` are what was assigned, until :meth:`pack` makes them read-only
+    ``tokens``, ``loss_mask`` and ``rollout_log_probs`` keep the assigned values until :meth:`pack` makes them read-only
     arrays of about 9 bytes a token. From then on they read as read-only lists: an edit in place raises ``TypeError``;
     assign a new list to change one. A sample of the agent loop is packed from the start, and so are its messages,
     completions and versions.
@@ -101,7 +97,7 @@ class Sample:
     step_rewards: list[float] = attrs.field(factory=list)
     """Rewards of the environment's steps, in order."""
     times: Timeline = attrs.field(factory=Timeline)
-    """What the rollout did when, its reward function included; no part of equality."""
+    """The times of its parts, its reward function included; not compared by ``==``."""
     _step_completions: Any = attrs.field(default=None, alias="step_completions")
     _advantages: Any = attrs.field(default=None, alias="advantages")
     _teacher_log_probs: Any = attrs.field(default=None, alias="teacher_log_probs")
@@ -113,11 +109,11 @@ class Sample:
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
 
     _compact: CompactRecord | None = attrs.field(default=None, init=False)
-    """Compact storage of the text and the records; a record that has changed since has its value in its own slot."""
+    """Compact storage of the response and the records; a record that was assigned since is in its slot instead."""
     trainer_record: Any = attrs.field(default=None, init=False)
-    """The trainer's own record of this rollout, where an integration needs that object; never written to disk."""
+    """The trainer's record of this rollout, where an integration needs that object; never written to disk."""
     image_inputs: ImageInputs | None = attrs.field(default=None, init=False)
-    """Makes the tensors of the images; a sample that was read from disk or copied has none until it is set."""
+    """Makes the model's inputs of the images; ``None`` in a sample that was copied or read from disk."""
 
     @property
     def status(self) -> Status:
@@ -226,10 +222,10 @@ class Sample:
 
     @property
     def multimodal_train_inputs(self) -> dict[str, npt.NDArray[Any]] | None:
-        """What the model computes with for its images, such as ``pixel_values``: arrays, joined along dimension 0.
+        """The model's inputs for its images, such as ``pixel_values``: arrays, joined along dimension 0.
 
-        Computed at each read, because it may be a thousand times larger than the images. The processor keeps what it
-        made of an image for a while, so that samples with the same image share the work. ``None`` without images.
+        Computed at each read, because it may be a thousand times larger than the images. The processor keeps the inputs
+        of an image for a while, so that samples with the same image share the work. ``None`` without images.
 
         Raises:
             ConfigError: there are images, and the sample has no ``image_inputs``.
@@ -249,7 +245,7 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the policy sampled: those that are trained."""
+        """Number of tokens that the policy sampled, which are trained."""
         return int(np.count_nonzero(self.mask_column))
 
     @property
@@ -266,34 +262,12 @@ class Sample:
         return compact if all(slot is compact for slot in slots) else None
 
     @property
-    def identity(self) -> Identity:
-        """Prompt, group index, index, rollout id, completions and replies of a packed sample, to compare later.
-
-        The replies are columns, versions and images; ``None`` without a record of them, because they are the user's
-        then. Compact records are not decoded.
-        """
-        completions, versions = (
-            [*stored] if isinstance(stored, list | tuple) else stored for stored in (self._completions, self._versions)
-        )
-        no_replies = isinstance(completions, list) and not completions
-        recorded = self._compact is not None or not no_replies  # an episode may end before its first reply
-        columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
-        replies = (*columns, versions, self.images) if recorded else None
-        return self.prompt, self.group_index, self.index, self.rollout_id, completions, replies
-
-    @identity.setter
-    def identity(self, value: Identity) -> None:
-        self.prompt, self.group_index, self.index, self.rollout_id, self._completions, replies = value
-        if replies is not None:
-            self._tokens, self._loss_mask, self._rollout_log_probs, self._versions, self.images = replies
-
-    @property
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
         return list(dict.fromkeys(span.version for span in self.versions))
 
     def read_record(self, name: str) -> Any:
-        """Return the response, messages, completions or versions as assigned; a plain copy of what is packed."""
+        """Return the response, messages, completions or versions as assigned; a plain copy of packed values."""
         value = getattr(self, f"_{name}")
         return getattr(value, name)() if type(value) is CompactRecord else value
 
@@ -301,7 +275,7 @@ class Sample:
         """Store response, messages, completions and versions compactly, if the columns are arrays.
 
         Args:
-            first: offset of the response: it is the text that ``decode`` returned for the tokens from there on.
+            first: offset of the response: ``decode`` returned it for the tokens from there on.
             decode: deterministic, from ids to text.
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,20 +20,20 @@ from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RolloutsError, shortened
 from rollouts.training.compact_record import CompactRecord
-from rollouts.training.sample import Identity, Sample
+from rollouts.training.sample import Sample
 
-__all__ = ["copied", "pack_lossy", "pack_or_fail", "undo_changes"]
+__all__ = ["Identity", "copied", "identity_of", "pack_lossy", "pack_or_fail", "undo_changes"]
 
 
 def copied(value: Any) -> Any:
-    """The value with lists and dicts of its own: other rollouts have the same prompt, and so does the next epoch."""
+    """A copy of nested lists and dicts: other rollouts have the same prompt, and so does the next epoch."""
     if type(value) is dict:
         return {key: copied(entry) for key, entry in value.items()}
     return [copied(entry) for entry in value] if type(value) is list else value
 
 
 def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
-    """Check and pack samples that user code may have changed; raise ``failure`` for one that does not pack."""
+    """Check and pack samples that user code may have changed; raise ``failure`` if one does not pack."""
     for sample in samples:
         try:
             _pack(sample)
@@ -42,21 +42,46 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
             raise failure(f"{source}: {text}") from error
 
 
+Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
+"""Prompt, group index, index, rollout id, completions and replies of a sample."""
+
+
+def identity_of(sample: Sample) -> Identity:
+    """The identity of a packed sample, to compare later; compact records are not decoded.
+
+    The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
+    """
+    completions, versions = (
+        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
+    )
+    no_replies = isinstance(completions, list) and not completions
+    recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
+    columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
+    replies = (*columns, versions, sample.images) if recorded else None
+    return sample.prompt, sample.group_index, sample.index, sample.rollout_id, completions, replies
+
+
+def _restore(sample: Sample, identity: Identity) -> None:
+    sample.prompt, sample.group_index, sample.index, sample.rollout_id, sample._completions, replies = identity
+    if replies is not None:
+        sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
+
+
 def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
-    """Restore what identifies samples that a user's function had; describe the first change, empty if there is none."""
+    """Restore the identities of samples that a user's function had; describe the first change, or return ""."""
     change = ""
     for sample, before in zip(samples, known, strict=True):
         try:
             change = change or _change_of(sample, before)
-        except Exception as error:  # noqa: BLE001 - to compare what user code has put there may run user code
+        except Exception as error:  # noqa: BLE001 - comparing a foreign value may run user code
             change = f"Sample: got values that raise {shortened(error)}; expected those of the replies"
-        sample.identity = before
+        _restore(sample, before)
     return change
 
 
 def _change_of(sample: Sample, before: Identity) -> str:
-    """Describe the first difference of a sample from what identified it, whose columns are packed."""
-    *values, completions, replies = sample.identity
+    """Describe the first difference of a sample from its earlier identity, whose columns are packed."""
+    *values, completions, replies = identity_of(sample)
     *known, known_completions, known_replies = before
     for name, value, expected in zip(_UNCHANGED, values, known, strict=True):
         if value is not expected and (type(value) is not type(expected) or value != expected):
@@ -92,7 +117,7 @@ def _are_same(name: str, one: Any, other: Any) -> bool:
 
 
 def pack_lossy(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
-    """Pack samples of a failed rollout of a prompt for the record; what does not pack is lost, and nothing else."""
+    """Pack samples of a failed rollout of a prompt for the record; only values that do not pack are lost."""
     for sample in samples:
         try:
             _pack(sample)
@@ -103,11 +128,11 @@ def pack_lossy(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
 
 def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
     """Empty a sample, and give back each part with which it packs."""
-    given = [dict(_readable(sample, part)) for part in _PARTS]
+    parts = [dict(_readable(sample, part)) for part in _PARTS]
     for part in _PARTS:
         _set(sample, {name: empty() for name, empty in part.items()})
     sample.label = copied(prompt.label)
-    for values in [*given, *map(_fitting, given)]:
+    for values in [*parts, *map(_fitting, parts)]:
         before = {name: getattr(sample, name) for name in values}
         try:
             _set(sample, values)
@@ -126,7 +151,7 @@ _PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
     {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
     {"failure": lambda: None}, {"history": lambda: None},
 )  # fmt: skip
-"""The fields of a sample that pack or do not pack together, with what is there if they do not."""
+"""The fields of a sample that pack or do not pack together, with their values if they do not."""
 
 
 def _readable(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -141,7 +166,7 @@ def _set(sample: Sample, values: Mapping[str, Any]) -> None:
 
 
 def _fitting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of metrics and metadata, the entries that fit by themselves."""
+    """The entries of metrics and metadata that fit by themselves."""
     fits = {"metrics": _is_metric, "metadata": _is_plain}
     return {
         name: {key: entry for key, entry in value.items() if fits[name](key, entry)}

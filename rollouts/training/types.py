@@ -12,7 +12,7 @@ import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.training.branches import by_rollout, reward_of_rollout, rollout_keys
-from rollouts.training.sample import Identity, ImageInputs, Sample
+from rollouts.training.sample import ImageInputs, Sample
 from rollouts.training.status import Status
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "GenerateFn",
     "Group",
     "GroupRewardFn",
-    "Identity",
     "ImageInputs",
     "Outcome",
     "Prompt",

@@ -558,4 +558,4 @@ async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) ->
     functions = {"reward_fn": whole_group, "group_rm": True} if whole else {}
     reason = await failure_of(generate_fn=generate, **functions)
     assert reason.startswith("GenerateFailure: generate_fn generate: got <Sample group 0 · index 0")
-    assert reason.endswith("as the last branch, which ended in a fork; expected the one that goes on")
+    assert reason.endswith("as the last branch, which ended in a fork; expected the branch that continues")
