@@ -22,13 +22,7 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.observability.run_logger import LoggedRun, RunLogger
 
-__all__ = [
-    "MLflowLogger",
-    "TensorBoardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "logger_of",
-]
+__all__ = ["MLflowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger", "logger_of"]
 
 
 def _installed(instance: Any, field: Any, value: Any) -> None:

@@ -22,11 +22,7 @@ Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
 
 _STRINGS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "other")
-_CALL: Mapping[str, Type] = {
-    "type": "string",
-    "id": "string",
-    "function": {"name": "string", "arguments": "string"},
-}
+_CALL: Mapping[str, Type] = {"type": "string", "id": "string", "function": {"name": "string", "arguments": "string"}}
 MESSAGE: Mapping[str, Type] = {name: [_CALL] if name == "tool_calls" else "string" for name in _STRINGS}
 SPAN: Mapping[str, Type] = {"version": "string", "start": "int32", "stop": "int32"}
 TIME: Mapping[str, Type] = {"activity": "string", "name": "string", "began": "float64", "seconds": "float64"}

@@ -44,7 +44,7 @@ from rollouts.training.rollout_attempt import (
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
-from rollouts.training.sample_validator import Identity, identity_of, pack_lossy, pack_or_fail, undo_changes
+from rollouts.training.sample_validator import pack_lossy, unchanged
 from rollouts.training.scoring import score_group
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 
@@ -150,15 +150,14 @@ class GroupRunner:
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
-        known = [identity_of(sample) for sample in samples]
         try:
             if config.group_rm and config.reward_fn is not None:
                 name = f"group reward {function_name(config.reward_fn)}"
-                async with _checked(samples, known, RewardFailure, name):
+                async with _checked(samples, RewardFailure, name):
                     await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
                     share_rewards(samples)
             if config.filter_fn is not None:
-                async with _checked(samples, known, FilterFailure, f"filter {function_name(config.filter_fn)}"):
+                async with _checked(samples, FilterFailure, f"filter {function_name(config.filter_fn)}"):
                     kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
@@ -234,15 +233,8 @@ class GroupRunner:
 
 
 @contextlib.asynccontextmanager
-async def _checked(
-    samples: Sequence[Sample], known: Sequence[Identity], failure: type[RolloutsError], name: str
-) -> AsyncIterator[None]:
-    """Run a user's function on samples; afterwards, check that they can be stored and are still those of ``known``."""
-    try:
+async def _checked(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> AsyncIterator[None]:
+    """Run a user's function on the samples of a group; afterwards check them."""
+    with unchanged(samples, failure, name):
         async with without_own_cancellation(failure, f"the group in {name}"):
             yield
-    finally:
-        change = undo_changes(samples, known)
-    if change:
-        raise failure(f"{name}: {change}")
-    pack_or_fail(samples, failure, f"after {name}")

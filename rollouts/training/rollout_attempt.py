@@ -32,18 +32,11 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.training.config import RolloutConfig
-from rollouts.training.sample_validator import copied, identity_of, pack_lossy, pack_or_fail, undo_changes
+from rollouts.training.sample_validator import copied, pack_lossy, pack_or_fail, unchanged
 from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
-__all__ = [
-    "attempt",
-    "ends",
-    "is_lost",
-    "number_sample",
-    "share_rewards",
-    "without_own_cancellation",
-]
+__all__ = ["attempt", "ends", "is_lost", "number_sample", "share_rewards", "without_own_cancellation"]
 
 _CLEANING_SECONDS = 300.0
 """Grace period after the deadline of a generate function, for shielded cleanup such as closing environments."""
@@ -110,17 +103,11 @@ async def without_own_cancellation(failure: type[RolloutsError], what: str) -> A
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
     """Score the samples of a rollout one by one, and check what the reward function may have changed."""
-    known = [identity_of(sample) for sample in samples]
     name = f"reward {function_name(config.reward_fn)}"
-    try:
+    with unchanged(samples, RewardFailure, name):
         for sample in ends(samples):
             await score(sample, config.reward_fn, seconds=config.reward_seconds)
-    finally:
-        change = undo_changes(samples, known)
-    if change:
-        raise RewardFailure(f"{name}: {change}")
-    share_rewards(samples)
-    pack_or_fail(samples, RewardFailure, f"after {name}")
+        share_rewards(samples)
 
 
 def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:

@@ -70,15 +70,15 @@ class Sample:
     prompt: str | Sequence[Message | ChatDict] = ""
     """The prompt, as in the data set."""
     _response: Any = attrs.field(default="", alias="response")
-    _tokens: Any = attrs.field(factory=list, alias="tokens")
-    _loss_mask: Any = attrs.field(default=None, alias="loss_mask")
+    _tokens: Any = attrs.field(factory=list, alias="tokens", converter=as_column)
+    _loss_mask: Any = attrs.field(default=None, alias="loss_mask", converter=as_column)
     reward: float | None = None
     metadata: dict[str, Any] = attrs.field(factory=dict)
     """The prompt's metadata; user code may add to it."""
     group_index: int | None = None
     """Number of the group, unique in the run: each prompt taken from the buffer gets a new one."""
     _status: Status = attrs.field(default=Status.PENDING, converter=_status_of, alias="status")
-    _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs")
+    _rollout_log_probs: Any = attrs.field(default=None, alias="rollout_log_probs", converter=as_column)
     label: Any = None
     """The prompt's reference answer."""
     index: int | None = None
@@ -98,9 +98,9 @@ class Sample:
     """Rewards of the environment's steps, in order."""
     times: Timeline = attrs.field(factory=Timeline)
     """The times of its parts, its reward function included; not compared by ``==``."""
-    _step_completions: Any = attrs.field(default=None, alias="step_completions")
-    _advantages: Any = attrs.field(default=None, alias="advantages")
-    _teacher_log_probs: Any = attrs.field(default=None, alias="teacher_log_probs")
+    _step_completions: Any = attrs.field(default=None, alias="step_completions", converter=as_column)
+    _advantages: Any = attrs.field(default=None, alias="advantages", converter=as_column)
+    _teacher_log_probs: Any = attrs.field(default=None, alias="teacher_log_probs", converter=as_column)
     loss_multiplier: float = 1.0
     """Factor of the sample's loss; 0 leaves it out of the loss and in its group's advantages."""
     images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=_spans)
@@ -144,10 +144,6 @@ class Sample:
     )
 
     def __attrs_post_init__(self) -> None:
-        self._tokens, self._loss_mask = as_column(self._tokens), as_column(self._loss_mask)
-        self._rollout_log_probs = as_column(self._rollout_log_probs)
-        self._advantages, self._teacher_log_probs = as_column(self._advantages), as_column(self._teacher_log_probs)
-        self._step_completions = as_column(self._step_completions)
         if self._loss_mask is None:
             self._loss_mask = [0] * len(self._tokens)
         prompt = () if isinstance(self.prompt, str) else self.prompt
@@ -191,11 +187,8 @@ class Sample:
     @property
     def logprob_column(self) -> npt.NDArray[np.float32] | None:
         """``rollout_log_probs`` as float32, shape ``(n,)``, or ``None``."""
-        return (
-            None
-            if self._rollout_log_probs is None
-            else pack_column("rollout_log_probs", np.float32, self._rollout_log_probs)
-        )
+        logprobs = self._rollout_log_probs
+        return None if logprobs is None else pack_column("rollout_log_probs", np.float32, logprobs)
 
     @property
     def advantage_column(self) -> npt.NDArray[np.float32] | None:
@@ -280,15 +273,8 @@ class Sample:
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
         if all(isinstance(column, np.ndarray) for column in columns):
-            self._compact = CompactRecord.of(
-                columns,
-                first,
-                decode,
-                self.response,
-                self.read_record("messages"),
-                self.read_record("completions"),
-                self.read_record("versions"),
-            )
+            others = [self.read_record(name) for name in RECORDED[1:]]
+            self._compact = CompactRecord.of(columns, first, decode, self.response, *others)
             if self._compact is not None:
                 self._response = self._messages = self._completions = self._versions = self._compact
         return self
@@ -317,15 +303,11 @@ class Sample:
         self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
         numbers = self._step_completions
         if numbers is not None and getattr(numbers, "dtype", None) != np.int32:
-            self._check_fields()  # before packing, which takes True for 1
+            check_fields(self)  # before packing, which takes True for 1
             self._step_completions = pack_column("step_completions", np.int32, numbers)
-        if self._is_unchanged():
-            return self._check_fields()
-        self._tokens, self._loss_mask, self._rollout_log_probs = (
-            self.token_column,
-            self.mask_column,
-            self.logprob_column,
-        )
+        if not self._is_unchanged():
+            self._tokens, self._loss_mask = self.token_column, self.mask_column
+            self._rollout_log_probs = self.logprob_column
         return self.check()
 
     def check(self) -> Sample:
@@ -334,23 +316,22 @@ class Sample:
         Raises:
             ConfigError: columns of different lengths, versions that do not cover the mask, or a field of a wrong type.
         """
-        if self._is_unchanged():
-            return self._check_fields()
+        if not self._is_unchanged():
+            self._check_columns()
+        check_fields(self)
+        return self
+
+    def _check_columns(self) -> None:
         columns = {"tokens": self._tokens, "loss_mask": self._loss_mask}
         if self._rollout_log_probs is not None:
             columns["rollout_log_probs"] = self._rollout_log_probs
-        lengths = {name: None if column is None else len(column) for name, column in columns.items()}
+        lengths = {name: None if values is None else len(values) for name, values in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ConfigError.of("Sample", lengths, "columns of one length")
         versions = self.versions
         if versions and not cover_the_mask(versions, self.mask_column):
             expected = "spans that cover exactly the mask, each token once, with the name of a version"
             raise ConfigError.of("Sample.versions", versions, expected)
-        return self._check_fields()
-
-    def _check_fields(self) -> Sample:
-        check_fields(self)
-        return self
 
     # -- plain data --
 

@@ -84,7 +84,7 @@ _SLOTS = {name: f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS
 
 
 def check_fields(sample: Any) -> None:
-    """Check the type of each field, and that the columns for trainers fit the tokens and the step rewards.
+    """Check the type of each field, and that the columns for trainers fit the rest.
 
     Raises:
         ConfigError: a field has a wrong type or length.

@@ -22,7 +22,7 @@ from rollouts.errors import ConfigError, RolloutsError, shortened
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample import Sample
 
-__all__ = ["Identity", "copied", "identity_of", "pack_lossy", "pack_or_fail", "undo_changes"]
+__all__ = ["copied", "pack_lossy", "pack_or_fail", "unchanged"]
 
 
 def copied(value: Any) -> Any:
@@ -42,11 +42,28 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
             raise failure(f"{source}: {text}") from error
 
 
-Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
+@contextlib.contextmanager
+def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> Iterator[None]:
+    """Run a user's function on packed samples; afterwards restore their identities, and check and pack them.
+
+    Raises:
+        RolloutsError: a ``failure`` if it changed an identity, or if a sample does not pack.
+    """
+    known = [_identity_of(sample) for sample in samples]
+    try:
+        yield
+    finally:
+        change = _undo_changes(samples, known)
+    if change:
+        raise failure(f"{name}: {change}")
+    pack_or_fail(samples, failure, f"after {name}")
+
+
+_Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
 """Prompt, group index, index, rollout id, completions and replies of a sample."""
 
 
-def identity_of(sample: Sample) -> Identity:
+def _identity_of(sample: Sample) -> _Identity:
     """The identity of a packed sample, to compare later; compact records are not decoded.
 
     The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
@@ -61,13 +78,13 @@ def identity_of(sample: Sample) -> Identity:
     return sample.prompt, sample.group_index, sample.index, sample.rollout_id, completions, replies
 
 
-def _restore(sample: Sample, identity: Identity) -> None:
+def _restore(sample: Sample, identity: _Identity) -> None:
     sample.prompt, sample.group_index, sample.index, sample.rollout_id, sample._completions, replies = identity
     if replies is not None:
         sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
 
 
-def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
+def _undo_changes(samples: Sequence[Sample], known: Sequence[_Identity]) -> str:
     """Restore the identities of samples that a user's function had; describe the first change, or return ""."""
     change = ""
     for sample, before in zip(samples, known, strict=True):
@@ -79,9 +96,9 @@ def undo_changes(samples: Sequence[Sample], known: Sequence[Identity]) -> str:
     return change
 
 
-def _change_of(sample: Sample, before: Identity) -> str:
+def _change_of(sample: Sample, before: _Identity) -> str:
     """Describe the first difference of a sample from its earlier identity, whose columns are packed."""
-    *values, completions, replies = identity_of(sample)
+    *values, completions, replies = _identity_of(sample)
     *known, known_completions, known_replies = before
     for name, value, expected in zip(_UNCHANGED, values, known, strict=True):
         if value is not expected and (type(value) is not type(expected) or value != expected):

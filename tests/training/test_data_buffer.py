@@ -106,7 +106,7 @@ def test_a_loaded_buffer_continues_exactly(size: int, seed: int | None, steps: l
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 6), epochs=st.integers(1, 3), seed=st.integers(0, 9), order=st.integers(0, 2**32))
 def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, order: int) -> None:
-    """However often prompts are handed back, no prompt is lost or doubled, and no index is used for two prompts."""
+    """However often prompts are put back, no prompt is lost or doubled, and no index is used for two prompts."""
     rng = random.Random(order)
     buffer = DataBuffer(texts(size), seed=seed, epochs=epochs)
     prompts_by_index: dict[int | None, Any] = {}

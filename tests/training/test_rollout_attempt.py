@@ -301,7 +301,7 @@ async def test_hardening_13_what_cannot_be_stored_costs_one_group(place: str, fi
 
 @pytest.mark.parametrize("value", [float("nan"), "1.0", float("inf")])
 async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: Any) -> None:
-    """H13: a reward that is no finite number after the filter is the filter's failure."""
+    """H13: a reward that is not a finite number after the filter is the filter's failure."""
     reason = await failure_of(**in_filter(lambda sample: setattr(sample, "reward", value)))
     assert reason == f"FilterFailure: after filter hostile: Sample.reward: got {value!r}; expected a finite number"
 
@@ -442,7 +442,7 @@ def cancel_own_task(*_: Any) -> None:
 
 @pytest.mark.parametrize("hostile", [in_reward, partial(in_reward, whole=True), in_filter, in_generation])
 async def test_hardening_13_cancelling_its_own_task_costs_one_group(hostile: Any) -> None:
-    """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run goes on."""
+    """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run continues."""
     reason = await failure_of(**hostile(cancel_own_task))
     assert "expected no cancel() of current_task()" in reason
 
