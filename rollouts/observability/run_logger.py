@@ -79,7 +79,7 @@ class Log:
 
 @contextlib.asynccontextmanager
 async def logging_to(loggers: Sequence[RunLogger], run: LoggedRun) -> AsyncIterator[Log]:
-    """Begin the loggers, pass them what is given to the :class:`Log`, and finish them.
+    """Begin the loggers, pass them the values of the :class:`Log`, and finish them.
 
     Raises:
         RolloutsError: a logger could not begin.

@@ -2,9 +2,10 @@
 
 It enforces these laws:
 
-4. Accounting: every prompt taken from the buffer ends in exactly one place: in a batch, dropped by the filter,
-   recorded as failed, or back in the buffer. Long rollouts are not discarded: groups in flight when a batch is full
-   stay in flight for the next one. On close they go back to the buffer, and their finished rollouts are kept.
+4. Accounting (:mod:`rollouts.training.ledger`): every prompt taken from the buffer ends in exactly one place: in a
+   batch, dropped by the filter, recorded as failed, or back in the buffer. Long rollouts are not discarded: groups in
+   flight when a batch is full stay in flight for the next one. On close they go back to the buffer, and their finished
+   rollouts are kept.
 5. Groups: a batch contains whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
    ``group_index``; a group index is never used for two prompts.
 6. A bad rollout is data (:mod:`rollouts.training.group_runner`): a failed group is counted and recorded. A broken law
@@ -198,9 +199,9 @@ class AsyncRolloutManager:
         Raises:
             DataExhausted: the buffer has too few prompts left; accepted groups stay in :attr:`ready_groups`.
             FilterFailure: ``patience`` groups in a row were rejected, at least half of them by the filter.
-            GenerateFailure: the first groups all failed alike; or ``patience`` groups in a row were rejected, most of
-                them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or the
-                batch was not filled within ``batch_seconds``: groups accepted or in flight remain for the next call.
+            GenerateFailure: the first groups all failed for one cause; or ``patience`` groups in a row were rejected,
+                most of them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or
+                the batch was not filled within ``batch_seconds``: groups accepted or in flight remain for the next call.
         """
         began = time.monotonic()
         with deadline(self.config.batch_seconds) as limit:

@@ -29,7 +29,7 @@ from rollouts.dtypes import (
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample_columns import as_column, column, pack_column, record
-from rollouts.training.sample_fields import RECORDED, check_fields, cover_the_mask, fields_to_dict, values_of
+from rollouts.training.sample_fields import RECORDED, check_values, cover_the_mask, fields_to_dict, values_of
 from rollouts.training.status import Status
 
 __all__ = ["ImageInputs", "Sample"]
@@ -303,7 +303,7 @@ class Sample:
         self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
         numbers = self._step_completions
         if numbers is not None and getattr(numbers, "dtype", None) != np.int32:
-            check_fields(self)  # before packing, which takes True for 1
+            check_values(self)  # before packing, which takes True for 1
             self._step_completions = pack_column("step_completions", np.int32, numbers)
         if not self._is_unchanged():
             self._tokens, self._loss_mask = self.token_column, self.mask_column
@@ -318,7 +318,7 @@ class Sample:
         """
         if not self._is_unchanged():
             self._check_columns()
-        check_fields(self)
+        check_values(self)
         return self
 
     def _check_columns(self) -> None:

@@ -30,7 +30,7 @@ from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.trajectory import CompletionRecord
 
-__all__ = ["RECORDED", "check_fields", "cover_the_mask", "fields_to_dict", "values_of", "with_current_names"]
+__all__ = ["RECORDED", "check_values", "cover_the_mask", "fields_to_dict", "values_of", "with_current_names"]
 
 RECORDED = ("response", "messages", "completions", "versions")
 """The fields that a :class:`CompactRecord` stores."""
@@ -83,7 +83,7 @@ valid, what is expected, and the function that reads its plain data. Images are 
 _SLOTS = {name: f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS}
 
 
-def check_fields(sample: Any) -> None:
+def check_values(sample: Any) -> None:
     """Check the type of each field, and that the columns for trainers fit the rest.
 
     Raises:

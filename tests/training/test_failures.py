@@ -219,7 +219,7 @@ def test_a_policy_that_cannot_be_is_refused(failures: Any, words: str) -> None:
 @pytest.mark.parametrize(
     "fields", [{"attempts": 0}, {"replacements": -1}, {"backoff_seconds": -1}, {"then": "pray"}, {"attempts": "2"}]
 )
-def test_a_handling_that_cannot_be_is_refused(fields: Any) -> None:
+def test_an_invalid_policy_is_refused(fields: Any) -> None:
     """By its field."""
     with pytest.raises(ConfigError, match=f"FailurePolicy.{next(iter(fields))}: got"):
         FailurePolicy(**fields)
