@@ -201,7 +201,7 @@ class AsyncRolloutManager:
             FilterFailure: ``patience`` groups in a row were rejected, at least half of them by the filter.
             GenerateFailure: the first groups all failed for one cause; or ``patience`` groups in a row were rejected,
                 most of them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or
-                the batch was not filled within ``batch_seconds``: groups accepted or in flight remain for the next call.
+                the batch was not filled within ``batch_seconds``: groups accepted or in flight are kept.
         """
         began = time.monotonic()
         with deadline(self.config.batch_seconds) as limit:
