@@ -12,10 +12,11 @@ from typing import Any
 import attrs
 
 from rollouts.dtypes import Endpoint, Prompt
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.environments.mcp import McpEnvironment, McpServer
-from rollouts.environments.mixed import ENVIRONMENT, MixedEnvironment
+from rollouts.environments.mixed import MixedEnvironment
 from rollouts.environments.ors import ORSEnvironment, ORSServer
 from rollouts.errors import Failure
 from rollouts.integrations.ors_server.app import environment_server

@@ -128,7 +128,6 @@ LAW_BOOKS = {
     "programs/launchers/test_launches.py",
     "renderer/test_bridge_text.py",
     "runs/test_run_journal_laws.py",
-    "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
 
@@ -535,11 +534,11 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
 
 
 CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "rollouts.training": (180, ("base",)),
-    "rollouts.training.filters": (3160, ("base", "concurrency", "dtypes", "errors", "training", "trajectory")),
+    "rollouts.training": (175, ("base",)),
+    "rollouts.training.filters": (700, ("base", "errors")),
     "rollouts.training.manager": (
-        7220,
-        ("agent", "base", "concurrency", "dtypes", "environments", "errors", "training", "trajectory"),
+        7150,
+        ("agent", "base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
 }
 """For each core module: the most lines that its import may load, and the packages. The lines only go down."""

@@ -43,7 +43,7 @@ TURNS, GROUPS, N = 3, 2, 4
 
 @pytest.fixture(scope="module")
 def renderer() -> Renderer:
-    """A renderer of its own, since its counters are read."""
+    """A separate renderer, since its counters are read."""
     return Renderer(load_tokenizer(DEMO_MODEL))
 
 

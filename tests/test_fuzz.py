@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Endpoint, Message, ToolCall
 from rollouts.errors import ConfigError, EndpointError, JournalError, RolloutsError, TokenMismatchError
 from rollouts.inference.completions import SentRequest
@@ -30,7 +31,6 @@ from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe_files import read_options
 from rollouts.renderer.dialects import DIALECTS
 from rollouts.runs.journal import Columns, Journal, read_journal
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.training.data_buffer import DataBuffer, load_prompts
 from tests.dialects import MALFORMED, TOOLS, WRITTEN
 from tests.fuzzing import fuzz, json_texts, mutated_bytes, mutated_json, odd_values, woven

@@ -303,7 +303,7 @@ class World:
         if any(count < 0 for count in attrs.astuple(counts)):
             self.violations.append(f"a negative count: {counts!r}")
         in_work = counts.in_flight + counts.ready
-        if in_work > self.manager.config.groups_in_work:
+        if in_work > self.manager.config.max_inflight_groups:
             self.violations.append(f"{in_work} groups in work: {counts}")
 
     async def generate(self, prompts: Sequence[Prompt]) -> Any:
@@ -734,7 +734,7 @@ async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
     manager = manager_of(answer_at_once, filter_fn=lambda samples: False, patience=7)
     with pytest.raises(FilterFailure, match="accepted none of the last"):
         await manager.generate_batch()
-    assert 7 <= manager.accounting.dropped <= 7 + manager.config.groups_in_work
+    assert 7 <= manager.accounting.dropped <= 7 + manager.config.max_inflight_groups
     manager.accounting.check()
 
 

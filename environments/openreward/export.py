@@ -20,13 +20,13 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from rollouts.base.storable import to_json
 from rollouts.base.terminal import say
 from rollouts.dtypes import chat_text
 from rollouts.environments.ors import CallRecord
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.recipes.environments.openreward.config import KEY, api_url
-from rollouts.runs.plain_data import to_json
 from rollouts.training import Sample
 
 __all__ = ["Trajectories", "events_of"]

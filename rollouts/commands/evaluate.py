@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollouts.base.storable import to_json
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
 from rollouts.commands.target import RunTarget, make_folder, open_target
 from rollouts.concurrency.task_groups import first_error
@@ -33,7 +34,6 @@ from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
 from rollouts.runs.folder import check_outside
 from rollouts.runs.images import ImageFolder
-from rollouts.runs.plain_data import to_json
 from rollouts.runs.run import observe
 from rollouts.training.evaluation import (
     TaskScore,

@@ -28,7 +28,7 @@ from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.random_replies import RandomModel
 from rollouts.training.agent_integration import generate_rollout_batch
 from rollouts.training.config import RolloutConfig
-from rollouts.training.failures import FailureStats, alike
+from rollouts.training.failures import FailureStats, same_cause
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.rollout_attempt import attempt, ends, is_lost, number_sample
 from rollouts.training.scoring import score, score_group
@@ -63,7 +63,7 @@ async def rehearse(recipe: Recipe) -> None:
             if failure is None:
                 return await _check_labels(recipe, samples)
             failures.append(failure)
-    if limit.cancelled_caught or len({alike(failure) for failure in failures}) > 1:
+    if limit.cancelled_caught or len({same_cause(failure) for failure in failures}) > 1:
         return None
     first = failures[0]
     raise GenerateFailure(

@@ -18,6 +18,7 @@ from rollouts.dtypes.images import Image, image_label
 from rollouts.errors import ConfigError
 
 __all__ = [
+    "ENVIRONMENT",
     "ChatDict",
     "Content",
     "Fault",
@@ -40,6 +41,9 @@ ChatDict: TypeAlias = dict[str, Any]
 """A message in the chat format of the OpenAI API and of chat templates."""
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+ENVIRONMENT = "environment"
+"""Metadata key of a prompt that names its environment, in a run with several."""
 
 Content: TypeAlias = str | tuple[str | Image, ...]
 """The content of a message: text, or texts and images in their order. Content without an image is text."""

@@ -1,4 +1,4 @@
-"""Several environments as one: each prompt names its environment in its metadata, under :data:`ENVIRONMENT`.
+"""Several environments as one: each prompt names its environment in its metadata, under ``ENVIRONMENT``.
 
 Invariant: an episode uses exactly one of them, and every environment that is created is closed.
 """
@@ -11,13 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.environments.base import Environment, EnvironmentFactory, StepResult
 from rollouts.errors import ConfigError
 
-__all__ = ["ENVIRONMENT", "MixedEnvironment"]
-
-ENVIRONMENT = "environment"
-"""Metadata key of a prompt; its value is the environment's name."""
+__all__ = ["MixedEnvironment"]
 
 
 class MixedEnvironment:

@@ -10,15 +10,7 @@ if TYPE_CHECKING:
     from rollouts.observability.numbers import numbers_of
     from rollouts.observability.run_logger import RunLogger
 
-__all__ = [
-    "LoopLag",
-    "MLflowLogger",
-    "RunLogger",
-    "TensorBoardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "numbers_of",
-]
+__all__ = ["LoopLag", "MLflowLogger", "RunLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger", "numbers_of"]
 
 __getattr__, __dir__ = lazy_face(
     __name__,

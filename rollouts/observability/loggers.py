@@ -1,6 +1,6 @@
 """Loggers of services: Weights & Biases, trackio, TensorBoard, MLflow.
 
-The packages are imported when a run begins; their own environment variables apply (``WANDB_MODE``,
+The packages are imported when a run begins; their environment variables apply (``WANDB_MODE``,
 ``MLFLOW_TRACKING_URI``, …).
 """
 
@@ -22,21 +22,15 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.observability.run_logger import LoggedRun, RunLogger
 
-__all__ = [
-    "MLflowLogger",
-    "TensorBoardLogger",
-    "TrackioLogger",
-    "WandbLogger",
-    "logger_of",
-]
+__all__ = ["MLflowLogger", "TensorBoardLogger", "TrackioLogger", "WandbLogger", "logger_of"]
 
 
 def _installed(instance: Any, field: Any, value: Any) -> None:
-    """An attrs validator: the module is given, or the logger's package is installed."""
+    """An attrs validator: the module is set, or the logger's package is installed."""
     if value is not None:
         return
     spec = importlib.util.find_spec(instance.package)
-    if spec is None or spec.origin is None:  # a folder of that name, such as the one that wandb creates, has none
+    if spec is None or spec.origin is None:  # a folder of that name, such as ``wandb/``, has no origin
         expected = f"a logger whose package is installed: {install_command(instance.name)}"
         raise ConfigError.of("--log", instance.name, expected)
 
@@ -54,8 +48,8 @@ class _ProjectLogger:
 
     def _begin(self, run: LoggedRun, **identity: str) -> None:
         package = self.module or importlib.import_module(self.package)
-        given = {"project": self.project, "resume": "allow", "config": dict(run.description)}
-        self._run = package.init(**given, **identity, **self.options)
+        fixed = {"project": self.project, "resume": "allow", "config": dict(run.description)}
+        self._run = package.init(**fixed, **identity, **self.options)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._run.log(dict(numbers), step=step)
@@ -93,7 +87,7 @@ class TrackioLogger(_ProjectLogger):
 
 @attrs.define
 class TensorBoardLogger:
-    """TensorBoard, through tensorboardX. A resumed run writes to the same folder, from its first own batch."""
+    """TensorBoard, through tensorboardX. A resumed run adds its batches in the same folder."""
 
     name: ClassVar[str] = "tensorboard"
     package: ClassVar[str] = "tensorboardX"

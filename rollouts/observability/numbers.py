@@ -84,7 +84,7 @@ def _of_waits() -> dict[str, float]:
     now = time.monotonic()
     for wait in waits():  # oldest first
         if wait.kind == "rollout":
-            continue  # it contains waits of its own, which are listed
+            continue  # it contains other waits, which are listed
         kind = _COUNTED.get(wait.kind, wait.kind)
         numbers[f"waits/{kind}"] = numbers.get(f"waits/{kind}", 0) + 1
         numbers.setdefault(f"waits/{kind}_seconds", now - wait.since)

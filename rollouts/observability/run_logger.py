@@ -1,6 +1,6 @@
 """The protocol of a logger of a run's batches, and the queues from a run to its loggers.
 
-Invariant: a logger cannot delay or fail a run. Each has a queue and is called in threads; one that raises, or that does
+Invariant: a logger cannot delay or fail a run. Each has a queue and is called in threads; a logger that raises, or does
 not answer within a minute, is off for the rest of the run, which is reported on standard error. Only an error of
 ``begin``, before the first rollout, ends the run. This module knows no service.
 """
@@ -32,7 +32,7 @@ _END_SECONDS = 120.0
 
 @attrs.frozen
 class LoggedRun:
-    """What a logger knows of a run."""
+    """The description of a run for its loggers."""
 
     name: str
     """The name of its folder."""
@@ -79,7 +79,7 @@ class Log:
 
 @contextlib.asynccontextmanager
 async def logging_to(loggers: Sequence[RunLogger], run: LoggedRun) -> AsyncIterator[Log]:
-    """Begin the loggers, pass them what is given to the :class:`Log`, and finish them.
+    """Begin the loggers, pass them the values of the :class:`Log`, and finish them.
 
     Raises:
         RolloutsError: a logger could not begin.

@@ -108,26 +108,26 @@ class MeasuredSpeed:
     """
 
     expected: Speed
-    """Between ``least`` and ``most``."""
+    """Between ``min_in_flight`` and ``max_in_flight``."""
     slow: Speed
     """Elsewhere, at least this speed: the throughput is constant above the highest load, the speed below the lowest."""
     fast: Speed
     """Elsewhere, at most this speed: the opposite."""
-    least: int
+    min_in_flight: int
     """Rollouts in flight in the run that had the fewest."""
-    most: int
+    max_in_flight: int
     """Rollouts in flight in the run that had the most."""
 
     @classmethod
-    def of(cls, points: Sequence[tuple[float, float]], least: int, most: int) -> MeasuredSpeed:
+    def of(cls, points: Sequence[tuple[float, float]], min_in_flight: int, max_in_flight: int) -> MeasuredSpeed:
         """The speed by ``(mean load, speed)`` of each measured load."""
         (load, speed), (_, last) = min(points), max(points)
         fast = [(min(1.0, load), speed * max(load, 1.0)), *points, (_NO_LOAD_IS_HIGHER, last)]
-        return cls(Speed(_with_ends(points, most)), Speed(points), Speed(fast), least, most)
+        return cls(Speed(_with_ends(points, max_in_flight)), Speed(points), Speed(fast), min_in_flight, max_in_flight)
 
     def covers(self, in_flight: float) -> bool:
         """Whether runs with fewer and with more rollouts in flight on a server, or with as many, were measured."""
-        return self.least <= in_flight <= self.most
+        return self.min_in_flight <= in_flight <= self.max_in_flight
 
 
 _NO_LOAD_IS_HIGHER = 1e9
@@ -185,8 +185,8 @@ class _StoredRun:
         return self.tokens / self.seconds
 
     @property
-    def most(self) -> int:
-        """Most rollouts in flight at once."""
+    def max_in_flight(self) -> int:
+        """Maximum number of rollouts in flight."""
         return _groups_in_flight(self.config) * int(self.config["n_samples_per_prompt"])
 
 
@@ -195,18 +195,18 @@ def measured(runs: Sequence[Path]) -> Measured:
 
     Runs with other numbers of rollouts in flight measure the engine's speed at those loads; runs with the same number
     are one measurement. The runs must have no concurrency limit at the endpoint: seconds in its queue would count as
-    the engine's. Like :func:`plan`, it runs an event loop of its own.
+    the engine's. Like :func:`plan`, it starts an event loop.
 
     Raises:
-        ConfigError: ``path`` is no run, or the run has no batch or no times.
+        ConfigError: ``path`` is not a run, or the run has no batch or no times.
     """
     stored = [_read(run) for run in runs]
     by_load: dict[int, list[_StoredRun]] = {}
     for run in stored:
-        by_load.setdefault(run.most, []).append(run)
-    rates = {most: sum(run.tokens for run in same) / sum(run.seconds for run in same) for most, same in by_load.items()}
-    first = rates[stored[0].most]
-    points = [(_load(same), rates[most] / first) for most, same in by_load.items()]
+        by_load.setdefault(run.max_in_flight, []).append(run)
+    rates = {load: sum(run.tokens for run in same) / sum(run.seconds for run in same) for load, same in by_load.items()}
+    first = rates[stored[0].max_in_flight]
+    points = [(_load(same), rates[load] / first) for load, same in by_load.items()]
     return Measured(
         tuple(_scaled(group, run.rate / first) for run in stored for group in run.groups),
         MeasuredSpeed.of(points, min(by_load), max(by_load)),
@@ -235,10 +235,10 @@ def _load(same: Sequence[_StoredRun]) -> float:
     return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches).mean_load
 
 
-def _with_ends(points: Sequence[tuple[float, float]], most: float) -> list[tuple[float, float]]:
-    """Extend the points to 1 and to ``most`` rollouts: the runs had all loads between."""
+def _with_ends(points: Sequence[tuple[float, float]], max_in_flight: float) -> list[tuple[float, float]]:
+    """Extend the points to 1 and to ``max_in_flight`` rollouts: the runs had all loads between."""
     up = sorted(points)
-    return [_at_end(1.0, up[:2]), *up, _at_end(most, up[:-3:-1])]
+    return [_at_end(1.0, up[:2]), *up, _at_end(max_in_flight, up[:-3:-1])]
 
 
 def _at_end(end: float, nearest: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -343,9 +343,9 @@ class Plan:
 
     @property
     def best(self) -> Option:
-        """Of the measured options within 2 % of the fastest, the one that starts the fewest prompts.
+        """The option that starts the fewest prompts, of the measured ones within 2 % of the fastest.
 
-        Where none is measured, the same by the most seconds that they can take.
+        Where none is measured, the longest time that an option can take counts.
         """
         options = [option for option in self.options if option.measured] or self.options
         soonest = min(option.seconds for option in options)
@@ -407,7 +407,7 @@ def plan(
 
 
 def show_plan(result: Plan, console: Console, speed: Speed | MeasuredSpeed | None = None) -> None:
-    """Print a plan; ``speed`` is the one that it was made with."""
+    """Print a plan; ``speed`` is the speed that it was made with."""
     table = _table("seconds to fill a batch, by over_sampling_factor", "factor", "in the engine")
     for option in result.options:
         style = "bold green" if option is result.best else ""
@@ -417,7 +417,8 @@ def show_plan(result: Plan, console: Console, speed: Speed | MeasuredSpeed | Non
     which = "fastest" if best.measured else "fastest in the worst case, but not measured"
     console.print(f"{which}: {_setting(best)}: {_seconds(best)} s a batch", soft_wrap=True)
     if isinstance(speed, MeasuredSpeed) and not all(option.measured for option in (*result.options, *result.scaled)):
-        had = f"{speed.least} to {speed.most}" if speed.least < speed.most else f"{speed.most}"
+        low, high = speed.min_in_flight, speed.max_in_flight
+        had = f"{low} to {high}" if low < high else f"{high}"
         text = f"The runs had {had} rollouts in flight. An option with fewer or more on a server is not measured. Its "
         text += "seconds have two limits: each rollout keeps its speed, or all of them share the same throughput."
         console.print(text, soft_wrap=True)
@@ -444,8 +445,8 @@ def _setting(option: Option) -> str:
 
 
 def _seconds(option: Option) -> str:
-    most = f"{option.seconds:.3g}"
-    return most if option.measured else f"{option.fewest_seconds:.3g} to {most}"
+    longest = f"{option.seconds:.3g}"
+    return longest if option.measured else f"{option.fewest_seconds:.3g} to {longest}"
 
 
 def _describe(option: Option) -> tuple[str, ...]:

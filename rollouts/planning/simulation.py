@@ -195,7 +195,7 @@ def fill(
         n: rollouts in a group.
         factor: the ``over_sampling_factor``.
         batches: number of batches.
-        concurrency: most rollouts in the engine at once, on all servers together; ``None`` for no limit.
+        concurrency: maximum number of rollouts in the engine, on all servers together; ``None`` for no limit.
         speed: speed of one server.
         servers: number of servers.
     """

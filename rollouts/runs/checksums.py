@@ -1,8 +1,8 @@
-"""A checksum inside a JSON text, with which a reader detects changed bits.
+"""A checksum inside a JSON document, with which a reader detects changed bits.
 
-Invariant: if any bit of a text from :func:`sealed` changes, :func:`is_sound` returns False or the text is no longer
-JSON. The checksum is the last entry of the object, so it covers every byte before it, and the text remains valid JSON.
-This module knows no file.
+Invariant: if any bit of a document from :func:`sealed` changes, :func:`is_sound` returns False or the document is no
+longer JSON. The checksum is the last entry of the object, so it covers every byte before it, and
+the document remains valid JSON. This module knows no file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CHECKSUM = "crc32"
 
 _SEAL = re.compile(rb',?(?:\n  )?"crc32": ?(\d{1,10})\n?\}\n\Z')
 _LONGEST = 48
-"""Bytes at the end of a text to search for the checksum."""
+"""Bytes at the end of a document to search for the checksum."""
 
 
 def sealed(text: bytes) -> bytes:
@@ -30,7 +30,7 @@ def sealed(text: bytes) -> bytes:
 
 
 def is_sound(text: bytes) -> bool | None:
-    """Whether a text matches its checksum; ``None`` if it has no checksum."""
+    """Whether a document matches its checksum; ``None`` if it has no checksum."""
     start = max(0, len(text) - _LONGEST)
     seal = _SEAL.search(text, start)
     if seal is None:

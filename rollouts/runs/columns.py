@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from rollouts.base.storable import to_json, to_plain
 from rollouts.errors import Failure
-from rollouts.runs.plain_data import to_json, to_plain
 
 __all__ = ["COLUMNS", "IMAGE", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
 
@@ -22,11 +22,7 @@ Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
 
 _STRINGS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "other")
-_CALL: Mapping[str, Type] = {
-    "type": "string",
-    "id": "string",
-    "function": {"name": "string", "arguments": "string"},
-}
+_CALL: Mapping[str, Type] = {"type": "string", "id": "string", "function": {"name": "string", "arguments": "string"}}
 MESSAGE: Mapping[str, Type] = {name: [_CALL] if name == "tool_calls" else "string" for name in _STRINGS}
 SPAN: Mapping[str, Type] = {"version": "string", "start": "int32", "stop": "int32"}
 TIME: Mapping[str, Type] = {"activity": "string", "name": "string", "began": "float64", "seconds": "float64"}
@@ -57,11 +53,11 @@ class Column:
 
 COLUMNS: Mapping[str, Column] = MappingProxyType(
     {
-        "prompt": Column("string", "the prompt, if it is a text"),
+        "prompt": Column("string", "the prompt, if it is a string"),
         "prompt_messages": Column([MESSAGE], "the prompt, if it is a list of messages"),
         "messages": Column([MESSAGE], "the whole conversation"),
         "response": Column("string", "the text after the prompt: replies, and the environment's messages between them"),
-        "label": Column("string", "the reference answer: a text as it is, another value as JSON"),
+        "label": Column("string", "the reference answer: a string as it is, another value as JSON"),
         "reward": Column("float64", "the reward; null where the sample failed before it had one"),
         "step_rewards": Column(["float64"], "the rewards of the environment's steps"),
         "step_completions": Column(
@@ -102,7 +98,7 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
     """A row of a run as a row of an export."""
     prompt, label = stored["prompt"], stored["label"]
     is_text = isinstance(prompt, str)
-    given = {
+    fields = {
         **stored,
         "prompt": to_plain(prompt) if is_text else None,
         "prompt_messages": None if is_text else [_message(message) for message in prompt],
@@ -120,7 +116,7 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
         "completions": [_struct(completion, _COMPLETION) for completion in stored["completions"]],
         "failure": stored["failure"] and _struct(stored["failure"], _FAILURE),
     }
-    return {name: given.get(name) for name in COLUMNS}
+    return {name: fields.get(name) for name in COLUMNS}
 
 
 def _struct(value: Mapping[str, Any], fields: Mapping[str, Type]) -> dict[str, Any]:

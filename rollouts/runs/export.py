@@ -23,12 +23,12 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
-from rollouts.runs.plain_data import to_json
 
 __all__ = ["Kind", "export_rows"]
 
@@ -62,7 +62,7 @@ def export_rows(
         The files that contain samples.
 
     Raises:
-        ConfigError: ``run`` is no run, has no sample of this outcome or a damaged file; ``out`` exists or lies among
+        ConfigError: ``run`` is not a run, has no sample of this outcome or a damaged file; ``out`` exists or lies among
             the files of a run; or pyarrow is not installed.
         RolloutsError: the disk refuses the write.
     """
@@ -140,15 +140,15 @@ def _write_lines(path: Path, rows: Iterator[Row]) -> None:
         os.fsync(file.fileno())
 
 
-def _write_parquet(path: Path, rows: Iterator[Row], most_bytes: int | None = None) -> int:
-    """Write rows until they end or the file has ``most_bytes``; returns their number."""
+def _write_parquet(path: Path, rows: Iterator[Row], max_bytes: int | None = None) -> int:
+    """Write rows until they end or the file has ``max_bytes``; returns their number."""
     count = 0
     with path.open("wb") as file:
         with parquet.RowWriter(file) as writer:
             for row in rows:
                 writer.write(plain_row(row.data))
                 count += 1
-                if most_bytes is not None and file.tell() >= most_bytes:
+                if max_bytes is not None and file.tell() >= max_bytes:
                     break
         file.flush()
         os.fsync(file.fileno())
@@ -169,7 +169,7 @@ def _write_folder(path: Path, rows: Iterator[Row], run: Path, outcome: Which, sh
 
 def _card(run: Path, outcome: Which, count: int) -> str:
     info = read_info(run)
-    shown = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
+    listed = {name: info[name] for name in ("recipe", "seed", "status", "config", "versions") if name in info}
     return f"""---
 configs:
 - config_name: default
@@ -185,6 +185,6 @@ configs:
 {columns_table()}
 
 ```json
-{msgspec.json.format(to_json(shown), indent=2).decode()}
+{msgspec.json.format(to_json(listed), indent=2).decode()}
 ```
 """

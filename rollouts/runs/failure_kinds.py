@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from rollouts.errors import Failure
-from rollouts.training.failures import alike
+from rollouts.training.failures import same_cause
 
 __all__ = ["FailureKind", "FailureKinds"]
 
@@ -32,7 +32,7 @@ class FailureKinds:
 
     def add(self, failure: Failure, group: int | None, sample: int) -> FailureKind:
         """Count the failure of a sample, and return its kind."""
-        key = failure.cause, alike(failure)
+        key = failure.cause, same_cause(failure)
         kind = self._found.setdefault(key, FailureKind(len(self._found), failure, group, sample))
         kind.count += 1
         return kind

@@ -30,8 +30,9 @@ from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
 from rollouts.runs.images import IMAGES, ImageFolder
 from rollouts.runs.run_journal import RunHistory
+from rollouts.training.sample_fields import with_current_names
 from rollouts.training.sample_laws import column_digests
-from rollouts.training.types import Sample, with_current_names
+from rollouts.training.types import Sample
 
 __all__ = [
     "CHECKED",
@@ -107,7 +108,7 @@ class Row:
         """Convert the row to a sample.
 
         Raises:
-            ConfigError: the row is no sample; the message names file and line.
+            ConfigError: the row is not a sample; the message names file and line.
         """
         try:
             fields = {key: value for key, value in self.data.items() if key not in _ADDED}
@@ -120,7 +121,7 @@ def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
     """Yield the stored samples of a run in file order, then those of an active or killed run that only its journal has.
 
     Raises:
-        ConfigError: ``path`` is no run, the outcome is unknown, or a line is corrupted (named with its file).
+        ConfigError: ``path`` is not a run, the outcome is unknown, or a line is corrupted (named with its file).
     """
     growing = is_growing(path)
     if outcome != "all" and outcome not in _OUTCOMES:

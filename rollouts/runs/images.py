@@ -94,7 +94,7 @@ class ImageFolder:
         return image
 
     def problem(self, sha256: str) -> str | None:
-        """What is wrong with the file of an image; ``None`` if its bytes have this hash."""
+        """The fault of the file of an image; ``None`` if its bytes have this hash."""
         try:
             self._bytes(sha256)
         except ConfigError as error:

@@ -15,7 +15,7 @@ can tell this torn tail from damage. A batch is handed out after the sync behind
 seal is on disk, and so is every segment but the last. There are three cases for a record whose checksum does not fit:
 
 1. It is in an earlier segment, or before the seal of a batch that was handed out: an error. A seal behind the damage
-   shows that the batches before its own were handed out.
+   shows that the batches before it were handed out.
 2. It is behind, and nothing intact follows: the tail is cut there.
 3. It is behind, and intact records follow: the tail is cut there, too. Every prefix of a run's journal is a past state
    of the run, but records without the one before them are not: a seal without its group, a reply without its turn. Work
@@ -45,9 +45,9 @@ import anyio.to_thread
 import attrs
 import msgspec
 
+from rollouts.base.storable import to_msgpack
 from rollouts.errors import ConfigError, JournalError
 from rollouts.runs.locks import take_lock
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import LENGTH, Columns, packed, unpacked
 
 __all__ = ["LOCK", "Columns", "Entry", "Journal", "JournalReader", "Offset", "TornTail", "read_entry", "read_journal"]

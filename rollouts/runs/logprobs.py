@@ -176,7 +176,7 @@ class _Samplings:
     """Those of the completions so far; 0 for greedy ones."""
 
     def scales(self, sample: Sample, row: Row) -> npt.NDArray[np.float64]:
-        """What the logits of each sampled token are divided by: its temperature, 1 if it is greedy or raw, ``[n]``.
+        """The divisor of the logits of each sampled token: its temperature, 1 if it is greedy or raw, ``[n]``.
 
         Raises:
             ConfigError: neither the completion nor the run names it, or it is of the truncated distribution.
@@ -236,5 +236,5 @@ class _Samplings:
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
-    """What the journal has of each start of the run."""
+    """The journal's record of each start of the run."""
     return list(RunHistory.read(run / JOURNAL).runs) if (run / JOURNAL).is_dir() else []

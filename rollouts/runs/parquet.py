@@ -22,20 +22,11 @@ from typing import Any, BinaryIO, Self
 import msgspec
 
 from rollouts.base.extras import install_command
+from rollouts.base.storable import to_plain
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
-from rollouts.runs.plain_data import to_plain
 
-__all__ = [
-    "RowWriter",
-    "available",
-    "damage_in",
-    "encode",
-    "group_indices",
-    "heads",
-    "read",
-    "read_some",
-]
+__all__ = ["RowWriter", "available", "damage_in", "encode", "group_indices", "heads", "read", "read_some"]
 
 _JSON_COLUMNS = ("prompt", "metadata", "label", "messages", "metrics", "failure")
 """Columns of a batch without a fixed schema; each value is one JSON text."""
@@ -72,10 +63,7 @@ class RowWriter:
     """
 
     def __init__(
-        self,
-        file: BinaryIO,
-        columns: Mapping[str, Type] = _EXPORTED,
-        notes: Mapping[str, bytes] | None = None,
+        self, file: BinaryIO, columns: Mapping[str, Type] = _EXPORTED, notes: Mapping[str, bytes] | None = None
     ) -> None:
         self._pyarrow, parquet = _pyarrow()
         fields = [self._pyarrow.field(name, _arrow_type(self._pyarrow, kind)) for name, kind in columns.items()]

@@ -66,8 +66,8 @@ class StoredSamples(Sequence[Sample]):
         outcome: ``"kept"`` (the batches, in order), ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
 
     Raises:
-        ConfigError: ``path`` is no run, or the outcome is unknown. Access to a corrupted line raises it with file and
-            line.
+        ConfigError: ``path`` is not a run, or the outcome is unknown. Access to a corrupted line raises it, with file
+            and line.
     """
 
     def __init__(self, path: str | Path, outcome: Which = "kept") -> None:

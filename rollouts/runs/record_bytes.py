@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn
+from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import LoadImage, hashes_in
-from rollouts.runs.plain_data import to_msgpack
-from rollouts.training.types import Sample, with_current_names
+from rollouts.training.sample_fields import with_current_names
+from rollouts.training.types import Sample
 
 __all__ = ["LENGTH", "Columns", "packed", "sample_of", "turn_of", "unpacked"]
 

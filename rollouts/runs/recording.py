@@ -22,6 +22,7 @@ import attrs
 import numpy as np
 
 from rollouts.agent.turn_log import message_from_dict, message_to_dict
+from rollouts.base.storable import to_msgpack
 from rollouts.concurrency.boundary import call_foreign, function_name
 from rollouts.dtypes import (
     Completion,
@@ -56,7 +57,6 @@ from rollouts.inference.base import Policy, ServerInfo, describe_once, images_op
 from rollouts.runs.folder import RECORDING, is_growing
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Columns, Entry, Journal, JournalReader, Offset, read_entry
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.training.types import GenerateFn, Sample
 from rollouts.trajectory import digest
 
@@ -123,7 +123,7 @@ def check_recordable(generate_fn: Any) -> None:
 
 
 def _accepting_both(generate_fn: Any) -> Callable[..., Awaitable[Sequence[Sample]]]:
-    """The generate function, as one that takes ``environment_cls`` and ``policy``."""
+    """The generate function, which must take ``environment_cls`` and ``policy``."""
     check_recordable(generate_fn)
     accepting: Callable[..., Awaitable[Sequence[Sample]]] = generate_fn
     return accepting

@@ -14,11 +14,11 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, ReplayDiverged
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import JOURNAL, check_output, read_info
 from rollouts.runs.images import ImageFolder
-from rollouts.runs.plain_data import to_json
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import Recording, Tape, replayed_from
 from rollouts.runs.run_journal import RunHistory
@@ -123,9 +123,9 @@ def _compare(stored: list[Sample], played: tuple[Sample, ...]) -> None:
         got = [sample.index for sample in played]
         raise ReplayDiverged(f"group {stored[0].group_index}: samples {got}; expected {[s.index for s in stored]}")
     for before, after in zip(stored, played, strict=True):
-        own = {name: value for name, value in after.metrics.items() if name not in CIRCUMSTANCES}
-        copied = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in own}
-        after.metrics = {**copied, **own}
+        replayed = {name: value for name, value in after.metrics.items() if name not in CIRCUMSTANCES}
+        copied = {name: value for name, value in before.metrics.items() if name in CIRCUMSTANCES or name in replayed}
+        after.metrics = {**copied, **replayed}
         after.times = before.times
         then, now = (msgspec.json.decode(to_json(sample.to_dict())) for sample in (before, after))
         for completion, known in zip(now["completions"], then["completions"], strict=False):

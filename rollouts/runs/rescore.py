@@ -47,7 +47,7 @@ async def rescore(
         The accounting of the new run; ``returned`` counts accepted groups that fill no batch.
 
     Raises:
-        ConfigError: ``run`` is no run, its groups have another size, or ``out`` contains a run.
+        ConfigError: ``run`` is not a run, its groups have another size, or ``out`` contains a run.
     """
     opening = functools.partial(_opened, run, recipe, out, format, overwrite)
     stored, writer = await anyio.to_thread.run_sync(opening)
@@ -55,7 +55,7 @@ async def rescore(
     scoring = _Scoring(stored, recipe)
     accounting = Accounting()
     ready: list[Group] = []
-    width = recipe.config.groups_in_work
+    width = recipe.config.max_inflight_groups
     for start in range(0, len(indices), width):
         for group in await scoring.score(indices[start : start + width]):
             accounting.taken += 1
@@ -87,7 +87,7 @@ def _opened(run: Path, recipe: Recipe, out: Path, format: Format, overwrite: boo
         got = recipe.config.n_samples_per_prompt
         raise ConfigError.of("recipe, n_samples_per_prompt", got, f"{size}, as in the run")
     if out.resolve() == run.resolve():
-        raise ConfigError.of("--out", str(out), "another folder than the run's own")
+        raise ConfigError.of("--out", str(out), "another folder than the run's")
     copied = {name: stored.info.get(name) for name in ("endpoint", "server", "tokenizer")}
     source = {"run": str(run.resolve()), "recipe": stored.info.get("recipe")}
     description = {**recipe.describe(), **copied, "rescored": source}

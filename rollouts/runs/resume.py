@@ -129,7 +129,7 @@ def _settings(description: Mapping[str, Any]) -> dict[str, Any]:
 def _compared(
     info: Mapping[str, Any], history: RunHistory, settings: Mapping[str, Any], *, allow_changes: bool
 ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-    """The settings that differ from those of the last segment, and those that the run does not have.
+    """The settings that differ from the last segment, and the names of settings that the run lacks.
 
     Raises:
         ConfigError: a setting differs, and changes are not allowed.
@@ -210,7 +210,7 @@ def _restore_batches(writer: RunWriter, history: RunHistory) -> Iterator[str]:
 
 
 def _fault_of(path: Path, history: RunHistory, number: int) -> str | None:
-    """What is wrong with the file of a sealed batch; ``None`` if its checksums fit and it has the batch's samples."""
+    """The fault of the file of a sealed batch; ``None`` if its checksums fit and it has the batch's samples."""
     if path.is_dir():
         return "a folder"
     if path.suffix == ".parquet":

@@ -41,18 +41,18 @@ class Stop:
 
     def __init__(self) -> None:
         self.error: RolloutsError | None = None
-        self._asked = anyio.Event()
+        self._requested = anyio.Event()
 
     @property
-    def asked(self) -> bool:
-        return self._asked.is_set()
+    def requested(self) -> bool:
+        return self._requested.is_set()
 
     def ask(self, error: RolloutsError | None = None) -> None:
         self.error = self.error or error
-        self._asked.set()
+        self._requested.set()
 
     async def wait(self) -> None:
-        await self._asked.wait()
+        await self._requested.wait()
 
 
 _KEPT_METRICS = 100
@@ -98,7 +98,7 @@ def abandon(recipe: Recipe, writer: RunWriter, state: ManagerState | None, error
     accounting = Accounting() if state is None else state.accounting
     accounting, _ = _settled(accounting, writer.batches * recipe.config.batch_size)
     cancelled = isinstance(error, asyncio.CancelledError)
-    with contextlib.suppress(OSError):  # run.json keeps "running": the run can be resumed, as one that was killed
+    with contextlib.suppress(OSError):  # run.json keeps "running": the run can be resumed, as after a kill
         writer.finish("stopped" if cancelled else "failed", accounting, error=None if cancelled else described(error))
 
 
@@ -130,7 +130,7 @@ async def run(
 
     Raises:
         RolloutsError: a logger cannot begin.
-        Exception: an error that is no RolloutsError, after everything is written.
+        Exception: an error that is not a RolloutsError, after everything is written.
     """
     with calm_collector():  # a pause for garbage collection stops every rollout
         if not loggers:
@@ -199,7 +199,7 @@ async def _run(
             error = error or raised
         raise
     finally:
-        if stop.asked and not finished:
+        if stop.requested and not finished:
             error = stop.error or error
         status: RunStatus = "finished" if finished else "failed" if error else "stopped"
         accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)

@@ -20,15 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn, TurnLog
+from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Prompt
 from rollouts.errors import JournalError
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.metrics import RunMetrics
-from rollouts.training.types import RECORDED, Group, Outcome, Sample
+from rollouts.training.sample_fields import RECORDED
+from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 

@@ -1,6 +1,6 @@
 """The settings that decide what a run's samples are, as plain values: recorded at each start, compared at each resume.
 
-Invariant: equal settings give equal values in every process and on every machine; a path or an address is no part of
+Invariant: equal settings give equal values in every process and on every machine; a path or an address is not part of
 them. Arguments bound to a function enter as a checksum only, because they may be secret. This module reads files, and
 writes none.
 """
@@ -18,9 +18,9 @@ import attrs
 import msgspec
 
 import rollouts
+from rollouts.base.storable import to_json
 from rollouts.concurrency.boundary import function_name
 from rollouts.recipe import Recipe
-from rollouts.runs.plain_data import to_json
 
 __all__ = ["Change", "changes", "recorded_settings", "settings_of"]
 
@@ -33,7 +33,7 @@ _EVERY_KEY = ("options", "versions")
 
 @attrs.frozen
 class Change:
-    """A setting that is not the one that the run was stored with."""
+    """A setting that differs from the stored one."""
 
     name: str
     then: Any
@@ -57,14 +57,14 @@ def settings_of(
     """
     config, bound = recipe.config, recipe.bound
     endpoint = bound.get("endpoint", recipe.endpoint)
-    own = ("endpoint", "environment_cls", "tokenizer", "policy", "sampling")
+    listed_elsewhere = ("endpoint", "environment_cls", "tokenizer", "policy", "sampling")
     settings = {
         "recipe": {"text": None if file is None else _checksum(file.read_bytes())},
         "options": {name: value for name, value in options.items() if name not in _COMPARED_BY_DATA},
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
         "environment": {} if recipe.environment_cls is None else _function(recipe.environment_cls),
-        "generate": _function(config.generate_fn, leave_out=own),
+        "generate": _function(config.generate_fn, leave_out=listed_elsewhere),
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),
         "model": {name: value for name, value in model.items() if value is not None},
         "versions": {name: version for name, version in versions.items() if name != "python"},

@@ -22,6 +22,7 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.base.storable import to_json, to_plain
 from rollouts.base.validators import finite
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
@@ -40,7 +41,6 @@ from rollouts.runs.folder import (
     whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
-from rollouts.runs.plain_data import to_json, to_plain
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
@@ -203,7 +203,7 @@ class _Verification:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
 
     def _unfinished(self, outcome: StoredOutcome, file: str) -> int | None:
-        """The group before an unfinished append of a growing run; the append may be its own, so it is not checked."""
+        """The group before an unfinished append of a growing run; the append may belong to it, so it is not checked."""
         path = self.run / file
         if not self.growing or outcome == "kept" or not path.is_file():
             return None
@@ -344,7 +344,7 @@ class _Verification:
         if len(lines) != batches:
             self._broken(4, str(path), f"{len(lines)} lines", f"{batches}, one for each batch")
         elif is_covered(self.info) and self.info.get(METRICS_CRC, crc) != crc:
-            self._broken(4, str(path), "other lines", "those that the run wrote (by the checksum in run.json)")
+            self._broken(4, str(path), "other lines", "the lines that the run wrote (by the checksum in run.json)")
         elif self.history is not None:
             for number, (line, batch) in enumerate(zip(lines, self.history.sealed, strict=False)):
                 if _decoded(line) != _decoded(to_json(batch.metrics)):
@@ -362,7 +362,7 @@ class _Verification:
             return None
 
     def _check_copy(self, group: Sequence[_Entry]) -> None:
-        """Check law 4: the samples of a group are those that the journal has."""
+        """Check law 4: the samples of a group equal the ones in the journal."""
         number = group[0].stored.group_index
         if self.history is None or number not in self.history.settled:  # reported by _check_journal
             return

@@ -27,6 +27,7 @@ import msgspec
 
 from rollouts import __version__
 from rollouts.base.extras import install_command
+from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
@@ -44,7 +45,6 @@ from rollouts.runs.folder import (
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import LOCK
 from rollouts.runs.locks import is_locked, take_lock
-from rollouts.runs.plain_data import to_json
 from rollouts.training.metrics import Accounting
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Group, Outcome, Sample

@@ -1,10 +1,10 @@
-"""Compact storage of a sample's texts and records: texts as offsets into the decoded tokens, records as packed bytes.
+"""Compact storage of a sample's records: strings as offsets into the decoded tokens, other values as packed bytes.
 
 Invariant: each value is read back equal to the one stored. The token column is read-only, so decoding it returns the
-same text each time; a text that is no exact part of the response is stored in full.
+same string each time; a string that is not an exact part of the response is stored in full.
 
-A sample of ten thousand tokens has its text twice, in the response and in the messages, and several hundred small
-objects in its records; here they take a few bytes a turn. This module does not know samples or the journal.
+The text of a sample is twice in its record, in the response and in the messages, and its completions are many small
+objects; here they take a few bytes a turn. This module does not know samples or the journal.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rollouts.trajectory import CompletionRecord
 __all__ = ["CompactRecord"]
 
 _SHORT = 32
-"""Characters below which a text is stored in full."""
+"""Strings with fewer characters are stored in full."""
 _TEXTS = ("content", "reasoning_content")
 
 
 @attrs.frozen(eq=False, repr=False)
 class CompactRecord:
-    """Texts and records of one sample. Create it with :meth:`of`; each method returns new objects."""
+    """Strings and records of one sample. Create it with :meth:`of`; each method returns new objects."""
 
     columns: tuple[Any, Any, Any]
     """The sample's read-only tokens, mask and logprobs; a sample that still has these objects has them unchanged."""
@@ -38,7 +38,7 @@ class CompactRecord:
     _first: int
     _decode: Callable[[TokenColumn], str]
     _others: tuple[str, ...]
-    """Long texts that are not part of the response."""
+    """Long strings that are not part of the response."""
     _messages: bytes
     _completions: bytes
     _extras: tuple[Extras | None, ...]
@@ -56,13 +56,13 @@ class CompactRecord:
         completions: Sequence[CompletionRecord],
         versions: Sequence[VersionSpan],
     ) -> CompactRecord | None:
-        """Store the texts and records of a sample.
+        """Store the strings and records of a sample.
 
         Args:
             columns: tokens, mask and logprobs, all read-only.
             first: offset of the response in the tokens.
             decode: deterministic, from ids to text.
-            response: the text that ``decode`` returned for the ids from ``first`` on.
+            response: the string that ``decode`` returned for the ids from ``first`` on.
             messages: chat dicts.
             completions: the completions of the replies.
             versions: policy versions of the sampled tokens.

@@ -16,7 +16,7 @@ import attrs
 from rollouts.base.validators import integer, number
 from rollouts.concurrency.boundary import function_name
 from rollouts.errors import ConfigError
-from rollouts.training.failures import FailurePolicy, check_handlings
+from rollouts.training.failures import FailurePolicy, check_policies
 from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 
@@ -97,7 +97,7 @@ class RolloutConfig:
     def __attrs_post_init__(self) -> None:
         if self.on_failure not in ("drop_group", "stop"):
             raise ConfigError.of("RolloutConfig.on_failure", self.on_failure, '"drop_group" or "stop"')
-        check_handlings(self.failures)
+        check_policies(self.failures)
         for cause, policy in self.failures.items():
             if policy.min_sound > self.n_samples_per_prompt:
                 expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
@@ -113,14 +113,14 @@ class RolloutConfig:
                 "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"
             )
 
-    def handling(self, cause: str) -> FailurePolicy:
+    def policy_for(self, cause: str) -> FailurePolicy:
         """Return the failure policy of a cause, with defaults filled in."""
         policy = self.failures.get(cause, FailurePolicy())
         attempts = self.max_attempts if policy.attempts is None else policy.attempts
         return attrs.evolve(policy, attempts=attempts, then=policy.then or self.on_failure)
 
     @property
-    def groups_in_work(self) -> int:
+    def max_inflight_groups(self) -> int:
         """Groups in flight or ready while a batch fills."""
         return math.ceil(
             round(self.batch_size * self.over_sampling_factor, 6)

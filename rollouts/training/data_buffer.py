@@ -61,7 +61,7 @@ class DataBuffer:
     """A cursor over prompts.
 
     Args:
-        prompts: texts, message lists, ``{"prompt", "label", "metadata"}`` rows, or :class:`Prompt` values.
+        prompts: strings, message lists, ``{"prompt", "label", "metadata"}`` rows, or :class:`Prompt` values.
         seed: seed of the shuffle, which differs in each epoch; ``None`` keeps the order of the data.
         epochs: number of passes over the data; ``None`` for no limit.
 
@@ -142,7 +142,7 @@ class DataBuffer:
         """Put back unfinished prompts; they come out again first, lowest group index first.
 
         Raises:
-            ConfigError: a prompt was not taken from this buffer, or was settled or put back already; none is put back.
+            ConfigError: a prompt was not taken from this buffer, or is done or was put back; none is put back.
         """
         positions = dict(self._positions)
         back = []
@@ -157,7 +157,7 @@ class DataBuffer:
         self._positions = positions
         self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
 
-    def settle(self, prompt: Prompt) -> None:
+    def mark_done(self, prompt: Prompt) -> None:
         """Mark a prompt as finished; it can no longer be put back."""
         if prompt.group_index is not None:
             self._positions.pop(prompt.group_index, None)
@@ -214,7 +214,7 @@ class DataBuffer:
                 self._leftovers.remove((position, number))
                 self._positions[group_index] = position
                 return attrs.evolve(self._prompts[position], group_index=group_index)
-        raise ConfigError.of("take_by_index(group_index)", group_index, "one that was handed back")
+        raise ConfigError.of("take_by_index(group_index)", group_index, "the index of a prompt that was put back")
 
     def _left(self) -> int | None:
         if self.epochs is None:
@@ -257,7 +257,7 @@ def _key(prompt: Prompt) -> str:
 
 
 def _check_rows(prompts: Any) -> None:
-    """Refuse what is not a sequence of rows, above all what yields something else when it is iterated."""
+    """Refuse a value that is not a sequence of rows, above all one that yields something else when it is iterated."""
     field = "DataBuffer.prompts"
     if isinstance(prompts, os.PathLike):
         raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")
@@ -291,10 +291,10 @@ def _read_prompt(row: Any, place: str) -> Prompt:
     prompt = _unchecked_prompt(row, place)
     if prompt.metadata:
         return prompt  # from which the environment may write the opening
-    given = prompt.prompt
-    if not (given.strip() if isinstance(given, str) else any(map(_has_content, given))):
-        shown = given if isinstance(given, str) else [message.to_record() for message in given]
-        raise ConfigError(f"{place}: {ConfigError.of('prompt', shown, 'some text')}")
+    opening = prompt.prompt
+    if not (opening.strip() if isinstance(opening, str) else any(map(_has_content, opening))):
+        got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
+        raise ConfigError(f"{place}: {ConfigError.of('prompt', got, 'some text')}")
     return prompt
 
 

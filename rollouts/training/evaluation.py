@@ -131,7 +131,7 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 def task_key(prompt: object, label: object) -> str:
     """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
-    messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is no prompt
+    messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is not a prompt
     text = json.dumps([[message.to_record() for message in messages], label], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 
@@ -202,7 +202,7 @@ async def run_evaluation(
 ) -> list[Sample]:
     """Run ``rollouts`` rollouts of every task.
 
-    Each rollout is a group of its own, so that a failure does not affect other rollouts of the task.
+    Each rollout is a separate group, so that a failure does not affect other rollouts of the task.
 
     Args:
         config: provides ``generate_fn``, ``reward_fn`` and deadlines; its sizes and its filter are ignored.
@@ -220,13 +220,7 @@ async def run_evaluation(
     Raises:
         GenerateFailure: too many consecutive rollouts failed.
     """
-    left = dict(done or {})
-    wanted: list[Prompt] = []
-    for prompt in prompts:
-        key = task_key(prompt.prompt, prompt.label)
-        skipped = min(left.get(key, 0), rollouts)
-        left[key] = left.get(key, 0) - skipped
-        wanted += [prompt] * (rollouts - skipped)
+    wanted = _wanted(prompts, rollouts, done or {})
     if not wanted:
         return []
     groups: dict[int, Group] = {}
@@ -254,3 +248,15 @@ async def run_evaluation(
         except DataExhausted:  # groups that fill no batch were collected by on_group
             pass
     return [sample for number in sorted(groups) for sample in groups[number].samples]
+
+
+def _wanted(prompts: Iterable[Prompt], rollouts: int, done: Mapping[str, int]) -> list[Prompt]:
+    """The prompt of each rollout that is missing."""
+    left = dict(done)
+    wanted: list[Prompt] = []
+    for prompt in prompts:
+        key = task_key(prompt.prompt, prompt.label)
+        skipped = min(left.get(key, 0), rollouts)
+        left[key] = left.get(key, 0) - skipped
+        wanted += [prompt] * (rollouts - skipped)
+    return wanted

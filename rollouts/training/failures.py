@@ -20,12 +20,12 @@ from rollouts.base.validators import integer, seconds
 from rollouts.errors import CAUSES, ConfigError, Failure
 from rollouts.training.types import Sample
 
-__all__ = ["FailurePolicy", "FailureStats", "alike", "cause_of", "check_handlings"]
+__all__ = ["FailurePolicy", "FailureStats", "cause_of", "check_policies", "same_cause"]
 
 
 @attrs.frozen(kw_only=True)
 class FailurePolicy:
-    """What to do about one cause of failure, in this order: retry, replace the rollout, drop the group or stop."""
+    """The reaction to one cause of failure, in this order: retry, replace the rollout, drop the group or stop."""
 
     attempts: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     """Maximum attempts at a rollout, each with a fresh environment; the config's ``max_attempts`` by default."""
@@ -46,21 +46,21 @@ class FailurePolicy:
 
     def pause(self, attempt: int, rng: random.Random) -> float:
         """Return the seconds to wait after attempt ``attempt`` failed."""
-        most = min(self.most_seconds, self.backoff_seconds * 2.0 ** min(attempt - 1, 60))
-        return rng.uniform(most / 2, most)
+        longest = min(self.most_seconds, self.backoff_seconds * 2.0 ** min(attempt - 1, 60))
+        return rng.uniform(longest / 2, longest)
 
 
-def check_handlings(handlings: Mapping[str, FailurePolicy]) -> None:
+def check_policies(policies: Mapping[str, FailurePolicy]) -> None:
     """Raise a :class:`ConfigError` for an unknown cause, or a value that is not a :class:`FailurePolicy`."""
-    for cause, policy in handlings.items():
+    for cause, policy in policies.items():
         if cause not in CAUSES:
             raise ConfigError.of("RolloutConfig.failures", cause, f"one of {', '.join(CAUSES)}")
         if not isinstance(policy, FailurePolicy):
             raise ConfigError.of(f"RolloutConfig.failures[{cause!r}]", policy, "a FailurePolicy")
 
 
-def alike(failure: Failure) -> str:
-    """The kind and the message of a failure without quoted values and numbers, to compare failures of many samples."""
+def same_cause(failure: Failure) -> str:
+    """The kind and message of a failure without quoted values and numbers, equal for failures with the same cause."""
     return f"{failure.kind}: {_VALUES.sub('…', failure.message)}"
 
 

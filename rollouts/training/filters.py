@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rollouts.errors import ConfigError
-from rollouts.training.types import Sample, Status, by_rollout, reward_of_rollout
+from rollouts.training.branches import by_rollout, reward_of_rollout
+from rollouts.training.status import Status
+
+if TYPE_CHECKING:
+    from rollouts.training.sample import Sample
 
 __all__ = [
     "check_any_success",

@@ -40,15 +40,13 @@ from rollouts.training.rollout_attempt import (
     ends,
     is_lost,
     number_sample,
-    pack_lossy,
-    pack_or_fail,
     share_rewards,
-    undo_changes,
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.sample_validator import pack_lossy, unchanged
 from rollouts.training.scoring import score_group
-from rollouts.training.types import FilterFn, Group, Identity, Outcome, Sample, Status
+from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 
 __all__ = ["GroupRunner"]
 
@@ -98,7 +96,7 @@ class GroupRunner:
             for replacement in itertools.count():
                 group = _Round(attrs.evolve(prompt, replacement=replacement), finished)
                 missing = self._missing(finished)
-                if len(missing) == 1:  # needs no task of its own
+                if len(missing) == 1:  # needs no separate task
                     with anyio.CancelScope() as scope:
                         await self._run_rollout(group, missing[0], scope)
                 else:
@@ -123,7 +121,7 @@ class GroupRunner:
         return await self.score_and_filter(prompt, samples)
 
     def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
-        """Create a lost rollout for each one that the group's deadline cancelled."""
+        """Create a lost rollout for each rollout that the group's deadline cancelled."""
         lost: dict[int, list[Sample]] = {}
         for number in self._missing(finished):
             error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
@@ -144,7 +142,7 @@ class GroupRunner:
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
         """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
-        policies = [self.config.handling(cause_of(samples)) for samples in lost.values()]
+        policies = [self.config.policy_for(cause_of(samples)) for samples in lost.values()]
         return all(replacement < policy.replacements and sound >= policy.min_sound for policy in policies)
 
     async def score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
@@ -152,15 +150,14 @@ class GroupRunner:
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
-        known = [sample.identity for sample in samples]
         try:
             if config.group_rm and config.reward_fn is not None:
                 name = f"group reward {function_name(config.reward_fn)}"
-                async with _checked(samples, known, RewardFailure, name):
+                async with _checked(samples, RewardFailure, name):
                     await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
                     share_rewards(samples)
             if config.filter_fn is not None:
-                async with _checked(samples, known, FilterFailure, f"filter {function_name(config.filter_fn)}"):
+                async with _checked(samples, FilterFailure, f"filter {function_name(config.filter_fn)}"):
                     kept, why = await self._apply_filter(config.filter_fn, samples)
                 if not kept:
                     outcome, reason = "dropped", why
@@ -174,7 +171,7 @@ class GroupRunner:
         return Group(prompt, samples, outcome, reason)
 
     async def _apply_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
-        """Return whether the filter keeps the group, and the reason: the filter's own, else its name.
+        """Return whether the filter keeps the group, and the reason: the filter's answer, else its name.
 
         A filter returns a bool, or an object with ``keep`` and optionally ``reason`` and ``keep_when_insufficient``,
         which keeps a group that the batch needs.
@@ -232,19 +229,12 @@ class GroupRunner:
         self._attempts[index] = tried
         if self._rollout_log is not None:
             self._rollout_log.attempt_lost(index, tried, samples)
-        return self.config.handling(cause_of(samples))
+        return self.config.policy_for(cause_of(samples))
 
 
 @contextlib.asynccontextmanager
-async def _checked(
-    samples: Sequence[Sample], known: Sequence[Identity], failure: type[RolloutsError], name: str
-) -> AsyncIterator[None]:
-    """Run a user's function on samples; afterwards, check that they can be stored and are still those of ``known``."""
-    try:
+async def _checked(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> AsyncIterator[None]:
+    """Run a user's function on the samples of a group; afterwards check them."""
+    with unchanged(samples, failure, name):
         async with without_own_cancellation(failure, f"the group in {name}"):
             yield
-    finally:
-        change = undo_changes(samples, known)
-    if change:
-        raise failure(f"{name}: {change}")
-    pack_or_fail(samples, failure, f"after {name}")

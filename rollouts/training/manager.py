@@ -2,9 +2,10 @@
 
 It enforces these laws:
 
-4. Accounting: every prompt taken from the buffer ends in exactly one place: in a batch, dropped by the filter,
-   recorded as failed, or back in the buffer. Long rollouts are not discarded: groups in flight when a batch is full
-   stay in flight for the next one. On close they go back to the buffer, and their finished rollouts are kept.
+4. Accounting (:mod:`rollouts.training.ledger`): every prompt taken from the buffer ends in exactly one place: in a
+   batch, dropped by the filter, recorded as failed, or back in the buffer. Long rollouts are not discarded: groups in
+   flight when a batch is full stay in flight for the next one. On close they go back to the buffer, and their finished
+   rollouts are kept.
 5. Groups: a batch contains whole groups of exactly ``n_samples_per_prompt`` rollouts of one prompt, ordered by
    ``group_index``; a group index is never used for two prompts.
 6. A bad rollout is data (:mod:`rollouts.training.group_runner`): a failed group is counted and recorded. A broken law
@@ -16,14 +17,12 @@ This module does not know models, the network or agents; it calls a ``generate_f
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 import anyio.lowlevel
-import anyio.to_thread
 import attrs
 from anyio.abc import TaskGroup
 
@@ -33,14 +32,15 @@ from rollouts.concurrency.deadlines import deadline, pauses
 from rollouts.concurrency.times import now
 from rollouts.concurrency.wait_report import where
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, DataExhausted, FilterFailure, GenerateFailure, RolloutsError, at
+from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, RolloutsError, at
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.failures import FailureStats, alike, cause_of
+from rollouts.training.fail_fast import FailFast
+from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
+from rollouts.training.ledger import Ledger, group_index
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
-from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
@@ -75,8 +75,6 @@ class AsyncRolloutManager:
         rollout_log: records each event before it counts, e.g. in a journal.
 
     Attributes:
-        accounting: number of prompts by state; adds up at every moment.
-        run_metrics: totals over the settled groups.
         failures: lost attempts by cause, and their lengths compared with those of sound attempts.
         metrics: metrics of the last batch.
         staleness: the announced policy versions, and the bound on the age of a group.
@@ -95,34 +93,21 @@ class AsyncRolloutManager:
         if not isinstance(data_buffer, DataBuffer):
             raise ConfigError.of("AsyncRolloutManager.data_buffer", data_buffer, "a DataBuffer")
         self.config = config
-        self.data_buffer = data_buffer
-        self.accounting = Accounting()
-        self.run_metrics = RunMetrics()
         self.failures = FailureStats(config.failure_budget, config.failure_window)
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
+        self._ledger = Ledger(data_buffer)
+        self._fail_fast = FailFast(config, self.failures)
         self._streaming = False
-        self._started: dict[int, int] = {}
-        self._scopes: dict[int, anyio.CancelScope] = {}
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
-        self._attempts: dict[int, int] = {}  # failed attempts at rollouts in flight, by index
-        self._ready: list[Group] = []
-        self._finished_rollouts: dict[int, dict[int, list[Sample]]] = {}  # of groups in flight or returned
-        self._restarted: set[int] = set()  # groups in flight that were returned before
-        self._rejected_in_a_row = 0
-        self._went_well = False  # a group was kept or dropped, or the first groups failed for different reasons
-        self._first_failed: list[Group] = []  # until something went well
-        self._dropped_rewards: set[float | None] = set()  # of groups rejected in a row
-        self._dropped_for_batch = 0
-        self._failure_causes: Counter[str] = Counter()
-        self._broken: BaseException | None = None
-        self._settled = anyio.Event()
+        self._group_ended = anyio.Event()
         self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
-        self._runner = GroupRunner(config, self.failures, rollout_log, self._attempts, self._is_scarce)
+        attempts = self._ledger.failed_attempts
+        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -143,20 +128,29 @@ class AsyncRolloutManager:
         self.accounting.check()
 
     @property
+    def data_buffer(self) -> DataBuffer:
+        """Source of the prompts."""
+        return self._ledger.data_buffer
+
+    @property
+    def accounting(self) -> Accounting:
+        """Number of prompts by state; adds up at every moment."""
+        return self._ledger.accounting
+
+    @property
+    def run_metrics(self) -> RunMetrics:
+        """Totals over the settled groups."""
+        return self._ledger.totals
+
+    @property
     def ready_groups(self) -> tuple[Group, ...]:
         """Accepted groups that are in no batch yet, oldest first."""
-        return tuple(sorted(self._ready, key=lambda group: group.group_index))
+        return tuple(sorted(self._ledger.ready, key=lambda group: group.group_index))
 
     def withdraw(self, is_stale: Callable[[Group], bool]) -> list[Group]:
         """Remove and return ready groups that are stale; they count as dropped, with the reason ``"stale"``."""
-        stale = [group for group in self._ready if is_stale(group)]
-        taken = {group.group_index for group in stale}
-        self._ready = [group for group in self._ready if group.group_index not in taken]
-        self.accounting.ready -= len(stale)
-        self.accounting.dropped += len(stale)
-        for group in stale:
-            self.data_buffer.settle(group.prompt)
-        self.run_metrics.reasons["stale"] += len(stale)
+        stale = [group for group in self._ledger.ready if is_stale(group)]
+        self._ledger.drop_ready(stale, "stale")
         return stale
 
     async def put_back(self, group_indices: Set[int]) -> None:
@@ -164,17 +158,15 @@ class AsyncRolloutManager:
         for index in self._scopes.keys() & group_indices:
             self._scopes[index].cancel()
         while self._scopes.keys() & group_indices:
-            if self._settled.is_set():
-                self._settled = anyio.Event()
-            await self._settled.wait()
+            await self._next_end()
 
     def finished_rollouts(self, group_index: int) -> dict[int, list[Sample]]:
         """Return the finished rollouts of a group that went back to the buffer, by number in the group."""
-        return dict(self._finished_rollouts.get(group_index, {}))
+        return dict(self._ledger.finished_rollouts.get(group_index, {}))
 
     def add_finished_rollouts(self, group_index: int, rollouts: Mapping[int, list[Sample]]) -> None:
         """Add rollouts that another process finished; the group then generates only the missing ones."""
-        self._finished_rollouts[group_index] = dict(rollouts)
+        self._ledger.finished_rollouts[group_index] = dict(rollouts)
 
     def waiting_for(self, count: int = 1) -> list[str]:
         """Return global pauses first, then the longest waits with their start time and source line."""
@@ -183,14 +175,7 @@ class AsyncRolloutManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the manager and its buffer as plain values; may be called at any moment."""
-        return ManagerState(
-            accounting=attrs.evolve(self.accounting),
-            batches=self.batches,
-            ready={group.group_index: list(group.samples) for group in self._ready},
-            finished=self._finished_rollouts,
-            attempts=self._attempts,
-            totals=self.run_metrics.to_dict(),
-        ).to_dict(self.data_buffer)
+        return self._ledger.state(self.batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state_dict`; ready groups and finished rollouts are not generated again.
@@ -204,14 +189,9 @@ class AsyncRolloutManager:
     def restore(self, state: ManagerState) -> None:
         """Restore a state whose buffer is already restored; raises as :meth:`load_state_dict`."""
         self._check_not_begun()
-        self.accounting, self.batches = state.accounting, state.batches
-        for number, samples in sorted(state.ready.items()):
-            self._ready.append(Group(self.data_buffer.take_by_index(number), tuple(samples), "kept"))
-        self._finished_rollouts = state.finished
-        self._attempts.update(state.attempts)
-        self.run_metrics.load(state.totals)
-        self._went_well = self.accounting.in_batch + self.accounting.ready + self.accounting.dropped > 0
-        self.accounting.check()
+        self.batches = state.batches
+        self._ledger.restore(state)
+        self._fail_fast.any_success = self.accounting.in_batch + self.accounting.ready + self.accounting.dropped > 0
 
     def _check_not_begun(self) -> None:
         if self.accounting.taken or self._tasks is not None:
@@ -226,9 +206,9 @@ class AsyncRolloutManager:
         Raises:
             DataExhausted: the buffer has too few prompts left; accepted groups stay in :attr:`ready_groups`.
             FilterFailure: ``patience`` groups in a row were rejected, at least half of them by the filter.
-            GenerateFailure: the first groups all failed alike; or ``patience`` groups in a row were rejected, most of
-                them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or the
-                batch was not filled within ``batch_seconds``: groups accepted or in flight remain for the next call.
+            GenerateFailure: the first groups all failed for one cause; or ``patience`` groups in a row were rejected,
+                most of them failed; or a group failed with ``on_failure="stop"``; or ``failure_budget`` is used up; or
+                the batch was not filled within ``batch_seconds``: groups accepted or in flight are kept.
         """
         began = time.monotonic()
         with deadline(self.config.batch_seconds) as limit:
@@ -239,7 +219,7 @@ class AsyncRolloutManager:
                     await self._gather_groups(finish_restarted=True)
         if limit.caught:
             raise GenerateFailure(
-                f"{len(self._ready)} of {self.config.batch_size} groups were accepted within "
+                f"{self.accounting.ready} of {self.config.batch_size} groups were accepted within "
                 f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"
             )
         # No await from here on, so that a batch that is counted cannot be lost to a cancellation.
@@ -295,12 +275,10 @@ class AsyncRolloutManager:
     async def _gather_groups(self, *, finish_restarted: bool = False) -> None:
         """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
         if not self.accounting.in_flight:
-            self._first_failed = []  # of an earlier call, which ended
+            self._fail_fast.begin_call()
         await self._drop_stale()
-        while self._choose_groups() is None or (finish_restarted and self._restarted):
-            self._raise_if_broken()
-            self._raise_if_first_failed_alike()
-            self._raise_if_out_of_patience()
+        while self._choose_groups() is None or (finish_restarted and self._ledger.restarted):
+            _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
             self._top_up()
             if not self.accounting.in_flight and _is_blocked():
                 with boundary(RolloutsError, "no group starts while a server is away", kind="a_pause"):
@@ -308,17 +286,17 @@ class AsyncRolloutManager:
                 continue
             if not self.accounting.in_flight:
                 raise DataExhausted(
-                    f"{len(self._ready)} of {self.config.batch_size} groups are accepted and no prompt is left: "
+                    f"{self.accounting.ready} of {self.config.batch_size} groups are accepted and no prompt is left: "
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
-            if self._settled.is_set():
-                self._settled = anyio.Event()
-            await self._settled.wait()
+            if self._group_ended.is_set():
+                self._group_ended = anyio.Event()
+            await self._group_ended.wait()
             await self._drop_stale()
-        self._raise_if_broken()
+        _raise(self._fail_fast.take_error())
 
     def _choose_groups(self) -> list[Group] | None:
-        return self.staleness.choose(self._ready, self._started, self.config.batch_size)
+        return self.staleness.choose(self._ledger.ready, self._ledger.started, self.config.batch_size)
 
     async def _drop_stale(self) -> None:
         """Drop ready groups that are too old; they were recorded as kept, and are recorded again as dropped."""
@@ -327,11 +305,7 @@ class AsyncRolloutManager:
         for group in [group for group in self.ready_groups if self.staleness.too_old(self.staleness.age(group))]:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
-                self._ready = [other for other in self._ready if other is not group]
-                self.data_buffer.settle(group.prompt)
-                self.run_metrics.reasons["too old"] += 1
-                self.accounting.ready -= 1
-                self.accounting.dropped += 1
+                self._ledger.drop_ready([group], "too old")
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
@@ -340,13 +314,7 @@ class AsyncRolloutManager:
         numbers = batch_metrics(samples) | self.staleness.metrics(samples)
         if self._streaming:
             numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
-        for group in groups:
-            self.data_buffer.settle(group.prompt)
-        taken = {group.group_index for group in groups}
-        self._ready = [group for group in self._ready if group.group_index not in taken]
-        self.accounting.ready -= len(groups)
-        self.accounting.in_batch += len(groups)
-        self.accounting.check()
+        self._ledger.seal(groups)
         self.metrics = {
             "batch": self.batches,
             "seconds": seconds,
@@ -359,9 +327,9 @@ class AsyncRolloutManager:
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
         }
         if self._rollout_log is not None:
-            self._rollout_log.sealed(self.batches, sorted(taken), self.metrics, self.accounting)
+            numbers_of_groups = [group.group_index for group in groups]
+            self._rollout_log.sealed(self.batches, numbers_of_groups, self.metrics, self.accounting)
         self.batches += 1
-        self._dropped_for_batch = 0
         return samples
 
     # -- starting and settling groups --
@@ -371,68 +339,48 @@ class AsyncRolloutManager:
             raise RuntimeError("the manager was closed while this batch was being filled")
         if _is_blocked():
             return
-        if self._all_failed() and self.accounting.in_flight:
-            return  # no further prompt is spent before one of these groups goes well
-        pending = len(self._ready) + self.accounting.in_flight
-        wanted = self.config.groups_in_work - pending
+        if self._fail_fast.all_failed and self.accounting.in_flight:
+            return  # no further prompt is spent before one of these groups succeeds
+        pending = self.accounting.ready + self.accounting.in_flight
+        wanted = self.config.max_inflight_groups - pending
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         for _ in range(wanted if room is None else min(wanted, room)):
-            try:
-                (prompt,) = self.data_buffer.get_prompts(1)
-            except DataExhausted:
+            prompt = self._ledger.take(self.staleness.current)
+            if prompt is None:
                 return
             self._idle.stop()
-            self.accounting.taken += 1
-            self.accounting.in_flight += 1
-            self._started[_group_index(prompt)] = self.staleness.current
-            if _group_index(prompt) in self._finished_rollouts:
-                self._restarted.add(_group_index(prompt))
             self._tasks.start_soon(self._run_group, prompt)
 
     async def _run_group(self, prompt: Prompt) -> None:
-        """Run one group until it ends, or until :meth:`put_back` cancels it."""
-        self._scopes[_group_index(prompt)] = scope = anyio.CancelScope()
-        try:
-            with scope:
-                await self._run_and_account(prompt)
-        finally:
-            del self._scopes[_group_index(prompt)]
-
-    async def _run_and_account(self, prompt: Prompt) -> None:
         """Run one group and account for it, also on errors and cancellation."""
-        finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
+        finished = self._ledger.finished_rollouts.setdefault(group_index(prompt), {})
         settled = False
+        scope = self._scopes[group_index(prompt)] = anyio.CancelScope()
         try:
             if self._rollout_log is not None:
                 self._rollout_log.taken(prompt)
-            async with self._start_lock:  # groups start one at a time: all at once would block the event loop
-                await anyio.lowlevel.checkpoint()
-            with at(f"group {prompt.group_index}"):
-                group = await self._runner.run(prompt, finished)
-                with anyio.CancelScope(shield=True):
-                    await self._record(group)
-                    self._settle(group)
-                    settled = True
-                    del self._finished_rollouts[_group_index(prompt)]
+            with scope:  # put_back cancels it
+                async with self._start_lock:  # groups start one at a time: all at once would block the event loop
+                    await anyio.lowlevel.checkpoint()
+                with at(f"group {prompt.group_index}"):
+                    group = await self._runner.run(prompt, finished)
+                    with anyio.CancelScope(shield=True):
+                        await self._record(group)
+                        self._ledger.account_for(group)
+                        settled = True
+                        self._fail_fast.saw(group)
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
-            self._broken = self._broken or error
+            self._fail_fast.stop(error)
         finally:
-            self._restarted.discard(_group_index(prompt))
+            del self._scopes[group_index(prompt)]
             if not settled:
-                self.data_buffer.put_back([prompt])
-                self.accounting.in_flight -= 1
-                self.accounting.returned += 1
-            del self._started[_group_index(prompt)]
+                self._ledger.put_back(prompt)
+            self._ledger.landed(prompt)
             if not self.accounting.in_flight:
                 self._idle.start()
-            self._settled.set()
-        if settled and self._may_run_ahead():
+            self._group_ended.set()
+        if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
-
-    def _may_run_ahead(self) -> bool:
-        """Whether to start groups while the caller is not waiting for a batch."""
-        healthy = self._broken is None and self._rejected_in_a_row < self.config.rejections_allowed
-        return self._streaming and self._tasks is not None and healthy
 
     async def _record(self, group: Group) -> None:
         if self._rollout_log is not None:
@@ -441,99 +389,16 @@ class AsyncRolloutManager:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
 
-    def _settle(self, group: Group) -> None:
-        self.run_metrics.add(group)
-        self.accounting.in_flight -= 1
-        if group.outcome == "kept":  # its prompt settles with its batch, so that a state saved until then includes it
-            self.accounting.ready += 1
-            self._ready.append(group)
-            self._rejected_in_a_row = 0
-            self._failure_causes.clear()
-            self._dropped_rewards.clear()
-            self._went_well = True
-            return
-        self.data_buffer.settle(group.prompt)
-        self._rejected_in_a_row += 1
-        if group.outcome == "dropped":
-            self.accounting.dropped += 1
-            self._dropped_for_batch += 1
-            self._dropped_rewards.update(group.rewards)
-            self._went_well = True
-        else:
-            self.accounting.failed += 1
-            self._failure_causes[group.reason] += 1
-            self._first_failed += [] if self._went_well else [group]
-            if self.config.handling(cause_of(group.samples)).then == "stop":
-                self._broken = self._broken or GenerateFailure(f"group {group.group_index} failed: {group.reason}")
-
     def _is_scarce(self) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are in work beyond its size."""
-        return self._dropped_for_batch >= self.config.groups_in_work - self.config.batch_size
-
-    def _raise_if_broken(self) -> None:
-        if self._broken is not None:
-            broken, self._broken = self._broken, None
-            raise broken
-
-    def _all_failed(self) -> bool:
-        """Whether all that is settled has failed: groups, and rollouts, unless it is the groups' reward or filter."""
-        if self._went_well or not self._first_failed:
-            return False
-        return not self.failures.sound or not any(is_lost(group.samples) for group in self._first_failed)
-
-    def _raise_if_first_failed_alike(self) -> None:
-        """End the run if the groups that it began with failed for one reason, at least as often as a group is large."""
-        if not self._all_failed() or self.accounting.in_flight:
-            return
-        failed, self._first_failed = self._first_failed, []
-        samples = [sample for group in failed for sample in group.samples]
-        reasons = {alike(sample.failure) for sample in samples if sample.failure is not None}
-        if len(reasons) > 1:
-            self._went_well = True  # nothing did, but not for one reason: patience decides
-        elif max(self.failures.lost.total(), len(samples)) < self.config.n_samples_per_prompt:
-            self._first_failed = failed
-        else:
-            self._rejected_in_a_row = 0
-            self._failure_causes.clear()
-            text = f"all groups failed alike, from the first on ({len(failed)}): {failed[0].reason}"
-            raise GenerateFailure(f"{text}. No further prompt was taken; {self.accounting}")
-
-    def _raise_if_out_of_patience(self) -> None:
-        over_budget = self.failures.overdrawn()
-        if over_budget is not None:
-            raise GenerateFailure(f"{over_budget}. {len(self._ready)} accepted groups are kept; {self.accounting}")
-        if self._rejected_in_a_row < self.config.rejections_allowed:
-            return
-        count, failed = self._rejected_in_a_row, self._failure_causes.total()
-        causes = "; ".join(f"{number} × {cause}" for cause, number in self._failure_causes.most_common(3))
-        self._rejected_in_a_row = 0
-        self._failure_causes.clear()
-        kept = f"{len(self._ready)} accepted groups are kept; {self.accounting}"
-        if failed > count - failed:
-            raise GenerateFailure(f"{failed} of the last {count} groups failed, none was accepted: {causes}. {kept}")
-        rewards, self._dropped_rewards = self._dropped_rewards, set()
-        raise FilterFailure(
-            f"filter {function_name(self.config.filter_fn)} accepted none of the last {count} groups"
-            + (f", and {failed} failed before it" if failed else "")
-            + (
-                f"; every reward was {_rounded(next(iter(rewards)))}, so there is nothing to learn"
-                ' (keep="all" of agent_recipe keeps such groups)'
-                if len(rewards) == 1
-                else ""
-            )
-            + f"; mean reward {_rounded(self.run_metrics.mean_reward)}. {kept}"
-        )
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size."""
+        return self._ledger.dropped_for_batch >= self.config.max_inflight_groups - self.config.batch_size
 
 
-def _rounded(number: float | None) -> str:
-    return "unknown" if number is None else f"{number:.4g}"
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _is_blocked() -> bool:
     """Whether a global pause keeps new groups from starting: each would only wait, too."""
     return any(pause.blocks_new_work for pause in pauses())
-
-
-def _group_index(prompt: Prompt) -> int:
-    assert prompt.group_index is not None, "the buffer numbers its prompts"
-    return prompt.group_index

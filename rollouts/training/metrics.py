@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.environments.mixed import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 
@@ -55,7 +55,7 @@ class Accounting:
 _TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
 
 
-_MOST_REASONS = 200
+_MAX_REASONS = 200
 _OTHER_REASONS = "other reasons"
 
 
@@ -69,7 +69,7 @@ class RunMetrics:
         self.reward_sum = 0.0
         self.rewarded = 0
         self.reasons: Counter[str] = Counter()
-        """Number of dropped or failed groups by reason; rare ones are joined once there are ``_MOST_REASONS``."""
+        """Number of dropped or failed groups by reason; rare ones are joined once there are ``_MAX_REASONS``."""
         self._lengths: dict[str, list[int]] = {}
         self._loaded_tokens = 0
 
@@ -96,8 +96,8 @@ class RunMetrics:
         """Count a settled group by its rollouts' sampled tokens and rewards."""
         if outcome != "kept":
             self.reasons[reason] += 1
-            if len(self.reasons) > _MOST_REASONS:  # texts with an id or a value of the group are all different
-                kept = Counter(dict(self.reasons.most_common(_MOST_REASONS // 2)))
+            if len(self.reasons) > _MAX_REASONS:  # texts with an id or a value of the group are all different
+                kept = Counter(dict(self.reasons.most_common(_MAX_REASONS // 2)))
                 kept[_OTHER_REASONS] += self.reasons.total() - kept.total()
                 self.reasons = kept
         self.sampled_tokens += sum(lengths)
@@ -203,14 +203,14 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             [max(one, default=0.0) if name == "attempts" else sum(one) for one in values]
         )
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
-        own = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
-        rewards = [reward_of_rollout(one) or 0.0 for one in own]
+        selected = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
+        rewards = [reward_of_rollout(one) or 0.0 for one in selected]
         means = {
-            "share": len(own) / len(rollouts),
+            "share": len(selected) / len(rollouts),
             "reward/mean": _mean(rewards),
             "reward/std": statistics.pstdev(rewards),
-            "turns/mean": _mean([_turns(one) for one in own]),
-            "response_length/mean": _mean([sample.response_length for one in own for sample in one]),
+            "turns/mean": _mean([_turns(one) for one in selected]),
+            "response_length/mean": _mean([sample.response_length for one in selected for sample in one]),
         }
         numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
     return numbers

@@ -14,7 +14,7 @@ import attrs
 
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Prompt
-from rollouts.environments.mixed import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.scoring import reward_of
 from rollouts.training.types import RewardFn, Sample
@@ -47,10 +47,10 @@ def mixed_prompts(parts: Mapping[str, tuple[float, Iterable[Prompt]]], count: in
     for name, (weight, prompts) in parts.items():
         if not is_number(weight) or weight <= 0:
             raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", weight, "a weight above 0")
-        own = list(prompts)
-        if not own:
-            raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", own, "at least one prompt")
-        sources[name] = _endless(name, own, seed)
+        listed = list(prompts)
+        if not listed:
+            raise ConfigError.of(f"mixed_prompts(parts)[{name!r}]", listed, "at least one prompt")
+        sources[name] = _endless(name, listed, seed)
     total = sum(weight for weight, _ in parts.values())
     taken = dict.fromkeys(parts, 0)
     mixed = []

@@ -1,4 +1,4 @@
-"""What a packed sample returns: read-only lists and dicts, since an edit in place would be lost.
+"""Read-only lists and dicts, which a packed sample returns because an edit in place would be lost.
 
 Invariant: each compares and encodes as the plain list or dict of the same entries; slices, copies and pickles are
 plain. This module does not know samples.
@@ -51,7 +51,7 @@ class ReadOnlyDict(dict[Any, Any]):
 
 
 def read_only(value: Any, name: str) -> Any:
-    """Return lists and dicts, and those inside them, as read-only copies; other values as they are."""
+    """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
     if isinstance(value, list):
         return ReadOnlyList([entry if type(entry) is str else read_only(entry, name) for entry in value], name)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Views of samples as trainers take them: one row a branch, which ends in a sampled token.
 
 Invariant: no token is added, changed or moved; what no reply answered is cut from the end, because a trainer that puts
-the reward on the last token of a row would lose it there. What a trainer cannot take is refused with the sample's name.
+the reward on the last token of a row would lose it there. A sample that a trainer cannot take is refused by name.
 
 Pure numpy. This module knows no trainer; the adapters of ``rollouts.integrations`` are made of it.
 """
@@ -107,7 +107,7 @@ def _checked(sample: Sample) -> tuple[Columns, int]:
 
 
 def trimmed(sample: Sample) -> Sample:
-    """The sample, cut after its last sampled token: itself, or a copy whose columns are views of its own.
+    """The sample, cut after its last sampled token: itself, or a copy whose columns are views.
 
     Texts, messages and completions stay those of the whole rollout.
 
@@ -133,7 +133,7 @@ def trimmed(sample: Sample) -> Sample:
 
 
 def row_images(sample: Sample, trainer: str = "", *names: str) -> dict[str, npt.NDArray[Any]]:
-    """What the model computes with for the images of ``trimmed(sample)``, such as ``pixel_values``.
+    """The model's inputs for the images of ``trimmed(sample)``, such as ``pixel_values``.
 
     Args:
         sample: any sample.
@@ -188,7 +188,7 @@ def segments(sample: Sample) -> list[tuple[int, int, bool]]:
 def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
     """The number of the turn that sampled each token of ``trimmed(sample)``, -1 on context, int32 ``[n]``.
 
-    A completion that goes on in a turn has its number. Without completions each run of the mask is a turn.
+    A completion that continues a turn has the number of that turn. Without completions each run of the mask is a turn.
 
     Raises:
         ConfigError: it has no sampled token.
@@ -213,8 +213,8 @@ def version_column(sample: Sample, version: int | None = None) -> npt.NDArray[np
         version: the version of all sampled tokens, instead of theirs.
 
     Raises:
-        ConfigError: it has no versions, or one that is no decimal number, and ``version`` is ``None``; or it has no
-            sampled token.
+        ConfigError: it has no versions, or a name that is not a decimal number, and ``version`` is ``None``; or it
+            has no sampled token.
     """
     _, stop = _trained_range(sample)
     column = np.full(stop, -1, np.int64)

@@ -1,7 +1,7 @@
 """Staleness of groups, and the two policies that bound it.
 
 The staleness of a token is the number of policy versions after the one that sampled it. The staleness of a group is
-that of its oldest token. A stream of batches uses one of two policies to keep it within a bound:
+the staleness of its oldest token. A stream of batches uses one of two policies to keep it within a bound:
 
 - ``drop``: generation runs as far ahead as ``over_sampling_factor`` allows; a group that is too old when a batch is
   requested is dropped and counted.

@@ -305,7 +305,7 @@ def offline(folder: Path) -> dict[str, str]:
     ],
 )
 def test_the_package_stores_what_was_logged(package: tuple[str, Any], tmp_path: Path) -> None:
-    """The real package, offline in a process of its own: a run and its resumption are one curve of four values."""
+    """The real package, offline in a separate process: a run and its resumption are one curve of four values."""
     name, values = package
     line = [sys.executable, "-c", REAL, name]
     done = subprocess.run(line, cwd=tmp_path, env=offline(tmp_path), capture_output=True, text=True, timeout=120)

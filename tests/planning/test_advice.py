@@ -1,6 +1,6 @@
 """The advice of a plan, tried: the runs that it predicts are made, with a model whose rollouts share its speed.
 
-The real manager makes them and the real writer stores them, on a clock of their own: a busy machine changes nothing.
+The real manager makes them and the real writer stores them, on a simulated clock: a busy machine changes nothing.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def planned(runs: Sequence[Path]) -> tuple[Plan, MeasuredSpeed]:
 def test_from_one_run_only_its_own_factor_is_recommended(
     made: tuple[Mapping[float, Path], Mapping[float, float]], from_one: tuple[Plan, MeasuredSpeed]
 ) -> None:
-    """A factor with more or fewer rollouts in flight is no advice, and the run's own seconds are predicted."""
+    """A factor with more or fewer rollouts in flight is not advised, and the seconds of the run are predicted."""
     found, seconds = from_one[0], made[1]
     assert [option.measured for option in found.options] == [False, True, False]
     assert found.best.factor == 1.5

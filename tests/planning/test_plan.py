@@ -19,7 +19,7 @@ from tests.stored_runs import edit_line, store_run
 
 
 def _store(run: Path, **options: Any) -> None:
-    """In a loop that ends: a plan plays in a loop of its own."""
+    """In a loop that ends: a plan starts its event loop."""
     anyio.run(functools.partial(store_run, run, **options))
 
 

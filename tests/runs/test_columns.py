@@ -72,7 +72,7 @@ def test_columns_are_plain(tmp_path: Path, kind: Kind, format: str) -> None:
 
 
 def test_each_format_has_the_same_rows(tmp_path: Path) -> None:
-    """Equal in value and in type, also those that a JSON reader and a Parquet reader could see differently."""
+    """Equal in value and in type, also where a JSON reader and a Parquet reader could differ."""
     first, *others = (
         exported(tmp_path / f"{kind}-{format}", kind, format)
         for kind in ("jsonl", "parquet")
@@ -106,7 +106,7 @@ def test_every_field_of_a_sample_has_a_column(tmp_path: Path) -> None:
     ],
 )
 def test_a_message_of_another_shape_loses_nothing(message: Any, expected: dict[str, Any]) -> None:
-    """What has no field of its own is JSON in ``other``."""
+    """An entry without a field is JSON in ``other``."""
     row = plain_row(a_sample(0, messages=[message]).to_dict())
     assert row["messages"][0].items() >= expected.items()
 

@@ -50,7 +50,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def test_a_flipped_bit_anywhere_is_found_and_located(sound: Path, tmp_path: Path) -> None:
-    """The report names the line of a text, the Parquet file, or the segment of journal and recording."""
+    """The report names the line of a text file, the Parquet file, or the segment of journal and recording."""
     run = Path(shutil.copytree(sound, tmp_path / "run"))
     assert verify_run(run).ok
     files = files_of(run)
@@ -88,7 +88,7 @@ def test_a_damaged_column_of_a_batch_is_named(tmp_path: Path) -> None:
 
 
 def test_the_command_names_the_line_and_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A changed letter of a prompt, in a text that is still JSON."""
+    """A changed letter of a prompt, in a line that is still JSON."""
     run = tmp_path / "run"
     anyio.run(partial(store_run, run))
     file = run / "batches" / "batch-000000.jsonl"

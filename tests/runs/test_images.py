@@ -288,7 +288,7 @@ async def test_an_image_is_on_disk_before_a_record_names_it(renderer: Renderer, 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
 def test_an_export_is_read_back_with_its_images(kind: Kind, stored: Path, tmp_path: Path) -> None:
-    """The images are copied to a folder of their own; the rows name them and their positions."""
+    """The images are copied to a separate folder; the rows name them and their positions."""
     pytest.importorskip("pyarrow")
     out = tmp_path / ("out" if kind == "hf" else f"out.{kind}")
     (file,) = export_rows(stored, out, kind)
@@ -435,7 +435,7 @@ def test_a_sample_without_its_images_is_refused_by_name(stored: Path) -> None:
 
 
 def test_a_row_has_the_images_of_its_tokens(stored: Path) -> None:
-    """What is cut from the end takes its images with it."""
+    """Tokens that are cut from the end take their images with them."""
     sample = load_run(stored)[0]
     cut = attrs.evolve(
         sample,
@@ -479,7 +479,7 @@ async def test_a_stored_rollout_continues_with_its_images(stored: Path, renderer
 
 
 def test_overwriting_a_run_removes_its_images_and_no_other_file(stored: Path, tmp_path: Path) -> None:
-    """A folder that has a folder of this name is no run."""
+    """A folder with a folder of this name is not a run."""
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "holiday.png").write_bytes(b"mine")
     RunWriter(tmp_path).finish("finished")

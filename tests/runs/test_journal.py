@@ -128,7 +128,7 @@ def test_a_damaged_journal_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
-    """A gap in the numbers raises; it is no shorter journal."""
+    """A gap in the numbers raises; it is not a shorter journal."""
     entries = written(tmp_path, 9, segment_bytes=200)
     first, second, *_ = sorted(tmp_path.glob("segment-*"))
     data = second.read_bytes()
@@ -143,7 +143,7 @@ def test_a_lost_segment_and_a_lost_record_are_found(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_lengthened_and_never_filled_is_a_torn_tail(tmp_path: Path) -> None:
-    """What some file systems leave after a power cut: zeros."""
+    """Zeros, which some file systems leave after a power cut."""
     written(tmp_path, 2)
     segment = last_segment(tmp_path)
     segment.write_bytes(segment.read_bytes() + bytes(100))
@@ -204,7 +204,7 @@ def test_a_length_in_junk_hides_no_seal(tmp_path: Path) -> None:
 
 
 def test_a_record_of_a_later_version_is_not_cut(tmp_path: Path) -> None:
-    """Its checksum fits, so that it is no damage."""
+    """Its checksum fits, so it is not damaged."""
     sealing(tmp_path)
     segment = last_segment(tmp_path)
     signed = struct.pack("<2sBBIQI", b"rJ", 5, 2, 0, 12, 0)

@@ -13,6 +13,7 @@ import attrs
 import msgspec
 import pytest
 
+from rollouts.base.storable import to_json
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, TokenColumn
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import Environment, StepResult
@@ -20,7 +21,6 @@ from rollouts.errors import ConfigError, ContextOverflow, ReplayDiverged
 from rollouts.recipe import Recipe
 from rollouts.renderer import load_tokenizer, renderer_for
 from rollouts.runs.journal import Journal
-from rollouts.runs.plain_data import to_json
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import RECORDING, recorded
 from rollouts.runs.replay import replay

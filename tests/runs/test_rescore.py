@@ -97,6 +97,6 @@ async def test_another_size_of_group_is_refused(tmp_path: Path) -> None:
     await store_run(tmp_path / "old")
     with pytest.raises(ConfigError, match="n_samples_per_prompt: got 8; expected 4, as in the run"):
         await rescore(tmp_path / "old", a_recipe(n_samples_per_prompt=8), tmp_path / "new")
-    with pytest.raises(ConfigError, match="another folder than the run's own"):
+    with pytest.raises(ConfigError, match="another folder than the run's"):
         await rescore(tmp_path / "old", a_recipe(), tmp_path / "old", overwrite=True)
     assert len(load_run(tmp_path / "old")) == 24

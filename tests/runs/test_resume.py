@@ -35,7 +35,6 @@ from rollouts.runs.writer import Format, RunWriter
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample, generate_rollout_batch
-from rollouts.training.metrics import Accounting
 from tests.stored_runs import some_sample, spread
 
 BATCHES = 3
@@ -482,7 +481,7 @@ def test_a_state_of_something_else_is_refused() -> None:
     for broken in ({"version": 7}, {**state, "ready": 3}, {name: state[name] for name in state if name != "totals"}):
         with pytest.raises(ConfigError, match="state_dict"):
             manager.load_state_dict(broken)
-    manager.accounting = Accounting(taken=1, in_flight=1)
+    manager.accounting.taken = manager.accounting.in_flight = 1
     with pytest.raises(ConfigError, match="has not begun"):
         manager.load_state_dict(state)
 

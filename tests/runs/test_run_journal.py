@@ -55,7 +55,7 @@ async def test_what_has_changed_is_written_again(
 
 @pytest.mark.parametrize("small", [True, False])
 async def test_what_was_only_looked_at_is_not(tmp_path: Path, *, small: bool) -> None:
-    """Reading by a reward or a filter is no change."""
+    """A reward or a filter that reads a record does not change it."""
     sample = some_sample(PROMPT, 0)
     sample = sample if small else Sample.from_dict(sample.to_dict())
 

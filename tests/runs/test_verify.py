@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import LOGPROB_TOLERANCE, Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
-from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import Report, check_sample, verify_run
 from rollouts.runs.writer import Format, RunWriter
@@ -114,8 +114,8 @@ DAMAGES: dict[str, tuple[int, Callable[[Row, Callable[[int], int]], Any]]] = {
     "another rollout": (5, lambda row, pick: bump(row, "rollout_id")),
     "another prompt": (5, lambda row, pick: row.update(prompt="something else")),
     "another label": (5, lambda row, pick: row.update(label="something else")),
-    "a step reward that is none": (4, lambda row, pick: row.update(step_rewards=[0.5, None])),
-    "a metric that is none": (4, lambda row, pick: row.update(metrics={**row["metrics"], "found": None})),
+    "a step reward of null": (4, lambda row, pick: row.update(step_rewards=[0.5, None])),
+    "a metric of null": (4, lambda row, pick: row.update(metrics={**row["metrics"], "found": None})),
     "a metric of another kind": (4, lambda row, pick: row.update(metrics={"found": "yes"})),
     "a step reward of another completion": (4, lambda row, pick: row.update(step_completions=[2])),
     "more completions than step rewards": (4, lambda row, pick: row.update(step_completions=[0, 1])),
@@ -351,14 +351,14 @@ async def test_branches_of_one_rollout_are_sound(tmp_path: Path) -> None:
 
 
 async def test_what_a_program_sampled_is_trained_or_counted(tmp_path: Path) -> None:
-    """The tokens of its branches and those that are counted as untrained are all that its session sampled."""
+    """The tokens of its branches and the tokens counted as untrained are all that its session sampled."""
     await _store_forks(tmp_path / "run", program=True)
     report = verify_run(tmp_path / "run")
     assert report.ok, report.violations
     assert report.checked[3]["rollouts of programs"] == 4
 
 
-@pytest.mark.parametrize("damage", ["a reply in two branches", "a count that is gone", "a count that is no number"])
+@pytest.mark.parametrize("damage", ["a reply in two branches", "a count that is gone", "a count of another type"])
 async def test_what_a_program_sampled_and_nothing_accounts_for_is_found(tmp_path: Path, damage: str) -> None:
     """A reply that two branches train has another request id in each; its tokens are more than were sampled."""
     await _store_forks(tmp_path / "run", program=True)
@@ -420,7 +420,7 @@ _VALUES: dict[str, Any] = {
 
 
 async def test_27_any_metadata_is_the_same_in_files_and_journal(tmp_path: Path) -> None:
-    """Hardening 27: a value that JSON and MessagePack write differently is no violation; a time keeps its zone."""
+    """Hardening 27: a value that JSON and MessagePack write differently is not a violation; a time keeps its zone."""
 
     def keep(samples: Sequence[Sample]) -> bool:
         for sample in samples:

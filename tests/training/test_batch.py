@@ -152,6 +152,6 @@ def test_samples_without_a_rollout_id_are_rollouts_of_their_own() -> None:
 
 @pytest.mark.parametrize(("fields", "message"), [({"reward": None}, "reward"), ({"group_index": None}, "group_index")])
 def test_advantages_need_rewards_and_groups(fields: dict[str, Any], message: str) -> None:
-    """What lacks them is named."""
+    """The field that lacks them is named."""
     with pytest.raises(ConfigError, match=message):
         group_advantages([sample(), sample(**fields)])

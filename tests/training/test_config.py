@@ -83,7 +83,7 @@ def test_a_group_reward_needs_a_function() -> None:
 @pytest.mark.parametrize(("size", "factor", "groups"), [(32, 1.5, 48), (1, 1, 1), (3, 1.5, 5), (10, 1.1, 11)])
 def test_groups_in_work(size: int, factor: float, groups: int) -> None:
     """Rounded up, and not by the error of a float."""
-    assert config(batch_size=size, over_sampling_factor=factor).groups_in_work == groups
+    assert config(batch_size=size, over_sampling_factor=factor).max_inflight_groups == groups
 
 
 def test_patience_has_a_default() -> None:

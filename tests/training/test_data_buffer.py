@@ -92,7 +92,7 @@ def test_a_loaded_buffer_continues_exactly(size: int, seed: int | None, steps: l
         else:
             some, out = out[:amount], out[amount:]
             for prompt in some if what == "settle" else ():
-                buffer.settle(prompt)
+                buffer.mark_done(prompt)
             buffer.put_back(some if what == "back" else ())
     state = buffer.save_state()
     again = DataBuffer(texts(size), seed=seed)
@@ -106,7 +106,7 @@ def test_a_loaded_buffer_continues_exactly(size: int, seed: int | None, steps: l
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 6), epochs=st.integers(1, 3), seed=st.integers(0, 9), order=st.integers(0, 2**32))
 def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, order: int) -> None:
-    """However often prompts are handed back, no prompt is lost or doubled, and no index is used for two prompts."""
+    """However often prompts are put back, no prompt is lost or doubled, and no index is used for two prompts."""
     rng = random.Random(order)
     buffer = DataBuffer(texts(size), seed=seed, epochs=epochs)
     prompts_by_index: dict[int | None, Any] = {}
@@ -120,7 +120,7 @@ def test_each_prompt_comes_out_once_an_epoch(size: int, epochs: int, seed: int, 
         if rng.random() < 0.4:
             buffer.put_back([prompt])
         else:
-            buffer.settle(prompt)
+            buffer.mark_done(prompt)
             settled.append(prompt.prompt)
     assert Counter(settled) == dict.fromkeys(texts(size), epochs)
     assert sorted(index for index in prompts_by_index if index is not None) == list(range(size * epochs))
@@ -154,7 +154,7 @@ def test_only_what_is_out_comes_back(wrong: str) -> None:
     """A refusal changes nothing, also when sound prompts stand before the wrong one."""
     buffer = DataBuffer(texts(9))
     first, second, third = buffer.get_prompts(3)
-    buffer.settle(third)
+    buffer.mark_done(third)
     bad = {"settled": third, "unknown": Prompt("x", group_index=77), "unnumbered": Prompt("p0"), "twice": second}
     if wrong == "again":
         buffer.put_back([first])

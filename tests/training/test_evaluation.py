@@ -30,7 +30,7 @@ def score(key: str, passed: int, rollouts: int = 4, mean: float | None = None) -
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize("passed", [0, 1, 3, 5])
 def test_pass_at_k_is_the_share_of_all_choices(passed: int, k: int) -> None:
-    """Of all ways to take k of n rollouts, the share with at least one that passes, counted one by one."""
+    """The share of the ways to take k of n rollouts that contain a passing rollout, counted one by one."""
     outcomes = [True] * passed + [False] * (5 - passed)
     choices = list(itertools.combinations(outcomes, k))
     assert pass_at_k(5, passed, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices))
@@ -102,7 +102,7 @@ def test_scores_are_counted_by_rollout_of_a_task() -> None:
 
 
 def test_a_comparison_is_paired() -> None:
-    """What makes tasks hard for both runs does not widen the interval of the difference."""
+    """Tasks that are hard for both runs do not widen the interval of the difference."""
     before = [score(str(task), task % 4) for task in range(40)]
     after = [score(str(task), task % 4 + 1) for task in range(40)]
     result = compare(before, after)

@@ -1,4 +1,4 @@
-"""A run whose first groups all fail alike ends at once with that error; one bad prompt does not end it."""
+"""A run whose first groups all fail for the same cause ends at once with that error; one bad prompt does not end it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_first_groups_that_fail_alike_end_the_run(fields: dict[str, Any], 
         with pytest.raises(GenerateFailure, match="all groups failed alike, from the first on") as caught:
             await manager.generate_batch()
     assert reason in str(caught.value)
-    assert manager.accounting.taken == manager.accounting.failed == manager.config.groups_in_work
+    assert manager.accounting.taken == manager.accounting.failed == manager.config.max_inflight_groups
     manager.accounting.check()
 
 
@@ -85,7 +85,7 @@ async def test_one_bad_prompt_does_not_end_the_run() -> None:
 
 
 async def test_failures_for_different_reasons_are_a_matter_of_patience() -> None:
-    """They are no proof that nothing can go well."""
+    """They do not prove that nothing can succeed."""
     kinds = (ValueError, OSError, KeyError)
 
     async def unlucky(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -97,8 +97,8 @@ async def test_failures_for_different_reasons_are_a_matter_of_patience() -> None
     assert manager.accounting.failed >= 20
 
 
-async def test_one_lost_rollout_is_no_proof() -> None:
-    """With one group in work, whose first rollout fails, the run goes on."""
+async def test_one_lost_rollout_does_not_end_the_run() -> None:
+    """With one group in flight, whose first rollout fails, the run continues."""
 
     async def first_is_bad(prompts: Sequence[Prompt]) -> list[Sample]:
         if (prompts[0].group_index or 0) < 2 and (prompts[0].index or 0) % 4 == 0:
@@ -114,7 +114,7 @@ async def test_one_lost_rollout_is_no_proof() -> None:
 
 
 async def test_after_a_success_patience_counts() -> None:
-    """A reward that fails only later is no first group."""
+    """Groups whose reward fails later are not the first groups."""
     scored = 0
 
     async def later(sample: Sample) -> float:
@@ -132,7 +132,7 @@ async def test_after_a_success_patience_counts() -> None:
     assert manager.accounting.failed >= 10
 
 
-async def test_dropped_groups_went_well() -> None:
+async def test_dropped_groups_count_as_success() -> None:
     """A filter that keeps nothing is a matter of patience."""
     async with manager_of(filter_fn=lambda samples: False, patience=9) as manager:
         with pytest.raises(FilterFailure, match="accepted none of the last"):

@@ -246,10 +246,10 @@ async def test_the_lost_are_compared_with_the_sound() -> None:
 
 def test_pauses_double_up_to_the_longest_with_jitter() -> None:
     """Between half and whole."""
-    handling = FailurePolicy(backoff_seconds=1.0, most_seconds=5.0)
+    policy = FailurePolicy(backoff_seconds=1.0, most_seconds=5.0)
     rng = random.Random(0)
     for attempt, most in ((1, 1.0), (2, 2.0), (3, 4.0), (4, 5.0), (5000, 5.0)):
-        drawn = [handling.pause(attempt, rng) for _ in range(200)]
+        drawn = [policy.pause(attempt, rng) for _ in range(200)]
         assert most / 2 <= min(drawn) < max(drawn) <= most
 
 
@@ -270,7 +270,7 @@ def test_a_policy_that_cannot_be_is_refused(failures: Any, words: str) -> None:
 @pytest.mark.parametrize(
     "fields", [{"attempts": 0}, {"replacements": -1}, {"backoff_seconds": -1}, {"then": "pray"}, {"attempts": "2"}]
 )
-def test_a_handling_that_cannot_be_is_refused(fields: Any) -> None:
+def test_an_invalid_policy_is_refused(fields: Any) -> None:
     """By its field."""
     with pytest.raises(ConfigError, match=f"FailurePolicy.{next(iter(fields))}: got"):
         FailurePolicy(**fields)

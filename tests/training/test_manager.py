@@ -76,7 +76,7 @@ async def test_outside_the_stream_no_group_starts_without_a_request() -> None:
 
 
 async def test_the_stream_ends_with_the_data() -> None:
-    """What is left of the last batch stays in ready_groups, and the numbers add up."""
+    """The rest of the last batch stays in ready_groups, and the numbers add up."""
     async with manager_of(Policy(), prompts=5) as manager:
         sizes = [len(samples) async for samples in manager.stream()]
         assert sizes == [4, 4]

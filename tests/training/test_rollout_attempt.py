@@ -23,13 +23,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from rollouts.base.storable import to_json
 from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
-from rollouts.runs.plain_data import to_json
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer
@@ -41,7 +41,7 @@ from rollouts.training import (
     Sample,
     generate_rollout_batch,
 )
-from rollouts.training.rollout_attempt import pack_lossy
+from rollouts.training.sample_validator import pack_lossy
 from tests.stored_runs import some_sample
 
 BAD = 0
@@ -301,7 +301,7 @@ async def test_hardening_13_what_cannot_be_stored_costs_one_group(place: str, fi
 
 @pytest.mark.parametrize("value", [float("nan"), "1.0", float("inf")])
 async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: Any) -> None:
-    """H13: a reward that is no finite number after the filter is the filter's failure."""
+    """H13: a reward that is not a finite number after the filter is the filter's failure."""
     reason = await failure_of(**in_filter(lambda sample: setattr(sample, "reward", value)))
     assert reason == f"FilterFailure: after filter hostile: Sample.reward: got {value!r}; expected a finite number"
 
@@ -442,7 +442,7 @@ def cancel_own_task(*_: Any) -> None:
 
 @pytest.mark.parametrize("hostile", [in_reward, partial(in_reward, whole=True), in_filter, in_generation])
 async def test_hardening_13_cancelling_its_own_task_costs_one_group(hostile: Any) -> None:
-    """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run goes on."""
+    """H13: ``current_task().cancel()`` ends the attempt, in whichever function; the run continues."""
     reason = await failure_of(**hostile(cancel_own_task))
     assert "expected no cancel() of current_task()" in reason
 
@@ -558,4 +558,4 @@ async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) ->
     functions = {"reward_fn": whole_group, "group_rm": True} if whole else {}
     reason = await failure_of(generate_fn=generate, **functions)
     assert reason.startswith("GenerateFailure: generate_fn generate: got <Sample group 0 · index 0")
-    assert reason.endswith("as the last branch, which ended in a fork; expected the one that goes on")
+    assert reason.endswith("as the last branch, which ended in a fork; expected the branch that continues")

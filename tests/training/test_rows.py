@@ -125,7 +125,7 @@ def test_a_row_without_versions_needs_one() -> None:
 
 
 def test_turn_ids_are_the_turns_of_the_completions() -> None:
-    """-1 on context; a completion that goes on in a turn has its number; without completions the runs count."""
+    """-1 on context; a completion that continues a turn has its number; without completions the runs count."""
     records = [
         CompletionRecord("a", 1, 3, "stop", 0, 0, 0.1),
         CompletionRecord("b", 4, 5, "stop", 0, 0, 0.1, continues=True),
@@ -158,7 +158,7 @@ def test_a_trainer_without_forks_refuses_branches() -> None:
 
 
 def test_branches_of_a_rollout_are_together_and_in_order() -> None:
-    """Rollouts come in the order of their first sample; a sample without ``rollout_id`` is a rollout of its own."""
+    """Rollouts come in the order of their first sample; a sample without ``rollout_id`` is a separate rollout."""
     first, other, second, loose = (a_sample(rollout_id=number) for number in (5, 2, 5, None))
     grouped = by_rollout([first, loose, other, second, loose])
     assert [[id(sample) for sample in samples] for samples in grouped] == [

@@ -125,7 +125,7 @@ def test_pace_looks_ahead_over_the_announcements_of_the_bound() -> None:
 
 
 def test_nothing_is_waited_for_that_is_not_in_flight() -> None:
-    """Where more versions were announced than batches handed out, there is no way to keep the bound: the oldest go."""
+    """Where more versions were announced than batches handed out, the bound cannot be kept: the oldest are dropped."""
     staleness = announced("a", "b", "c", max_staleness=0, policy="pace")
     groups = [group(number, "a") for number in range(4)]
     assert staleness.choose(groups, {}, 2) == groups[:2]

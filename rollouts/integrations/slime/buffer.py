@@ -91,7 +91,7 @@ class TrainerBuffer(DataBuffer):
             self._waiting.append(prompt.group_index)
         self._waiting.sort()
 
-    def settle(self, prompt: Prompt) -> None:
+    def mark_done(self, prompt: Prompt) -> None:
         """Do nothing: a group stays until :meth:`pop`, because it must still be converted."""
 
     def pop(self, group_index: int) -> Taken:

@@ -202,7 +202,7 @@ class TrainerRollouts:
         buffer = [*shown.values(), *self.buffer.held]
         if not buffer:
             return
-        choose, count = load_function(self.settings.buffer_filter), self.manager.config.groups_in_work
+        choose, count = load_function(self.settings.buffer_filter), self.manager.config.max_inflight_groups
         chosen = list(choose(self.args, None, buffer, count))
         taken = {id(group) for group in chosen}
         in_place = {index for index, group in shown.items() if id(group) in taken and _unchanged(group, before[index])}

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from rollouts.dtypes import chat_text
-from rollouts.environments.mixed import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.runs.failure_kinds import FailureKinds
 from rollouts.runs.verify import LAWS, Report

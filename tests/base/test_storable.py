@@ -8,9 +8,11 @@ from typing import Any
 
 import attrs
 import msgspec
+import numpy as np
 import pytest
 
-from rollouts.runs.plain_data import to_json, to_msgpack
+from rollouts.base.storable import check_exact, check_readable, to_json, to_msgpack
+from rollouts.errors import ConfigError
 
 Node = attrs.make_class("Node", {"text": attrs.field(), "parent": attrs.field(default=None)}, eq=False)
 
@@ -116,3 +118,47 @@ def test_what_ends_a_run_is_not_of_a_value(form: str, error: type[BaseException]
     """Ctrl-C, an exit and a cancellation reach the caller."""
     with pytest.raises(error):
         ENCODERS[form][0]({"v": Panicking(error)})
+
+
+def inside_itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [inside_itself(), nested(200), {"key": {Node("text"): 1}}], ids=["cycle", "deep", "key"]
+)
+def test_a_value_that_cannot_be_read_again_is_refused(value: Any) -> None:
+    """The error names the field."""
+    with pytest.raises(ConfigError, match=r"^Sample\.metadata"):
+        check_readable("Sample.metadata", value)
+
+
+@pytest.mark.parametrize(
+    "value", [nested(50), {1: 2.0, None: "x", 2.5: [()]}, object()], ids=["deep", "keys", "object"]
+)
+def test_a_value_that_can_be_read_again_passes(value: Any) -> None:
+    """An object is written as its repr."""
+    check_readable("Sample.metadata", value)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), "\ud800", 2**70, {Node("text"): 1}], ids=["object", "surrogate", "huge", "key"]
+)
+def test_a_value_that_would_be_written_as_another_is_not_exact(value: Any) -> None:
+    """The error names the value and what was expected."""
+    with pytest.raises(ConfigError, match=r"^snapshot: got .*; expected plain data"):
+        check_exact("snapshot", value)
+
+
+def test_plain_values_and_arrays_are_exact() -> None:
+    """Arrays are written as lists, and tuples may be keys."""
+    check_exact("snapshot", {"board": np.zeros(2), ("a", 1): None})

@@ -1,0 +1,200 @@
+"""The fields of a sample as a table: what each may contain, and how it is written as plain data and read again.
+
+Invariant: :func:`values_of` returns the arguments of the sample whose fields :func:`fields_to_dict` wrote. This module
+creates no sample, and does not know how one stores its columns.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, get_args
+
+import attrs
+import numpy as np
+
+from rollouts.base.validators import is_int, is_number
+from rollouts.concurrency.times import Timeline
+from rollouts.dtypes import (
+    ImageSpan,
+    LoadImage,
+    Message,
+    OnRewrite,
+    StopReason,
+    VersionSpan,
+    as_record,
+    hashes_in,
+    with_images,
+)
+from rollouts.errors import ConfigError, Failure
+from rollouts.training.compact_record import CompactRecord
+from rollouts.trajectory import CompletionRecord
+
+__all__ = ["RECORDED", "check_values", "cover_the_mask", "fields_to_dict", "values_of", "with_current_names"]
+
+RECORDED = ("response", "messages", "completions", "versions")
+"""The fields that a :class:`CompactRecord` stores."""
+
+
+def _is(kind: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+def _all_are(kind: Any) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+
+
+def _are_numbers(values: Collection[Any]) -> bool:
+    return _NUMBERS.issuperset(map(type, values)) or all(isinstance(value, numbers.Real) for value in values)
+
+
+_NUMBERS = {int, float}
+_HISTORIES = get_args(OnRewrite)
+
+
+def _is_history(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value in _HISTORIES)  # "==" of a foreign value may raise
+
+
+_are_messages = _all_are(Message | Mapping)
+_FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
+    ("prompt", lambda value: isinstance(value, str) or _are_messages(value), "a string, or messages", None),
+    ("metadata", _is(dict | Mapping), "a dict", None),
+    ("metrics", lambda value: isinstance(value, dict) and _are_numbers(value.values()), "a dict of numbers", None),
+    ("stop_reason", _is(StopReason | None), "a StopReason, or None", StopReason),
+    ("failure", _is(Failure | None), "a Failure, or None", lambda fields: Failure(**fields)),
+    ("history", _is_history, f"one of {_HISTORIES}", None),
+    ("times", _is(Timeline), "a Timeline", Timeline),
+    ("images", _all_are(ImageSpan), "ImageSpans", None),
+    ("named_images", _is(dict | Mapping), "images by their hashes", None),
+    ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
+    ("response", _is(str), "a string", None),
+    ("messages", _is(list | tuple), "a list of chat dicts", None),
+    (
+        "completions",
+        _all_are(CompletionRecord),
+        "a list of CompletionRecord",
+        lambda rows: [CompletionRecord(**row) for row in rows],
+    ),
+    ("versions", _all_are(VersionSpan), "a list of VersionSpan", lambda spans: [VersionSpan(*span) for span in spans]),
+)
+"""Of each field that user code may have assigned, or that has another form as plain data: its name, whether a value is
+valid, what is expected, and the function that reads its plain data. Images are read by :func:`_restore_images`."""
+_SLOTS = {name: f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS}
+
+
+def check_values(sample: Any) -> None:
+    """Check the type of each field, and that the columns for trainers fit the rest.
+
+    Raises:
+        ConfigError: a field has a wrong type or length.
+    """
+    for name, good, expected, _ in _FIELDS:
+        value = getattr(sample, _SLOTS[name])
+        if type(value) is not CompactRecord and not good(value):
+            raise ConfigError.of(f"Sample.{name}", value, expected)
+    for name in ("advantages", "teacher_log_probs"):
+        column = getattr(sample, f"_{name}")
+        if column is not None and len(column) != len(sample):
+            raise ConfigError.of("Sample", {"tokens": len(sample), name: len(column)}, "columns of one length")
+    if sample._step_completions is not None and not _answer_completions(sample, sample._step_completions):
+        expected = f"empty, or for each of the {len(sample.step_rewards)} step rewards one of the {sample.turns}"
+        raise ConfigError.of("Sample.step_completions", sample.step_completions, f"{expected} completions or -1")
+
+
+def _answer_completions(sample: Any, numbers: Any) -> bool:
+    turns, plain = sample.turns, numbers if isinstance(numbers, list) else numbers.tolist()
+    fits = not plain or len(plain) == len(sample.step_rewards)
+    return fits and all(is_int(number, -1) and number < turns for number in plain)
+
+
+def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
+    """Whether spans of versions cover exactly the positions where the mask is set, each once."""
+    covered, total = np.zeros(len(mask), np.bool_), 0
+    for span in versions:
+        if not isinstance(span, VersionSpan) or not isinstance(span.version, str):
+            return False
+        if not 0 <= span.start < span.stop <= len(mask):
+            return False
+        covered[span.start : span.stop] = True
+        total += span.stop - span.start
+    return total == np.count_nonzero(covered) and np.array_equal(covered, mask)
+
+
+def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
+    """The fields of a sample as plain data, without its columns."""
+    prompt, read = sample.prompt, sample.read_record if records else _nothing
+    return {
+        "prompt": prompt if isinstance(prompt, str) else [as_record(entry) for entry in prompt],
+        "response": read("response"),
+        "response_length": sample.response_length,
+        "reward": sample.reward,
+        "metadata": sample.metadata,
+        "label": sample.label,
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "rollout_id": sample.rollout_id,
+        "status": sample.status.value,
+        "stop_reason": sample.stop_reason and sample.stop_reason.value,
+        "versions": [[span.version, span.start, span.stop] for span in read("versions")],
+        "messages": read("messages"),
+        "completions": [completion.to_dict() for completion in read("completions")],
+        "metrics": sample.metrics,
+        "failure": sample.failure and attrs.asdict(sample.failure),
+        "history": sample.history,
+        "step_rewards": sample.step_rewards,
+        "times": sample.times.to_list(),
+        "step_completions": [*(sample.step_completions or ())],
+        "advantages": None if sample.advantage_column is None else sample.advantage_column.tolist(),
+        "teacher_log_probs": None if sample.teacher_column is None else sample.teacher_column.tolist(),
+        "loss_multiplier": sample.loss_multiplier,
+        "images": [[span.image.sha256, span.start, span.stop] for span in sample.images],
+    }
+
+
+def values_of(data: Mapping[str, Any], names: Collection[str], load_image: LoadImage | None) -> dict[str, Any]:
+    """The arguments of a sample with the fields ``names``; raises as ``Sample.from_dict``."""
+    values = {key: value for key, value in with_current_names(data).items() if key != "response_length"}
+    unknown = values.keys() - names
+    if unknown:
+        raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
+    for name, _, _, read in _FIELDS:
+        value = values.get(name)
+        if read is not None and value is not None:
+            try:
+                values[name] = read(value)
+            except (TypeError, ValueError):
+                raise ConfigError.of(f"Sample.{name}", value, "what to_dict wrote") from None
+    _restore_images(values, load_image)
+    return values
+
+
+def _restore_images(values: dict[str, Any], load_image: LoadImage | None) -> None:
+    """Load the images that fields of a stored sample name."""
+    spans, prompt = values.get("images") or (), values.get("prompt") or ""
+    chats = [*(() if isinstance(prompt, str) else prompt), *(values.get("messages") or ())]
+    hashes = dict.fromkeys([*hashes_in(chats), *(sha256 for sha256, _, _ in spans)])
+    if not hashes:
+        values["images"] = ()
+        return
+    if load_image is None:
+        expected = "load_image, which returns an image by its hash"
+        raise ConfigError.of("Sample.from_dict(load_image)", None, f"{expected}: the sample has images")
+    loaded = {sha256: load_image(sha256) for sha256 in hashes}
+    values["named_images"] = loaded
+    values["images"] = [ImageSpan(loaded[sha256], start, stop) for sha256, start, stop in spans]
+    if not isinstance(prompt, str):
+        values["prompt"] = with_images(prompt, loaded.__getitem__)
+
+
+def _nothing(name: str) -> tuple[()]:
+    return ()
+
+
+_FORMER_NAMES = {"calls": "completions"}
+"""Field names in runs that earlier versions of this package stored, and their current names."""
+
+
+def with_current_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace former field names of a stored sample or turn by the current ones."""
+    return {_FORMER_NAMES.get(name, name): value for name, value in fields.items()}

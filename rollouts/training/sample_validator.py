@@ -1,0 +1,235 @@
+"""Validation of samples that a user's function may have changed.
+
+Invariant: a sample that passes can be written and read again, with finite numbers that 32 bits hold. A reward or a
+filter changes neither the identity of a sample nor the columns of its replies. Of a failed rollout, all parts that are
+valid are kept. This module calls no user function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from rollouts.base.storable import check_readable
+from rollouts.base.validators import finite
+from rollouts.concurrency.times import Timeline
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError, RolloutsError, shortened
+from rollouts.training.compact_record import CompactRecord
+from rollouts.training.sample import Sample
+
+__all__ = ["copied", "pack_lossy", "pack_or_fail", "unchanged"]
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested lists and dicts: other rollouts have the same prompt, and so does the next epoch."""
+    if type(value) is dict:
+        return {key: copied(entry) for key, entry in value.items()}
+    return [copied(entry) for entry in value] if type(value) is list else value
+
+
+def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source: str) -> None:
+    """Check and pack samples that user code may have changed; raise ``failure`` if one does not pack."""
+    for sample in samples:
+        try:
+            _pack(sample)
+        except Exception as error:
+            text = str(error) if isinstance(error, ConfigError) else f"a value of the sample raises {shortened(error)}"
+            raise failure(f"{source}: {text}") from error
+
+
+@contextlib.contextmanager
+def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> Iterator[None]:
+    """Run a user's function on packed samples; afterwards restore their identities, and check and pack them.
+
+    Raises:
+        RolloutsError: a ``failure`` if it changed an identity, or if a sample does not pack.
+    """
+    known = [_identity_of(sample) for sample in samples]
+    try:
+        yield
+    finally:
+        change = _undo_changes(samples, known)
+    if change:
+        raise failure(f"{name}: {change}")
+    pack_or_fail(samples, failure, f"after {name}")
+
+
+_Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
+"""Prompt, group index, index, rollout id, completions and replies of a sample."""
+
+
+def _identity_of(sample: Sample) -> _Identity:
+    """The identity of a packed sample, to compare later; compact records are not decoded.
+
+    The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
+    """
+    completions, versions = (
+        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
+    )
+    no_replies = isinstance(completions, list) and not completions
+    recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
+    columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
+    replies = (*columns, versions, sample.images) if recorded else None
+    return sample.prompt, sample.group_index, sample.index, sample.rollout_id, completions, replies
+
+
+def _restore(sample: Sample, identity: _Identity) -> None:
+    sample.prompt, sample.group_index, sample.index, sample.rollout_id, sample._completions, replies = identity
+    if replies is not None:
+        sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
+
+
+def _undo_changes(samples: Sequence[Sample], known: Sequence[_Identity]) -> str:
+    """Restore the identities of samples that a user's function had; describe the first change, or return ""."""
+    change = ""
+    for sample, before in zip(samples, known, strict=True):
+        try:
+            change = change or _change_of(sample, before)
+        except Exception as error:  # noqa: BLE001 - comparing a foreign value may run user code
+            change = f"Sample: got values that raise {shortened(error)}; expected those of the replies"
+        _restore(sample, before)
+    return change
+
+
+def _change_of(sample: Sample, before: _Identity) -> str:
+    """Describe the first difference of a sample from its earlier identity, whose columns are packed."""
+    *values, completions, replies = _identity_of(sample)
+    *known, known_completions, known_replies = before
+    for name, value, expected in zip(_UNCHANGED, values, known, strict=True):
+        if value is not expected and (type(value) is not type(expected) or value != expected):
+            return f"Sample.{name}: got {shortened(value)}; expected {shortened(expected)}, unchanged"
+    if not _are_same("completions", completions, known_completions):
+        got = len(completions) if isinstance(completions, list) else shortened(completions)
+        return f"Sample.completions: got {got} that it changed; expected those of the replies"
+    if replies is None or known_replies is None:
+        return ""
+    for name, column in zip(_COLUMNS, known_replies, strict=False):
+        try:
+            now = getattr(sample, _COLUMNS[name])
+        except ConfigError as error:
+            return str(error)
+        if now is not column and not np.array_equal(now, column):
+            return f"Sample.{name}: got values that it changed; expected those of the replies"
+    for name, value, expected in zip(("versions", "images"), replies[-2:], known_replies[-2:], strict=True):
+        if not _are_same(name, value, expected):
+            return f"Sample.{name}: got values that it changed; expected those of the replies"
+    return ""
+
+
+_UNCHANGED = ("prompt", "group_index", "index", "rollout_id")
+_COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
+
+
+def _are_same(name: str, one: Any, other: Any) -> bool:
+    """Whether two values of a record are equal, in whichever form they are stored."""
+    if one is other:
+        return True
+    first, second = (getattr(value, name)() if type(value) is CompactRecord else value for value in (one, other))
+    return isinstance(first, list | tuple) and bool(first == second)
+
+
+def pack_lossy(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
+    """Pack samples of a failed rollout of a prompt for the record; only values that do not pack are lost."""
+    for sample in samples:
+        try:
+            _pack(sample)
+        except Exception:  # noqa: BLE001 - a user's value may raise anything
+            _lose_unfit(sample, prompt)
+    return list(samples)
+
+
+def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
+    """Empty a sample, and give back each part with which it packs."""
+    parts = [dict(_readable(sample, part)) for part in _PARTS]
+    for part in _PARTS:
+        _set(sample, {name: empty() for name, empty in part.items()})
+    sample.label = copied(prompt.label)
+    for values in [*parts, *map(_fitting, parts)]:
+        before = {name: getattr(sample, name) for name in values}
+        try:
+            _set(sample, values)
+            _pack(sample)
+        except Exception:  # noqa: BLE001 - this part does not pack
+            _set(sample, before)
+
+
+_PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
+    {
+        "tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
+        "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
+        "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None,
+    },
+    {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
+    {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
+    {"failure": lambda: None}, {"history": lambda: None},
+)  # fmt: skip
+"""The fields of a sample that pack or do not pack together, with their values if they do not."""
+
+
+def _readable(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        with contextlib.suppress(Exception):  # of a record that cannot be read
+            yield name, getattr(sample, name)
+
+
+def _set(sample: Sample, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(sample, name, value)
+
+
+def _fitting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of metrics and metadata that fit by themselves."""
+    fits = {"metrics": _is_metric, "metadata": _is_plain}
+    return {
+        name: {key: entry for key, entry in value.items() if fits[name](key, entry)}
+        for name, value in values.items()
+        if name in fits and isinstance(value, dict)
+    }
+
+
+def _is_metric(name: Any, value: Any) -> bool:
+    return isinstance(name, str) and finite(value) is not None and abs(value) <= _MAX_FLOAT
+
+
+def _is_plain(name: Any, value: Any) -> bool:
+    with contextlib.suppress(Exception):  # a key or a value that does not pack
+        check_readable("metadata", {name: value})
+        return True
+    return False
+
+
+def _pack(sample: Sample) -> None:
+    """Pack the sample, and make its numbers finite floats and ints: JSON stores NaN as null, and others as text."""
+    sample.pack()
+    rewards: Any = sample.step_rewards
+    if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):
+        raise ConfigError.of("Sample.step_rewards", rewards, "a list of finite numbers")
+    sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
+    metrics: dict[str, Any] = sample.metrics
+    for name, value in metrics.items():
+        number = _number(f"Sample.metrics[{name!r}]", value)
+        if type(value) is not float:
+            is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
+            metrics[name] = int(value) if is_count else number
+    if sample.reward is not None:
+        sample.reward = _number("Sample.reward", sample.reward)
+    texts = {} if sample.compact is not None else {"messages": sample.read_record("messages")}
+    for name, plain in {"metadata": sample.metadata, "label": sample.label, **texts}.items():
+        check_readable(f"Sample.{name}", plain)
+
+
+def _number(name: str, value: Any) -> float:
+    number = finite(value)
+    if number is None:
+        raise ConfigError.of(name, value, "a finite number")
+    if abs(number) > _MAX_FLOAT:
+        raise ConfigError.of(name, value, "a number that is finite in 32 bits, as trainers take it")
+    return number
+
+
+_MAX_FLOAT = float(np.finfo(np.float32).max)
