@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rollouts.agent.episode import Past
+from rollouts.agent.prior_turns import PriorTurns
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages, with_images
 from rollouts.environments.base import EnvironmentFactory
@@ -23,7 +23,7 @@ from rollouts.training.sample_laws import check_sample
 from rollouts.training.types import Sample
 from rollouts.trajectory import CompletionRecord, Trajectory
 
-__all__ = ["continue_rollout", "past_of"]
+__all__ = ["continue_rollout", "prior_turns_of"]
 
 
 async def continue_rollout(
@@ -38,7 +38,7 @@ async def continue_rollout(
 
     Args:
         sample: the last branch of its rollout, from memory or from :meth:`Sample.from_dict`.
-        messages: what follows the last reply: a user's text, messages, or tool results. Without messages, a reply that
+        messages: they follow the last reply: a user's text, messages, or tool results. Without messages, a reply that
             was cut or aborted is continued where it ends, the environment answers a complete one, and a request
             without a reply is sent again.
         environment_cls: answers the replies that follow; by default the first of them ends the episode. A simulated
@@ -55,7 +55,7 @@ async def continue_rollout(
         ConfigError: the sample has no tokens or messages, or breaks a law; or there are ``messages`` although the last
             request has no reply yet.
     """
-    past = past_of(sample, as_messages(messages) if messages else (), train_past=train_past)
+    prior = prior_turns_of(sample, as_messages(messages) if messages else (), train_past=train_past)
     prompt = Prompt(
         sample.prompt if isinstance(sample.prompt, str) else as_messages(sample.prompt),
         label=sample.label,
@@ -65,11 +65,11 @@ async def continue_rollout(
     )
     if sample.history is not None:
         options = {"history": sample.history, **options}
-    return await agent_rollout_to_samples(prompt, environment_cls=environment_cls, past=past, **options)
+    return await agent_rollout_to_samples(prompt, environment_cls=environment_cls, prior=prior, **options)
 
 
-def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> Past:
-    """Convert a stored sample to the past of a continued episode.
+def prior_turns_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> PriorTurns:
+    """Convert a stored sample to the turns that an episode continues.
 
     Raises:
         ConfigError: as :func:`continue_rollout`.
@@ -104,14 +104,14 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     trajectory.messages = messages
     trajectory.images += sample.images
     if unanswered and not (sample.completions and messages[-1].role == "assistant"):
-        return Past(trajectory, len(sample), state="asked")
+        return PriorTurns(trajectory, len(sample), state="asked")
     turn_start, part_start = _starts(sample.completions)
-    if unanswered:  # by a text of the environment: the last turn goes on
-        return Past(trajectory, turn_start, state="asked", part_start=len(sample))
+    if unanswered:  # text of the environment: the last turn continues
+        return PriorTurns(trajectory, turn_start, state="asked", part_start=len(sample))
     finish = sample.completions[-1].finish_reason
     state: Any = "replied" if finish == "stop" else "cut"
     aborted = finish == "abort"
-    return Past(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
+    return PriorTurns(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
 
 
 def _completion(sample: Sample, record: CompletionRecord) -> Completion:
@@ -140,7 +140,7 @@ _OF_RECORD = ("start", "stop", "continues", "temperature")
 
 
 def _starts(records: Sequence[CompletionRecord]) -> tuple[int, int | None]:
-    """Offsets of the last turn, and of what follows the environment's last text in it, ``None`` if there is none.
+    """Offset of the last turn, and the offset after the environment's last text in it, ``None`` without such text.
 
     A reply that was continued consists of several adjacent completions.
     """

@@ -187,7 +187,7 @@ async def test_a_text_without_tokens_is_refused() -> None:
 
     trajectory, _, _ = await searched(FIRST, renderer=Silent(TOKENIZER, dialect="plain"))
     assert trajectory.failure is not None
-    assert "expected a text of at least one token" in trajectory.failure.message
+    assert "expected text of at least one token" in trajectory.failure.message
 
 
 async def test_the_limits_hold_within_a_turn() -> None:
