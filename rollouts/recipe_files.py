@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 
 import attrs
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.recipe import Recipe
+from rollouts.recipe import OPTION_DEFAULTS, Recipe
 from rollouts.renderer import SpecialText
 
 __all__ = [
@@ -146,17 +146,27 @@ class Option:
 
 
 def recipe_options(function: RecipeFunction) -> list[Option]:
-    """The options of a recipe function in the order of its signature.
+    """The options of a recipe function in the order of its signature, then those of a TypedDict of its ``**options``.
 
     Raises:
         ConfigError: an annotation cannot be read.
     """
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    options: list[Option] = []
     try:
         hints = get_type_hints(function)
+        for each in list(inspect.signature(function).parameters.values())[1:]:
+            kind = hints.get(each.name, str)
+            if each.kind is not each.VAR_KEYWORD:
+                options.append(Option(each.name, kind, each.default))
+            elif get_origin(kind) is Unpack:
+                (named,) = get_args(kind)
+                defaults = {**OPTION_DEFAULTS, **getattr(function, "option_defaults", {})}
+                empty = dict.fromkeys(named.__required_keys__, inspect.Parameter.empty)
+                kinds = get_type_hints(named).items()
+                options += [Option(name, kind, defaults.get(name, empty.get(name))) for name, kind in kinds]
     except (NameError, TypeError) as error:
         raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
-    return [Option(each.name, hints.get(each.name, str), each.default) for each in parameters if each.name != ENDPOINTS]
+    return [option for option in options if option.name != ENDPOINTS]
 
 
 def summary_of(function: RecipeFunction) -> str:
@@ -218,16 +228,16 @@ def build(
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
     values = read_options(function, options)
-    own = inspect.signature(function).parameters
+    own = {option.name for option in recipe_options(function)}
     bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
-    if ENDPOINTS in own:
+    if ENDPOINTS in inspect.signature(function).parameters:
         values[ENDPOINTS] = dict(endpoints or {})
     try:
         recipe: Any = function(endpoint, **values)
     except RolloutsError:
         raise
     except Exception as error:
-        place = _place(error, Path(inspect.getsourcefile(function) or ""))
+        place = _place(error, Path(inspect.getsourcefile(inspect.unwrap(function)) or ""))
         raise ConfigError(
             f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
         ) from error

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import attrs
 import PIL.Image
@@ -20,7 +20,15 @@ from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
 from rollouts.programs import claude_code
 from rollouts.programs.recipe import function_recipe, program_recipe
-from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight
+from rollouts.recipe import (
+    AllOptions,
+    Recipe,
+    RecipeOptions,
+    agent_recipe,
+    check_recipe,
+    preflight,
+    recipe_defaults,
+)
 from rollouts.recipe_files import (
     GENERATE_OPTIONS,
     absolute,
@@ -32,7 +40,7 @@ from rollouts.recipe_files import (
     summary_of,
 )
 from rollouts.recipes.configs.search_r1 import STOP as SEARCH_R1_STOP
-from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.renderer import Renderer, RendererOptions, load_tokenizer
 from rollouts.sandboxes import ProcessSandbox, SandboxError
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
@@ -499,7 +507,39 @@ async def test_wrong_variables_of_a_prompt_are_found_before_the_run(own: Any, me
         await preflight(agent_recipe("mine", ENDPOINT, CalculatorEnvironment, prompts, **options))
 
 
+def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe() -> None:
+    """``**options: Unpack[RecipeOptions]`` is each of them, with its type and the default that the recipe gives it."""
+
+    @recipe_defaults(batch_size=3)
+    def mine(endpoint: Endpoint, *, count: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
+        """Mine."""
+        return agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"] * count, **options)
+
+    listed = {option.name: (option.kind_name, option.default) for option in recipe_options(mine)}
+    assert list(listed) == ["count", *RecipeOptions.__annotations__]
+    assert listed["batch_size"] == ("int", 3)
+    assert listed["n_samples_per_prompt"] == ("int", 8)
+    assert listed["epochs"] == ("int | None", None)
+    recipe = build(mine, Endpoint(model="m"), {"n_samples_per_prompt": "2", "keep": "all", "history": "error"})
+    assert (recipe.config.batch_size, recipe.config.n_samples_per_prompt, recipe.config.filter_fn) == (3, 2, None)
+    assert recipe.bound["history"] == "error"
+    with pytest.raises(ConfigError, match=r"--set batch_size: got 'many'; expected int"):
+        build(mine, Endpoint(model="m"), {"batch_size": "many"})
+    with pytest.raises(
+        ConfigError, match=r"--set: got 'bacth'; expected an option of the recipe: count \(int\), batch"
+    ):
+        build(mine, Endpoint(model="m"), {"bacth": "1"})
+
+
 # -- agent_recipe --
+
+
+def test_the_typed_options_are_the_fields_that_they_set() -> None:
+    """A field that is added to the config, the sampling or the renderer is an option that type checkers know."""
+    fields = {field.name for kind in (RolloutConfig, SamplingParams) for field in attrs.fields(kind)}
+    others = {"keep", "history", "epochs", "batches", "shuffled", "tokenizer"}
+    expected = (fields - {"generate_fn"}) | RendererOptions.__annotations__.keys() | others
+    assert AllOptions.__annotations__.keys() == expected
 
 
 def test_the_usual_recipe_takes_every_field_of_the_config() -> None:
@@ -657,7 +697,7 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
     [
         (
             {"patince": 3},
-            r"agent_recipe\(patince\): got 3; expected one of reward_fn, .*patience.*top_p.*template_kwargs",
+            r"agent_recipe\(patince\): got 3; expected one of max_turns, .*template_kwargs.*reward_fn.*patience.*top_p",
         ),
         ({"generate_fn": generate}, r"agent_recipe\(generate_fn\): got"),
         ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
