@@ -1,4 +1,4 @@
-"""The calculator as an agent that is a program: a script of one's own, a process for each rollout.
+"""The calculator as an agent that is a program: your script, started as a process for each rollout.
 
 rollouts run calculator_program --out runs/program
 """

@@ -99,7 +99,7 @@ class Recipe:
         """The recipe with arguments bound to its generate function, e.g. ``history`` or ``template_kwargs``.
 
         Raises:
-            ConfigError: the generate function is no ``functools.partial``, or does not take such an argument.
+            ConfigError: the generate function is not a ``functools.partial``, or does not take such an argument.
         """
         generate_fn = self.config.generate_fn
         partial = isinstance(generate_fn, functools.partial)
@@ -133,10 +133,10 @@ class Recipe:
         return attrs.evolve(self, config=config, endpoint=changed(self.endpoint))
 
     def environment_for(self, what: str) -> EnvironmentFactory:
-        """What creates the environments; ``what`` needs it.
+        """The factory of the environments, which ``what`` needs.
 
         Raises:
-            ConfigError: the recipe has none.
+            ConfigError: the recipe has no environments.
         """
         if self.environment_cls is None:
             raise ConfigError(f"{what}: recipe {self.name} has no environment; its agents are programs or functions")

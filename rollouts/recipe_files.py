@@ -1,6 +1,6 @@
 """Load a recipe, built in or from a file, and build it with options from a command line.
 
-A text that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
+A string that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
 :mod:`rollouts.recipes`.
 """
 
@@ -46,7 +46,7 @@ RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
 
 ENDPOINTS = "endpoints"
-"""A parameter of recipes that is no option: the endpoints of other models of the launch, by name."""
+"""A parameter of recipes that is not an option: the endpoints of other models of the launch, by name."""
 
 
 GENERATE_OPTIONS: Mapping[str, Any] = {
@@ -58,7 +58,7 @@ GENERATE_OPTIONS: Mapping[str, Any] = {
     "special_text": SpecialText,
     "images": bool,
 }
-"""Options of every recipe with their types: arguments of its generate function, unless the recipe has its own."""
+"""Options of every recipe with their types: arguments of its generate function, unless the recipe itself has them."""
 
 
 def load_recipe(path: str | Path) -> RecipeFunction:
@@ -175,7 +175,7 @@ def summary_of(function: RecipeFunction) -> str:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """File and line of the recipe that raised, and those of the module that it imported, if that one raised."""
+    """File and line in the recipe where an error was raised, and in the module that it imported, if that raised it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     lines = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
     place = f"{path}, line {frames[lines[-1]].lineno}" if lines else str(path)
@@ -216,7 +216,7 @@ def build(
     options: Mapping[str, str],
     endpoints: Mapping[str, Endpoint] | None = None,
 ) -> Recipe:
-    """Call a recipe function with options as text; those that it does not have are bound to its generate function.
+    """Call a recipe function with options as text; options that it does not have are bound to its generate function.
 
     Args:
         function: the recipe.
@@ -242,7 +242,7 @@ def build(
             f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
         ) from error
     if not isinstance(recipe, Recipe):
-        raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
+        raise ConfigError.of("the value that the recipe returned", recipe, "a Recipe")
     return recipe.with_options(**bound)
 
 

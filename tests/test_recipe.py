@@ -148,7 +148,7 @@ def test_an_error_in_an_imported_module_is_named_with_its_line(tmp_path: Path, t
 
 @pytest.mark.parametrize("name", ["none.py", "."])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    """So is one that is not there, or is a folder; the message lists the built-in recipes."""
+    """A missing file and a folder are refused by name; the message lists the built-in recipes."""
     with pytest.raises(ConfigError, match=r"RECIPE: got '.*'; expected an existing .* recipe: calculator"):
         load_recipe(tmp_path / name)
 
@@ -282,7 +282,7 @@ def test_each_field_is_checked(name: str) -> None:
 
 
 def test_no_secret_is_described() -> None:
-    """What goes to run.json has neither the key nor a password in a URL."""
+    """``run.json`` has neither the key nor a password in a URL."""
     endpoint = Endpoint(model="m", base_url="http://user:geheim@host:1/x")
     generate_fn = partial(generate, endpoint=endpoint, max_turns=3)
     config = RolloutConfig(batch_size=1, generate_fn=generate_fn, n_samples_per_prompt=2)
@@ -473,7 +473,7 @@ def test_the_sampling_of_a_recipe_is_changed_where_it_is_used() -> None:
 
 
 async def test_a_prompt_may_set_variables_of_the_template() -> None:
-    """Its metadata override those of the run, for this prompt only."""
+    """Its metadata overrides the variables of the run, for this prompt only."""
     prompts = [Prompt("Hi"), Prompt("Hi", metadata={"template_kwargs": {"enable_thinking": False}})]
     policy = ScriptedPolicy([[5], [5]])
     for prompt in prompts:
@@ -749,7 +749,7 @@ def test_the_program_recipes_build_and_are_described() -> None:
 
 
 def test_an_unknown_option_of_a_program_recipe_is_named() -> None:
-    """The message has the options of a program and those of every recipe."""
+    """The message has the options of a program and the options of every recipe."""
     with pytest.raises(
         ConfigError, match=r"^program_recipe\(max_turns\): got 3; expected one of .*sandbox.*batch_size"
     ):
@@ -757,7 +757,7 @@ def test_an_unknown_option_of_a_program_recipe_is_named() -> None:
 
 
 async def test_the_preflight_of_a_program_opens_its_sandbox_and_tries_every_launch() -> None:
-    """What would fail every rollout is refused before a prompt is taken."""
+    """A defect that would fail every rollout is refused before a prompt is taken."""
 
     class NoSandbox(ProcessSandbox):
         async def open(self) -> Any:

@@ -56,7 +56,7 @@ class FileTools:
 
     @tool
     def find(self, path: str = ".", name: str | None = None) -> str:
-        """The paths below a directory whose last name contains a text; all paths without one."""
+        """The paths below a directory whose last name contains the given text; without it, all paths."""
         start = self._here if path == "." else self._directory(path)
         return _to_json(
             matches=[f"{path}/{found}" for found in _below(start) if (name or "") in found.rpartition("/")[2]]
@@ -71,7 +71,7 @@ class FileTools:
 
     @tool
     def grep(self, file_name: str, pattern: str) -> str:
-        """The lines of a file that contain a text."""
+        """The lines of a file that contain the given text."""
         return _to_json(matching_lines=[line for line in self._text(file_name).splitlines() if pattern in line])
 
     @tool
@@ -114,7 +114,7 @@ class FileTools:
 
     @tool
     def echo(self, content: str, file_name: str | None = None) -> str:
-        """Write a text to a file of the current directory, over what it holds; without a file, say it."""
+        """Write text to a file of the current directory, replacing its content; without a file, print it."""
         if file_name is None:
             return _to_json(terminal_output=content)
         self._write(file_name, content)
@@ -180,19 +180,19 @@ class FileTools:
     def _directory(self, name: str) -> dict[str, Node]:
         node = self._node(name)
         if node["type"] != "directory":
-            raise ValueError(f"{name} is no directory")
+            raise ValueError(f"{name} is not a directory")
         contents: dict[str, Node] = node["contents"]
         return contents
 
     def _text(self, name: str) -> str:
         node = self._node(name)
         if node["type"] != "file":
-            raise ValueError(f"{name} is no file")
+            raise ValueError(f"{name} is not a file")
         return str(node["content"])
 
     def _free(self, name: str) -> str:
         if not name or "/" in name or name in (".", ".."):
-            raise ValueError(f"{name!r} is no name of a file or directory; paths are not possible here")
+            raise ValueError(f"{name!r} is not the name of a file or directory; paths are not possible here")
         if name in self._here:
             raise ValueError(f"{name} is there already")
         return name

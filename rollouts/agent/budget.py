@@ -1,6 +1,6 @@
 """The limits of an episode: how many tokens the next reply may have, and which limit ends the episode.
 
-This module knows no tokens and no environment; it counts what it is told.
+This module does not know the tokens, only their number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReplyRequest:
 
 @attrs.define(eq=False)
 class Budget:
-    """What is left of the limits of an episode."""
+    """The limits of an episode, and how much of them is used."""
 
     limits: Limits
     sampling: SamplingParams

@@ -55,7 +55,7 @@ class EpisodeOptions(TypedDict, total=False):
     on_step: OnStep | None
     """Called after each reply and each result of the environment."""
     history: OnRewrite
-    """What to do where the template rewrites the history; ``"append"`` by default."""
+    """The behaviour where the template rewrites the history; ``"append"`` by default."""
     prior: PriorTurns | None
     """A conversation to continue. The environment starts with it, up to the reply that it answers next; the messages
     that its ``start`` returns are ignored."""

@@ -1,4 +1,4 @@
-"""The replies of an episode: where the last one begins in its branch, and what it says.
+"""The replies of an episode: where the last one begins in its branch, and its message.
 
 Invariant: a reply is parsed from its sampled ids, each time that it is needed: the ids are the record, the message is a
 view of them. Each tool call has an id, unique in its reply; a call that cannot run has an error.

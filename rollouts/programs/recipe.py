@@ -65,7 +65,7 @@ def function_recipe(
     context_window: int | None = None,
     **options: Unpack[AllOptions],
 ) -> Recipe:
-    """A recipe whose agent is an async function of yours; see :func:`program_recipe`.
+    """A recipe whose agent is the user's async function; see :func:`program_recipe`.
 
     Args:
         name: name of the recipe.

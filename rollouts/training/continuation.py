@@ -12,9 +12,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from rollouts.agent.prior_turns import PriorTurns
+from rollouts.agent.turn_log import add_replies
 from rollouts.concurrency.times import Timeline
-from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages, with_images
+from rollouts.dtypes import ChatDict, Message, Prompt, as_messages, with_images
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
@@ -88,13 +91,9 @@ def prior_turns_of(sample: Sample, new: Sequence[Message] = (), *, train_past: b
         raise ConfigError(f"sample: a law does not hold, so it cannot be continued: {violations[0]}")
     trajectory = Trajectory()
     if train_past:
-        position = 0
-        for record in sample.completions:
-            trajectory.add_context(sample.token_column[position : record.start])
-            reply, temperature = _completion(sample, record), record.temperature
-            trajectory.add_reply(reply, Message("assistant"), continues=record.continues, temperature=temperature)
-            position = record.stop
-        trajectory.add_context(sample.token_column[position:])
+        known = sample.logprob_column  # check_sample requires it where there are replies
+        logprobs = np.zeros(len(sample), np.float32) if known is None else known
+        add_replies(trajectory, sample.completions, sample.token_column, logprobs, sample.versions)
         trajectory.metrics |= sample.metrics
         trajectory.step_rewards += sample.step_rewards
         trajectory.step_completions += [*(sample.step_completions or ())] or [-1] * len(sample.step_rewards)
@@ -112,31 +111,6 @@ def prior_turns_of(sample: Sample, new: Sequence[Message] = (), *, train_past: b
     state: Any = "replied" if finish == "stop" else "cut"
     aborted = finish == "abort"
     return PriorTurns(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
-
-
-def _completion(sample: Sample, record: CompletionRecord) -> Completion:
-    """The completion of a record, with its tokens and logprobs."""
-    logprobs = sample.logprob_column
-    assert logprobs is not None, "check_sample requires logprobs where the mask is 1"
-    spans = [
-        VersionSpan(
-            span.version, max(span.start, record.start) - record.start, min(span.stop, record.stop) - record.start
-        )
-        for span in sample.versions
-        if span.start < record.stop and span.stop > record.start
-    ]
-    return Completion(
-        tokens=sample.token_column[record.start : record.stop],
-        logprobs=logprobs[record.start : record.stop],
-        versions=spans,
-        prompt_tokens=record.start,
-        extras=record.extras,
-        **{name: value for name, value in record.to_dict().items() if name not in _OF_RECORD},
-    )
-
-
-_OF_RECORD = ("start", "stop", "continues", "temperature")
-"""The fields of a record that a completion lacks."""
 
 
 def _starts(records: Sequence[CompletionRecord]) -> tuple[int, int | None]:

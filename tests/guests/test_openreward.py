@@ -84,7 +84,7 @@ def test_errors_in_the_file_are_named(tmp_path: Path, more: str, rest: str, word
 
 
 def test_the_kits_own_file_is_read(tmp_path: Path) -> None:
-    """Its fields and defaults are those of the kit."""
+    """It has the fields and defaults of the kit."""
     path = tmp_path / "c.yaml"
     path.write_text(
         "environments:\n  GeneralReasoning/WhoDunit:\n    splits: [train]\n    nonterminal_reward: 0.0\n"

@@ -11,7 +11,7 @@ from rollouts.training import Status, agent_rollout_to_sample
 
 
 async def test_a_reply_that_a_server_aborts_is_continued() -> None:
-    """An update that aborts does not lose the prompt: the reply goes on after the tokens that it has."""
+    """An update that aborts does not lose the prompt: the reply continues after the tokens that it has."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     whole = tokenizer.encode("The answer is 8.<|im_end|>", add_special_tokens=False)
     opening = tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
