@@ -286,10 +286,15 @@ def assembled_recipe(
     endpoint: Endpoint,
     generate_fn: functools.partial[Any],
     prompts: Iterable[Any],
-    options: AllOptions,
+    options: Mapping[str, Any],
     environment_cls: EnvironmentFactory | None = None,
 ) -> Recipe:
-    """The recipe of a generate function; ``function``, which the user called, is named in errors."""
+    """The recipe of a generate function.
+
+    Args:
+        function: the one that the user called, for messages.
+        options: see :class:`AllOptions`.
+    """
     of_config, of_sampling, of_renderer = _sorted_options(function, options)
     keep, filter_fn = options.get("keep"), options.get("filter_fn")
     if keep not in (None, "spread", "all"):
@@ -297,7 +302,7 @@ def assembled_recipe(
     if keep is not None and filter_fn is not None:
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
     endpoint = _with_sampling(endpoint, **named_options(**of_sampling))
-    values: AllOptions = {**OPTION_DEFAULTS, "shuffled": True, **options}
+    values: dict[str, Any] = {**OPTION_DEFAULTS, "shuffled": True, **options}
     seed, tokenizer = values.get("seed") or 0, values.get("tokenizer")
     tokenizer = endpoint.model if tokenizer is None else tokenizer
     bound = {"endpoint": endpoint, "tokenizer": tokenizer, "history": values["history"], **of_renderer}
@@ -334,7 +339,7 @@ _OF_CONFIG = [field.name for field in attrs.fields(RolloutConfig) if field.name 
 _OF_SAMPLING = [field.name for field in attrs.fields(SamplingParams)]
 
 
-def _sorted_options(function: Callable[..., Recipe], options: AllOptions) -> list[dict[str, Any]]:
+def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The options of ``RolloutConfig``, ``SamplingParams`` and ``Renderer``.
 
     Raises:

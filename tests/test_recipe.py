@@ -267,7 +267,7 @@ def test_an_error_in_a_recipe_is_reported() -> None:
 
 def test_a_recipe_returns_a_recipe() -> None:
     """Anything else is named."""
-    with pytest.raises(ConfigError, match=r"what the recipe returned: got None; expected a Recipe"):
+    with pytest.raises(ConfigError, match=r"the value that the recipe returned: got None; expected a Recipe"):
         build(lambda endpoint: None, Endpoint(), {})  # type: ignore[arg-type,return-value]
 
 
