@@ -103,6 +103,7 @@ LAW_BOOKS = {
     "test_bad_inputs.py",
     "test_costs.py",
     "test_documents.py",
+    "integrations/test_doors.py",
     "integrations/test_images.py",
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",
@@ -125,6 +126,8 @@ LAW_BOOKS = {
     "renderer/dialects/test_outcomes.py",
     "planning/test_advice.py",
     "programs/launchers/test_launches.py",
+    "renderer/test_bridge_text.py",
+    "runs/test_run_journal_laws.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""
