@@ -23,7 +23,7 @@ def recipe(
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Rows of ``images``, ``problem`` and ``answer``; ``folder`` is the only one whose image files are read."""
+    """Rows of ``images``, ``problem`` and ``answer``; image files are read from ``folder`` only."""
     return agent_recipe(
         "geo3k",
         endpoint,

@@ -26,7 +26,7 @@ def recipe(
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names what the sandbox must enforce.
+    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names the required restrictions.
 
     With ``style="tags"`` programs and their outputs are text of one assistant turn.
     """

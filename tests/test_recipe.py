@@ -129,7 +129,7 @@ def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """The message says which file, which line where there is one, and what was expected."""
+    """The message names the file, the line if there is one, and the expected value."""
     with pytest.raises(ConfigError, match=message):
         load_recipe(written(tmp_path, text))
 
@@ -171,7 +171,7 @@ def test_loading_a_built_in_recipe_leaves_the_import_path() -> None:
 
 @pytest.mark.parametrize("name", built_in())
 def test_each_built_in_recipe_describes_itself(name: str) -> None:
-    """Each has a summary and options with defaults; what it needs is marked."""
+    """Each has a summary and options with defaults; required options are marked."""
     function = load_recipe(name)
     options = {option.name: option for option in recipe_options(function)}
     assert summary_of(function).endswith((".", "trajectories."))
@@ -247,7 +247,7 @@ def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any)
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
-    """The message says which option, its value, and what was expected."""
+    """The message names the option, its value, and the expected value."""
     with pytest.raises(ConfigError, match=message):
         read_options(function, options)
 
@@ -300,7 +300,7 @@ def test_no_secret_is_described() -> None:
     ("version", "warned"), [("0.5.20", True), ("0.5.22", False), ("0.6.0.dev1", False), ("x", False)]
 )
 async def test_preflight_warns_of_an_old_server(version: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Before 0.5.22 replies and updates lack what exact versions and caches need."""
+    """Before 0.5.22 replies and updates lack fields that exact versions and caches need."""
     async with StubServer(model_info={"model_path": "m", "version": version}) as server:
         await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
     assert ("the server is SGLang 0.5.20; expected at least 0.5.22" in caplog.text) is warned
@@ -634,7 +634,7 @@ def test_a_recipe_keeps_the_sampling_of_its_endpoint(function: str) -> None:
 @pytest.mark.parametrize("function", RECIPE_FUNCTIONS)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_option_replaces_that_sampling_parameter_of_the_endpoint(name: str, function: str) -> None:
-    """And no other one."""
+    """No other parameter changes."""
     endpoint = Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT))
     recipe = RECIPE_FUNCTIONS[function](endpoint, **{name: NAMED[name]})
     assert recipe.endpoint.sampling == recipe.bound["endpoint"].sampling
@@ -721,7 +721,7 @@ async def test_preflight_refuses_a_prompt_with_an_image_for_a_model_of_text() ->
 
 
 async def test_preflight_loads_the_processor_and_refuses_servers_without_images() -> None:
-    """``images=True`` of the recipe; vLLM's requests have none, which is an error before the server is asked."""
+    """``images=True`` of the recipe; vLLM's requests have no images, which is an error before the server is asked."""
     prompts = [Prompt([Message("user", [Image.of(PIL.Image.new("RGB", (4, 4))), "What?"])])]
     endpoint = Endpoint(model=str(DEMO_MODEL), provider="vllm")
     recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, prompts, images=True)

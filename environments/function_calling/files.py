@@ -56,7 +56,7 @@ class FileTools:
 
     @tool
     def find(self, path: str = ".", name: str | None = None) -> str:
-        """The paths below a directory whose last name contains the given text; without it, all paths."""
+        """The paths below a directory whose last name contains a text; all paths without one."""
         start = self._here if path == "." else self._directory(path)
         return _to_json(
             matches=[f"{path}/{found}" for found in _below(start) if (name or "") in found.rpartition("/")[2]]
@@ -71,7 +71,7 @@ class FileTools:
 
     @tool
     def grep(self, file_name: str, pattern: str) -> str:
-        """The lines of a file that contain the given text."""
+        """The lines of a file that contain a text."""
         return _to_json(matching_lines=[line for line in self._text(file_name).splitlines() if pattern in line])
 
     @tool
@@ -114,7 +114,7 @@ class FileTools:
 
     @tool
     def echo(self, content: str, file_name: str | None = None) -> str:
-        """Write text to a file of the current directory, replacing its content; without a file, print it."""
+        """Write a text to a file of the current directory, over what it holds; without a file, say it."""
         if file_name is None:
             return _to_json(terminal_output=content)
         self._write(file_name, content)

@@ -1,4 +1,4 @@
-"""The turn log: what an episode stores after each turn, so that another process can resume it.
+"""The turn log: the record of each turn of an episode, so that another process can resume it.
 
 Invariant: a trajectory that is rebuilt from its turns equals the played one. Each reply is checked against the
 tokens that it was sampled from, as when it was first stored, and turns with impossible values are refused. Only one

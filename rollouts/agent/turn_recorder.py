@@ -19,7 +19,7 @@ __all__ = ["TurnRecorder"]
 
 
 class TurnRecorder:
-    """Logs the turns of one episode of one branch.
+    """Logs the turns of an episode of one branch.
 
     Args:
         log: contains the turns of an earlier process, and takes the new ones.

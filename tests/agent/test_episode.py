@@ -84,7 +84,7 @@ async def branches_of(
 
 
 async def test_append_keeps_the_ids(qwen3: Renderer) -> None:
-    """One sequence with every thought, whatever the template would strip."""
+    """One sequence with every thought, also with thoughts that the template would strip."""
     (only,), policy = await branches_of(qwen3, REPLIES, "append")
     text = qwen3.decode(only.tokens)
     assert all(f"thought {number}" in text for number in range(1, 5))

@@ -443,7 +443,7 @@ async def test_a_continuation_without_a_reply_is_asked_again() -> None:
 
 @pytest.mark.parametrize("cut", [True, False], ids=["aborted", "without a reply"])
 async def test_a_turn_that_the_prompt_began_goes_on_whole(cut: bool) -> None:
-    """The prompt's part of the turn is in what the environment starts with, and in the message."""
+    """The environment starts with the prompt's part of the turn, and the message has it."""
     half = PLAIN.encode(SECOND).tolist()
     parts = [Reply(half[:5], "abort")] if cut else []
     rest = [PLAIN.decode(half[5:]) if cut else SECOND, ANSWER + "<|im_end|>"]

@@ -78,7 +78,7 @@ def kit(folder: Path, url: str, more: str = "max_turns: 4", rest: str = "") -> P
     ],
 )
 def test_errors_in_the_file_are_named(tmp_path: Path, more: str, rest: str, words: str) -> None:
-    """The error names the file, the place, the value and what was expected."""
+    """The error names the file, the place, the value and the expected value."""
     with pytest.raises(ConfigError, match=words):
         load_settings(kit(tmp_path, "http://127.0.0.1:1", more, rest))
 

@@ -1,4 +1,4 @@
-"""Rollouts of an endpoint: what a server aborts is continued."""
+"""Rollouts of an endpoint: an aborted reply is continued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ async def test_a_reply_that_a_server_aborts_is_continued() -> None:
     opening = tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
 
     def reply(input_ids: list[int], params: object) -> list[int]:
-        """The rest of the reply, after what the request has of it."""
+        """The rest of the reply, after the part that the request contains."""
         begun = len(input_ids) - 1 - input_ids[::-1].index(opening) + 3  # the role and a newline
         return whole[len(input_ids) - begun :]
 
