@@ -4,10 +4,11 @@ rollouts run calculator --out runs/calculator
 """
 
 from itertools import islice
+from typing import Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.dtypes import Endpoint
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.training import Sample
 
 
@@ -17,21 +18,15 @@ def exact_answer_reward(sample: Sample) -> float:
     return float(last.get("role") == "assistant" and last.get("content") == f"The answer is {sample.label}.")
 
 
+@recipe_defaults(temperature=1.0, max_new_tokens=128)
 def recipe(
     endpoint: Endpoint,
     *,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    over_sampling_factor: float = 1.5,
-    temperature: float = 1.0,
-    max_new_tokens: int = 128,
     max_turns: int = 6,
     prompts: int = 400,
     two_step_share: float = 0.5,
-    epochs: int | None = None,
-    batches: int = 1,
-    history: OnRewrite = "append",
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Generated problems in one or two steps; groups whose rewards do not differ are dropped."""
     return agent_recipe(
@@ -40,14 +35,7 @@ def recipe(
         CalculatorEnvironment,
         islice(calculator_prompts(seed, two_step_share=two_step_share), prompts),
         reward_fn=exact_answer_reward,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        over_sampling_factor=over_sampling_factor,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        history=history,
-        epochs=epochs,
-        batches=batches,
         seed=seed,
+        **options,
     )

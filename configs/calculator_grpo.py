@@ -4,11 +4,11 @@ scripts/learn
 """
 
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from rollouts.dtypes import Endpoint
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.configs.calculator import exact_answer_reward
 
 HELD_OUT_PAIRS = ("+*", "*-", "-+")
@@ -26,17 +26,15 @@ KINDS: dict[str, dict[str, Any]] = {
 """Problems to train on, and two kinds that are only evaluated on: none of their numbers or pairs is trained on."""
 
 
+@recipe_defaults(batch_size=16, over_sampling_factor=1.0, max_new_tokens=64, keep="all")
 def recipe(
     endpoint: Endpoint,
     *,
     kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99"] = "trained",
-    batch_size: int = 16,
-    n_samples_per_prompt: int = 8,
-    over_sampling_factor: float = 1.0,
-    max_new_tokens: int = 64,
     max_turns: int = 4,
     prompts: int = 2000,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Groups without spread stay in the batch, so that its mean reward is the policy's. The trainer skips them."""
     return agent_recipe(
@@ -45,11 +43,7 @@ def recipe(
         CalculatorEnvironment,
         islice(calculator_prompts(seed, **KINDS[kind]), prompts),
         reward_fn=exact_answer_reward,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        over_sampling_factor=over_sampling_factor,
-        keep="all",
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
         seed=seed,
+        **options,
     )

@@ -6,13 +6,14 @@ rollouts run countdown --out runs/countdown
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
 from rollouts.dtypes import Endpoint
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.countdown import Countdown, countdown_prompts, countdown_reward, load_countdown
 
 
+@recipe_defaults(max_new_tokens=1024)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -20,12 +21,8 @@ def recipe(
     prompts: int = 2000,
     numbers: int = 3,
     format_reward: float = 0.0,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 1024,
-    keep: Literal["spread", "all"] = "spread",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Rows from ``data``, or generated problems."""
     made_up = islice(countdown_prompts(seed, numbers=numbers), prompts)
@@ -35,11 +32,7 @@ def recipe(
         Countdown,
         made_up if data is None else load_countdown(data, limit=prompts),
         reward_fn=partial(countdown_reward, format_reward=format_reward),
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=1,
-        keep=keep,
-        batches=batches,
         seed=seed,
+        **options,
     )

@@ -7,10 +7,10 @@
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
 from rollouts.dtypes import Endpoint
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.function_calling import (
     CallsInTurns,
     FunctionCalling,
@@ -21,19 +21,16 @@ from rollouts.recipes.environments.function_calling import (
 )
 
 
+@recipe_defaults(max_new_tokens=512)
 def recipe(
     endpoint: Endpoint,
     *,
     data: Path,
     variant: Literal["one_reply", "turns"] = "one_reply",
     limit: int | None = None,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 512,
     max_turns: int = 24,
-    keep: Literal["spread", "all"] = "spread",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Each prompt has its own functions; the first reply is scored, or a conversation on a simulated disk."""
     in_turns = variant == "turns"
@@ -43,11 +40,7 @@ def recipe(
         CallsInTurns if in_turns else FunctionCalling,
         load_turns(data, limit=limit) if in_turns else load_calls(data, limit=limit),
         reward_fn=turns_reward if in_turns else call_reward,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        batches=batches,
         seed=seed,
+        **options,
     )

@@ -4,26 +4,22 @@ rollouts run guess --out runs/guess
 """
 
 from itertools import islice
-from typing import Literal
+from typing import Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.dtypes import Endpoint
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.guess import GuessEnvironment, guess_prompts, guess_reward
 
 
+@recipe_defaults(max_new_tokens=128)
 def recipe(
     endpoint: Endpoint,
     *,
     prompts: int = 2000,
     high: int = 100,
     guesses: int = 8,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 128,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Made-up games."""
     return agent_recipe(
@@ -32,12 +28,7 @@ def recipe(
         GuessEnvironment,
         islice(guess_prompts(seed, high=high, guesses=guesses), prompts),
         reward_fn=guess_reward,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=guesses,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
+        **options,
     )

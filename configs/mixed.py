@@ -6,13 +6,13 @@ rollouts run mixed --out runs/mixed --set 'weights={"calculator": 2, "countdown"
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite, Prompt
+from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.environments.mixed import MixedEnvironment
 from rollouts.errors import ConfigError
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.configs.calculator import exact_answer_reward
 from rollouts.recipes.environments.countdown import Countdown, countdown_prompts, countdown_reward
 from rollouts.recipes.environments.guess import GuessEnvironment, guess_prompts, guess_reward
@@ -27,19 +27,15 @@ PROMPTS: dict[str, Callable[[int], Iterator[Prompt]]] = {
 REWARDS = {"calculator": exact_answer_reward, "countdown": countdown_reward, "guess": guess_reward}
 
 
+@recipe_defaults(max_new_tokens=256)
 def recipe(
     endpoint: Endpoint,
     *,
     weights: dict[str, float] | None = None,
     prompts: int = 2000,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 256,
     max_turns: int = 8,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Each batch has the environments' prompts by weight, and metrics for each environment."""
     weights = dict.fromkeys(ENVIRONMENTS, 1.0) if weights is None else weights
@@ -54,12 +50,7 @@ def recipe(
         mixed_prompts(parts, prompts, seed=seed),
         shuffled=False,
         reward_fn=MixedReward(REWARDS),
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
+        **options,
     )

@@ -5,7 +5,7 @@ rollouts run repositories --endpoint http://127.0.0.1:30000 --set program=codex 
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, Unpack
 
 from rollouts import programs
 from rollouts.dtypes import Endpoint, Prompt
@@ -13,7 +13,7 @@ from rollouts.programs.gateway.session import SessionLimits
 from rollouts.programs.launchers.workspace import RepositoryWorkspace
 from rollouts.programs.recipe import program_recipe
 from rollouts.programs.reward import repository_reward
-from rollouts.recipe import Recipe
+from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.environments.repositories.tasks import TASKS
 from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox
 
@@ -26,6 +26,7 @@ PROGRAMS: Mapping[str, Callable[..., programs.Launch]] = {
 }
 
 
+@recipe_defaults(batch_size=4, n_samples_per_prompt=4, over_sampling_factor=1.0, max_new_tokens=4096)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -35,13 +36,8 @@ def recipe(
     readable: tuple[str, ...] = (),
     max_calls: int = 60,
     max_seconds: float = 1800.0,
-    max_new_tokens: int = 4096,
-    batch_size: int = 4,
-    n_samples_per_prompt: int = 4,
-    over_sampling_factor: float = 1.0,
-    epochs: int | None = None,
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Claude Code, Codex, mini-swe-agent, opencode or qwen-code, installed on this machine; command starts it."""
     kind = ProcessSandbox() if sandbox == "process" else NamespaceSandbox(readable=readable)
@@ -55,11 +51,6 @@ def recipe(
         workspace=RepositoryWorkspace(TASKS),
         limits=SessionLimits(max_calls=max_calls, max_seconds=max_seconds),
         reward_fn=functools.partial(repository_reward, tasks=TASKS, sandbox=kind),
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        over_sampling_factor=over_sampling_factor,
-        epochs=epochs,
-        batches=batches,
         seed=seed,
+        **options,
     )

@@ -5,33 +5,28 @@
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.dtypes import Endpoint
 from rollouts.environments.python_tool import REQUIRED
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.retool import STOP, CodeTagsEnvironment, RetoolEnvironment, load_maths
 from rollouts.rewards import boxed_math
 
 
+@recipe_defaults(temperature=1.0, max_new_tokens=4096)
 def recipe(
     endpoint: Endpoint,
     *,
     data: str,
     style: Literal["tools", "tags"] = "tools",
     limit: int | None = None,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    temperature: float = 1.0,
-    max_new_tokens: int = 4096,
     max_turns: int = 8,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
     require: tuple[str, ...] = REQUIRED,
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names what the sandbox must enforce.
+    """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names the required restrictions.
 
     With ``style="tags"`` programs and their outputs are text of one assistant turn.
     """
@@ -42,14 +37,8 @@ def recipe(
         functools.partial(CodeTagsEnvironment if style == "tags" else RetoolEnvironment, require=require),
         load_maths(data, limit=limit),
         reward_fn=boxed_math,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
         **tags,
+        **options,
     )

@@ -5,11 +5,11 @@ rollouts run search --out runs/search
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.search import (
     Index,
     SearchEnvironment,
@@ -20,6 +20,7 @@ from rollouts.recipes.environments.search import (
 )
 
 
+@recipe_defaults(max_new_tokens=512)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -27,14 +28,9 @@ def recipe(
     corpus: Path | None = None,
     people: int = 40,
     partial_credit: float = 0.0,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 512,
     max_turns: int = 8,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Questions from ``data`` about the documents of ``corpus``, or a generated world."""
     if (data is None) != (corpus is None):
@@ -48,12 +44,7 @@ def recipe(
         partial(SearchEnvironment, Index(documents)),
         questions,
         reward_fn=partial(search_reward, partial_credit=partial_credit),
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
+        **options,
     )

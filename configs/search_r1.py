@@ -5,13 +5,13 @@ rollouts run search_r1 --out runs/search_r1
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
 import attrs
 
-from rollouts.dtypes import Endpoint, OnRewrite
+from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.search import Index, load_documents, made_up_world
 from rollouts.recipes.environments.search_r1 import (
     STOP,
@@ -24,6 +24,7 @@ from rollouts.recipes.environments.search_r1 import (
 )
 
 
+@recipe_defaults(temperature=1.0, max_new_tokens=512)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -33,15 +34,9 @@ def recipe(
     top: int = 3,
     limit: int | None = None,
     people: int = 40,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    temperature: float = 1.0,
-    max_new_tokens: int = 512,
     max_turns: int = 4,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Questions from ``data``, searched in ``corpus`` or by the server ``retriever``; or a generated world."""
     if corpus is not None and retriever is not None:
@@ -62,15 +57,9 @@ def recipe(
         partial(SearchR1Environment, retrieve, top=top),
         prompts,
         reward_fn=search_r1_reward,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
         stop=STOP,
         dialect="plain",
+        **options,
     )

@@ -4,28 +4,24 @@ rollouts run visual --out runs/visual
 """
 
 from itertools import islice
-from typing import Literal
+from typing import Unpack
 
-from rollouts.dtypes import Endpoint, OnRewrite
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.dtypes import Endpoint
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.environments.visual import VisualEnvironment, visual_prompts
 from rollouts.rewards import numeric_match
 
 
+@recipe_defaults(max_new_tokens=512)
 def recipe(
     endpoint: Endpoint,
     *,
     prompts: int = 500,
     size: int = 240,
     shapes: int = 12,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 512,
     max_turns: int = 4,
-    keep: Literal["spread", "all"] = "spread",
-    history: OnRewrite = "append",
-    batches: int = 1,
     seed: int = 0,
+    **options: Unpack[RecipeOptions],
 ) -> Recipe:
     """Generated scenes; needs a vision model, and the extra ``images``."""
     return agent_recipe(
@@ -34,13 +30,8 @@ def recipe(
         VisualEnvironment,
         islice(visual_prompts(seed, size=size, shapes=shapes), prompts),
         reward_fn=numeric_match,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
         max_turns=max_turns,
-        keep=keep,
-        history=history,
-        batches=batches,
         seed=seed,
         images=True,
+        **options,
     )

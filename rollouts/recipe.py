@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import anyio.to_thread
 import attrs
@@ -30,10 +30,22 @@ from rollouts.renderer.options import TEMPLATE_KWARGS
 from rollouts.training.agent_integration import check_limits, generate_rollout_batch
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.failures import FailurePolicy
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
 
-__all__ = ["Recipe", "agent_recipe", "assembled_recipe", "check_recipe", "named_options", "preflight"]
+__all__ = [
+    "OPTION_DEFAULTS",
+    "AllOptions",
+    "Recipe",
+    "RecipeOptions",
+    "agent_recipe",
+    "assembled_recipe",
+    "check_recipe",
+    "named_options",
+    "preflight",
+    "recipe_defaults",
+]
 
 OLDEST_SGLANG = (0, 5, 22)
 """The oldest version whose replies and updates are complete."""
@@ -87,7 +99,7 @@ class Recipe:
         """The recipe with arguments bound to its generate function, e.g. ``history`` or ``template_kwargs``.
 
         Raises:
-            ConfigError: the generate function is no ``functools.partial``, or does not take such an argument.
+            ConfigError: the generate function is not a ``functools.partial``, or does not take such an argument.
         """
         generate_fn = self.config.generate_fn
         partial = isinstance(generate_fn, functools.partial)
@@ -121,10 +133,10 @@ class Recipe:
         return attrs.evolve(self, config=config, endpoint=changed(self.endpoint))
 
     def environment_for(self, what: str) -> EnvironmentFactory:
-        """What creates the environments; ``what`` needs it.
+        """The factory of the environments, which ``what`` needs.
 
         Raises:
-            ConfigError: the recipe has none.
+            ConfigError: the recipe has no environments.
         """
         if self.environment_cls is None:
             raise ConfigError(f"{what}: recipe {self.name} has no environment; its agents are programs or functions")
@@ -156,29 +168,96 @@ class Recipe:
         }
 
 
+class RecipeOptions(TypedDict, total=False):
+    """Options of every recipe, for the ``**options`` of a recipe function: ``rollouts run`` lists them."""
+
+    batch_size: int
+    n_samples_per_prompt: int
+    over_sampling_factor: float
+    keep: Literal["spread", "all"]
+    """``"spread"`` drops groups whose rewards are all equal, ``"all"`` keeps them."""
+    temperature: float | None
+    """``None``: that of the endpoint; so for ``max_new_tokens``."""
+    max_new_tokens: int | None
+    history: OnRewrite
+    """As for :func:`~rollouts.training.agent_rollout_to_samples`."""
+    epochs: int | None
+    batches: int
+
+
+OPTION_DEFAULTS: RecipeOptions = {
+    "batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "over_sampling_factor": 1.5,
+    "keep": "spread",
+    "temperature": None,
+    "max_new_tokens": None,
+    "history": "append",
+    "epochs": None,
+    "batches": 1,
+}
+
+
+class AllOptions(RecipeOptions, RendererOptions, total=False):
+    """Every option of :func:`agent_recipe`: :class:`RecipeOptions`, the options of the renderer, and the other fields
+    of ``RolloutConfig``, ``SamplingParams``, ``DataBuffer`` and ``Recipe``."""
+
+    reward_fn: RewardFn | GroupRewardFn | None
+    """Scores a sample, or with ``group_rm=True`` a group; default: the sum of the step rewards."""
+    group_rm: bool
+    filter_fn: FilterFn | None
+    """Decides which groups to keep, instead of ``keep``."""
+    max_attempts: int
+    on_failure: Literal["drop_group", "stop"]
+    failures: Mapping[str, FailurePolicy]
+    failure_budget: float | None
+    failure_window: int
+    patience: int | None
+    rollout_seconds: float
+    group_seconds: float | None
+    batch_seconds: float | None
+    reward_seconds: float
+    filter_seconds: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Iterable[str]
+    min_new_tokens: int
+    repetition_penalty: float
+    seed: int | None
+    """Of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one."""
+    shuffled: bool
+    """Shuffle the prompts in each epoch; the default."""
+    tokenizer: Any
+    """A tokenizer, the name or folder of one, or a :class:`Renderer`; default: that of ``endpoint.model``."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Recipe])
+
+
+def recipe_defaults(**defaults: Unpack[RecipeOptions]) -> Callable[[_Function], _Function]:
+    """Give a recipe function its defaults of some :class:`RecipeOptions`."""
+
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def recipe(endpoint: Endpoint, **options: Any) -> Recipe:
+            return function(endpoint, **{**defaults, **options})
+
+        recipe.option_defaults = defaults  # type: ignore[attr-defined]
+        return cast(_Function, recipe)
+
+    return decorated
+
+
 def agent_recipe(
     name: str,
     endpoint: Endpoint,
     environment_cls: EnvironmentFactory,
     prompts: Iterable[Any],
     *,
-    reward_fn: RewardFn | GroupRewardFn | None = None,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    over_sampling_factor: float = 1.5,
-    keep: Literal["spread", "all"] | None = None,
-    filter_fn: FilterFn | None = None,
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
     max_turns: int | None = None,
     limits: Limits | None = None,
-    history: OnRewrite = "append",
-    tokenizer: Any = None,
-    shuffled: bool = True,
-    epochs: int | None = None,
-    batches: int = 1,
-    seed: int | None = None,
-    **options: Any,
+    **options: Unpack[AllOptions],
 ) -> Recipe:
     """The usual recipe: agents in one environment class, scored and filtered by group.
 
@@ -187,54 +266,18 @@ def agent_recipe(
         endpoint: the model's endpoint. Its ``sampling`` is kept, except for the parameters that are named here.
         environment_cls: creates an environment for each rollout.
         prompts: the data.
-        reward_fn: scores a sample, or with ``group_rm=True`` a group; default: the sum of the step rewards.
-        keep: ``"spread"`` (the default) drops groups whose rewards are all equal, ``"all"`` keeps them.
-        filter_fn: decides which groups to keep, instead of ``keep``.
         max_turns: short for ``limits=Limits(max_turns=…)``; 8 by default.
         limits: when an episode ends.
-        history: as for :func:`~rollouts.training.agent_rollout_to_samples`.
-        tokenizer: a tokenizer, the name or folder of one, or a :class:`Renderer`; default: that of ``endpoint.model``.
-        shuffled: shuffle the prompts in each epoch.
-        seed: of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one.
-        batch_size: this and the other named arguments are the fields of that name of ``RolloutConfig``,
-            ``SamplingParams``, ``DataBuffer`` and ``Recipe``.
-        **options: any other field of ``RolloutConfig`` (``group_rm``, ``failures``, ``patience``, …) or of
-            ``SamplingParams`` (``top_p``, ``stop``, …), and the options of the renderer (``template_kwargs``,
-            ``chat_template``, ``dialect``, ``stop_token_ids``).
+        **options: see :class:`AllOptions`.
 
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
     if limits is None:
         max_turns = 8 if max_turns is None else max_turns
-    named = {"max_turns": max_turns, "limits": limits}
-    bound: dict[str, Any] = {
-        "environment_cls": environment_cls,
-        "history": history,
-        **{name: value for name, value in named.items() if value is not None},
-    }
-    return assembled_recipe(
-        agent_recipe,
-        name,
-        endpoint,
-        functools.partial(generate_rollout_batch, **bound),
-        prompts,
-        environment_cls=environment_cls,
-        reward_fn=reward_fn,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        over_sampling_factor=over_sampling_factor,
-        keep=keep,
-        filter_fn=filter_fn,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        tokenizer=tokenizer,
-        shuffled=shuffled,
-        epochs=epochs,
-        batches=batches,
-        seed=seed,
-        **options,
-    )
+    bound = named_options(max_turns=max_turns, limits=limits)
+    generate_fn = functools.partial(generate_rollout_batch, environment_cls=environment_cls, **bound)
+    return assembled_recipe(agent_recipe, name, endpoint, generate_fn, prompts, options, environment_cls)
 
 
 def assembled_recipe(
@@ -243,50 +286,38 @@ def assembled_recipe(
     endpoint: Endpoint,
     generate_fn: functools.partial[Any],
     prompts: Iterable[Any],
-    /,
-    *,
+    options: Mapping[str, Any],
     environment_cls: EnvironmentFactory | None = None,
-    reward_fn: RewardFn | GroupRewardFn | None = None,
-    batch_size: int = 32,
-    n_samples_per_prompt: int = 8,
-    over_sampling_factor: float = 1.5,
-    keep: Literal["spread", "all"] | None = None,
-    filter_fn: FilterFn | None = None,
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
-    tokenizer: Any = None,
-    shuffled: bool = True,
-    epochs: int | None = None,
-    batches: int = 1,
-    seed: int | None = None,
-    **options: Any,
 ) -> Recipe:
-    """The recipe of a generate function, with the options that all recipes have."""
+    """The recipe of a generate function.
+
+    Args:
+        function: the one that the user called, for messages.
+        options: see :class:`AllOptions`.
+    """
+    of_config, of_sampling, of_renderer = _sorted_options(function, options)
+    keep, filter_fn = options.get("keep"), options.get("filter_fn")
     if keep not in (None, "spread", "all"):
         raise ConfigError.of("keep", keep, '"spread" or "all"')
     if keep is not None and filter_fn is not None:
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
-    of_config, of_sampling, of_renderer = _sorted_options(function, options)
-    named = named_options(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    endpoint = _with_sampling(endpoint, **named, **of_sampling)
-    seed = 0 if seed is None else seed
+    endpoint = _with_sampling(endpoint, **named_options(**of_sampling))
+    values: dict[str, Any] = {**OPTION_DEFAULTS, "shuffled": True, **options}
+    seed, tokenizer = values.get("seed") or 0, values.get("tokenizer")
     tokenizer = endpoint.model if tokenizer is None else tokenizer
+    bound = {"endpoint": endpoint, "tokenizer": tokenizer, "history": values["history"], **of_renderer}
     return Recipe(
         name=name,
         config=RolloutConfig(
-            batch_size=batch_size,
-            n_samples_per_prompt=n_samples_per_prompt,
-            over_sampling_factor=over_sampling_factor,
-            generate_fn=functools.partial(generate_fn, endpoint=endpoint, tokenizer=tokenizer, **of_renderer),
-            reward_fn=reward_fn,
+            generate_fn=functools.partial(generate_fn, **bound),
             filter_fn=filter_fn or (None if keep == "all" else check_reward_nonzero_std),
             **of_config,
         ),
-        data_buffer=DataBuffer(prompts, seed=seed if shuffled else None, epochs=epochs),
+        data_buffer=DataBuffer(prompts, seed=seed if values["shuffled"] else None, epochs=values["epochs"]),
         endpoint=endpoint,
         tokenizer=tokenizer,
         environment_cls=environment_cls,
-        batches=batches,
+        batches=values["batches"],
         seed=seed,
     )
 
@@ -297,28 +328,33 @@ def named_options(**options: Any) -> dict[str, Any]:
 
 
 def _with_sampling(endpoint: Endpoint, **named: Any) -> Endpoint:
-    """The endpoint with the named sampling parameters and its own other ones; the replies have a seed."""
+    """The endpoint with the named sampling parameters, its other parameters, and a seed."""
     if not isinstance(endpoint, Endpoint):
         raise ConfigError.of("endpoint", endpoint, "an Endpoint")
     seed = 0 if endpoint.sampling.seed is None else endpoint.sampling.seed
     return attrs.evolve(endpoint, sampling=attrs.evolve(endpoint.sampling, **{"seed": seed, **named}))
 
 
+_OF_CONFIG = [field.name for field in attrs.fields(RolloutConfig) if field.name not in ("generate_fn", "filter_fn")]
+_OF_SAMPLING = [field.name for field in attrs.fields(SamplingParams)]
+
+
 def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options by the value that they belong to: ``RolloutConfig``, ``SamplingParams``, ``Renderer``.
+    """The options of ``RolloutConfig``, ``SamplingParams`` and ``Renderer``.
 
     Raises:
         ConfigError: an option is unknown; the message lists the known ones.
     """
-    config = [field.name for field in attrs.fields(RolloutConfig) if field.name != "generate_fn"]
-    kinds = [config, [field.name for field in attrs.fields(SamplingParams)], [*RendererOptions.__annotations__]]
-    own = [name for each in (function, assembled_recipe) for name in list(inspect.signature(each).parameters)[4:-1]]
-    named = [name for name in dict.fromkeys(own) if name not in ("prompts", "environment_cls")]
-    known = [name for names in kinds for name in names if name not in named]
     for name, value in options.items():
-        if name not in known:
-            raise ConfigError.of(f"{function.__name__}({name})", value, f"one of {', '.join([*named, *known])}")
-    return [{name: value for name, value in options.items() if name in names} for names in kinds]
+        if name not in AllOptions.__annotations__:
+            own = [
+                each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
+            ]
+            known = ", ".join([*own, *AllOptions.__annotations__])
+            raise ConfigError.of(f"{function.__name__}({name})", value, f"one of {known}")
+    values: dict[str, Any] = {**OPTION_DEFAULTS, **options}
+    kinds = (_OF_CONFIG, _OF_SAMPLING, RendererOptions.__annotations__)
+    return [{name: values[name] for name in names if name in values} for names in kinds]
 
 
 def _describe(value: Any) -> Any:

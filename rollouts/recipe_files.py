@@ -1,6 +1,6 @@
 """Load a recipe, built in or from a file, and build it with options from a command line.
 
-A text that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
+A string that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
 :mod:`rollouts.recipes`.
 """
 
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias, get_type_hints
+from typing import Any, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 
 import attrs
 import msgspec
@@ -22,7 +22,7 @@ import msgspec
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.recipe import Recipe
+from rollouts.recipe import OPTION_DEFAULTS, Recipe
 from rollouts.renderer import SpecialText
 
 __all__ = [
@@ -46,7 +46,7 @@ RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
 
 ENDPOINTS = "endpoints"
-"""A parameter of recipes that is no option: the endpoints of other models of the launch, by name."""
+"""A parameter of recipes that is not an option: the endpoints of other models of the launch, by name."""
 
 
 GENERATE_OPTIONS: Mapping[str, Any] = {
@@ -58,7 +58,7 @@ GENERATE_OPTIONS: Mapping[str, Any] = {
     "special_text": SpecialText,
     "images": bool,
 }
-"""Options of every recipe with their types: arguments of its generate function, unless the recipe has its own."""
+"""Options of every recipe with their types: arguments of its generate function, unless the recipe itself has them."""
 
 
 def load_recipe(path: str | Path) -> RecipeFunction:
@@ -146,17 +146,27 @@ class Option:
 
 
 def recipe_options(function: RecipeFunction) -> list[Option]:
-    """The options of a recipe function in the order of its signature.
+    """The options of a recipe function in the order of its signature, then those of a TypedDict of its ``**options``.
 
     Raises:
         ConfigError: an annotation cannot be read.
     """
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    options: list[Option] = []
     try:
         hints = get_type_hints(function)
+        for each in list(inspect.signature(function).parameters.values())[1:]:
+            kind = hints.get(each.name, str)
+            if each.kind is not each.VAR_KEYWORD:
+                options.append(Option(each.name, kind, each.default))
+            elif get_origin(kind) is Unpack:
+                (named,) = get_args(kind)
+                defaults = {**OPTION_DEFAULTS, **getattr(function, "option_defaults", {})}
+                empty = dict.fromkeys(named.__required_keys__, inspect.Parameter.empty)
+                kinds = get_type_hints(named).items()
+                options += [Option(name, kind, defaults.get(name, empty.get(name))) for name, kind in kinds]
     except (NameError, TypeError) as error:
         raise ConfigError(f"recipe: an annotation cannot be read ({error}); expected types by their names") from error
-    return [Option(each.name, hints.get(each.name, str), each.default) for each in parameters if each.name != ENDPOINTS]
+    return [option for option in options if option.name != ENDPOINTS]
 
 
 def summary_of(function: RecipeFunction) -> str:
@@ -165,7 +175,7 @@ def summary_of(function: RecipeFunction) -> str:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """File and line of the recipe that raised, and those of the module that it imported, if that one raised."""
+    """File and line in the recipe where an error was raised, and in the module that it imported, if that raised it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     lines = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
     place = f"{path}, line {frames[lines[-1]].lineno}" if lines else str(path)
@@ -206,7 +216,7 @@ def build(
     options: Mapping[str, str],
     endpoints: Mapping[str, Endpoint] | None = None,
 ) -> Recipe:
-    """Call a recipe function with options as text; those that it does not have are bound to its generate function.
+    """Call a recipe function with options as text; options that it does not have are bound to its generate function.
 
     Args:
         function: the recipe.
@@ -218,21 +228,21 @@ def build(
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
     values = read_options(function, options)
-    own = inspect.signature(function).parameters
+    own = {option.name for option in recipe_options(function)}
     bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
-    if ENDPOINTS in own:
+    if ENDPOINTS in inspect.signature(function).parameters:
         values[ENDPOINTS] = dict(endpoints or {})
     try:
         recipe: Any = function(endpoint, **values)
     except RolloutsError:
         raise
     except Exception as error:
-        place = _place(error, Path(inspect.getsourcefile(function) or ""))
+        place = _place(error, Path(inspect.getsourcefile(inspect.unwrap(function)) or ""))
         raise ConfigError(
             f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
         ) from error
     if not isinstance(recipe, Recipe):
-        raise ConfigError.of("what the recipe returned", recipe, "a Recipe")
+        raise ConfigError.of("the value that the recipe returned", recipe, "a Recipe")
     return recipe.with_options(**bound)
 
 

@@ -431,7 +431,7 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # fmt: off
 ROWS = [
     Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
-    Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: batch_size (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: max_turns (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
@@ -490,8 +490,8 @@ ROWS = [
     Row(FOREIGN, "a reward that always raises, in a rehearsal", "3 of 3 rehearsals with random replies failed alike: RewardFailure: reward broken raised KeyError: 'label' (…). No prompt was taken; --no-rehearsal starts the run nevertheless", rehearsed(reward_fn=broken)),
     Row(FOREIGN, "a reward that raises", "group … failed: RewardFailure: reward broken raised KeyError: 'label'", batch(reward_fn=broken)),
     Row(FOREIGN, "a reward that is not a number", "group … failed: RewardFailure: reward from not_a_number: got nan; expected a finite number", batch(reward_fn=not_a_number)),
-    Row(FOREIGN, "a label that is NaN, as pandas fills a missing one", "label: got nan; expected a text, or several", labelled(exact_match, float("nan"))),
-    Row(FOREIGN, "a label that is not a text", "label: got True; expected a text, or several", labelled(exact_match, True)),
+    Row(FOREIGN, "a label that is NaN, as pandas fills a missing one", "label: got nan; expected text, or several texts", labelled(exact_match, float("nan"))),
+    Row(FOREIGN, "a label that is not a text", "label: got True; expected text, or several texts", labelled(exact_match, True)),
     Row(FOREIGN, "a label that is not a number", "label: got None; expected a number", labelled(numeric_match, None)),
     Row(FOREIGN, "a reward that hangs", "group … failed: RewardFailure: reward hangs did not answer within 0.05 s", batch(reward_fn=hangs, reward_seconds=0.05)),
     Row(FOREIGN, "a filter that does not return a bool", "group … failed: FilterFailure: filter never: got 'yes'; expected True or False", batch(filter_fn=never)),

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import anyio
@@ -17,7 +17,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments import ToolEnvironment, tool
+from rollouts.environments import SingleTurnEnvironment, ToolEnvironment, tool
 from rollouts.environments.base import StepResult
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.programs.gateway import chat, messages, responses
@@ -136,6 +136,23 @@ async def test_a_rollout_is_one_task(renderer: Renderer, tmp_path: Path) -> None
     rollouts = [name for name in played.tasks if not name.endswith("._run_group")]
     assert len(rollouts) <= GROUPS * N
     assert len(played.tasks) - len(rollouts) <= GROUPS
+
+
+async def test_a_request_passes_three_calls_of_the_agent(renderer: Renderer) -> None:
+    """The batch form, the rollout and the episode stand between the caller of a generate function and the policy."""
+    calls: list[str] = []
+
+    def reply(tokens: Any) -> list[int]:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_globals["__name__"].startswith(("rollouts.agent", "rollouts.training")):
+                calls.append(frame.f_code.co_name)
+            frame = frame.f_back
+        return [*renderer.encode("Yes.").tolist(), renderer.stop_token_ids[0]]
+
+    options: dict[str, Any] = {"endpoint": Endpoint(), "tokenizer": renderer, "policy": ScriptedPolicy(reply)}
+    await generate_rollout_batch(["One?"], environment_cls=SingleTurnEnvironment, **options)
+    assert calls == ["play", "agent_rollout_to_samples", "generate_rollout_batch"]
 
 
 async def test_there_are_no_more_connections_than_rollouts(renderer: Renderer, tmp_path: Path) -> None:

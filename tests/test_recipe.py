@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import attrs
 import PIL.Image
@@ -20,7 +20,15 @@ from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
 from rollouts.programs import claude_code
 from rollouts.programs.recipe import function_recipe, program_recipe
-from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight
+from rollouts.recipe import (
+    AllOptions,
+    Recipe,
+    RecipeOptions,
+    agent_recipe,
+    check_recipe,
+    preflight,
+    recipe_defaults,
+)
 from rollouts.recipe_files import (
     GENERATE_OPTIONS,
     absolute,
@@ -32,7 +40,7 @@ from rollouts.recipe_files import (
     summary_of,
 )
 from rollouts.recipes.configs.search_r1 import STOP as SEARCH_R1_STOP
-from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.renderer import Renderer, RendererOptions, load_tokenizer
 from rollouts.sandboxes import ProcessSandbox, SandboxError
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
@@ -121,7 +129,7 @@ def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """The message says which file, which line where there is one, and what was expected."""
+    """The message names the file, the line if there is one, and the expected value."""
     with pytest.raises(ConfigError, match=message):
         load_recipe(written(tmp_path, text))
 
@@ -140,7 +148,7 @@ def test_an_error_in_an_imported_module_is_named_with_its_line(tmp_path: Path, t
 
 @pytest.mark.parametrize("name", ["none.py", "."])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    """So is one that is not there, or is a folder; the message lists the built-in recipes."""
+    """A missing file and a folder are refused by name; the message lists the built-in recipes."""
     with pytest.raises(ConfigError, match=r"RECIPE: got '.*'; expected an existing .* recipe: calculator"):
         load_recipe(tmp_path / name)
 
@@ -163,7 +171,7 @@ def test_loading_a_built_in_recipe_leaves_the_import_path() -> None:
 
 @pytest.mark.parametrize("name", built_in())
 def test_each_built_in_recipe_describes_itself(name: str) -> None:
-    """Each has a summary and options with defaults; what it needs is marked."""
+    """Each has a summary and options with defaults; required options are marked."""
     function = load_recipe(name)
     options = {option.name: option for option in recipe_options(function)}
     assert summary_of(function).endswith((".", "trajectories."))
@@ -239,7 +247,7 @@ def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any)
     ],
 )
 def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
-    """The message says which option, its value, and what was expected."""
+    """The message names the option, its value, and the expected value."""
     with pytest.raises(ConfigError, match=message):
         read_options(function, options)
 
@@ -259,7 +267,7 @@ def test_an_error_in_a_recipe_is_reported() -> None:
 
 def test_a_recipe_returns_a_recipe() -> None:
     """Anything else is named."""
-    with pytest.raises(ConfigError, match=r"what the recipe returned: got None; expected a Recipe"):
+    with pytest.raises(ConfigError, match=r"the value that the recipe returned: got None; expected a Recipe"):
         build(lambda endpoint: None, Endpoint(), {})  # type: ignore[arg-type,return-value]
 
 
@@ -274,7 +282,7 @@ def test_each_field_is_checked(name: str) -> None:
 
 
 def test_no_secret_is_described() -> None:
-    """What goes to run.json has neither the key nor a password in a URL."""
+    """``run.json`` has neither the key nor a password in a URL."""
     endpoint = Endpoint(model="m", base_url="http://user:geheim@host:1/x")
     generate_fn = partial(generate, endpoint=endpoint, max_turns=3)
     config = RolloutConfig(batch_size=1, generate_fn=generate_fn, n_samples_per_prompt=2)
@@ -292,7 +300,7 @@ def test_no_secret_is_described() -> None:
     ("version", "warned"), [("0.5.20", True), ("0.5.22", False), ("0.6.0.dev1", False), ("x", False)]
 )
 async def test_preflight_warns_of_an_old_server(version: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Before 0.5.22 replies and updates lack what exact versions and caches need."""
+    """Before 0.5.22 replies and updates lack fields that exact versions and caches need."""
     async with StubServer(model_info={"model_path": "m", "version": version}) as server:
         await preflight(a_recipe(endpoint=Endpoint(base_url=server.url)))
     assert ("the server is SGLang 0.5.20; expected at least 0.5.22" in caplog.text) is warned
@@ -465,7 +473,7 @@ def test_the_sampling_of_a_recipe_is_changed_where_it_is_used() -> None:
 
 
 async def test_a_prompt_may_set_variables_of_the_template() -> None:
-    """Its metadata override those of the run, for this prompt only."""
+    """Its metadata overrides the variables of the run, for this prompt only."""
     prompts = [Prompt("Hi"), Prompt("Hi", metadata={"template_kwargs": {"enable_thinking": False}})]
     policy = ScriptedPolicy([[5], [5]])
     for prompt in prompts:
@@ -499,7 +507,39 @@ async def test_wrong_variables_of_a_prompt_are_found_before_the_run(own: Any, me
         await preflight(agent_recipe("mine", ENDPOINT, CalculatorEnvironment, prompts, **options))
 
 
+def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe() -> None:
+    """``**options: Unpack[RecipeOptions]`` is each of them, with its type and the default that the recipe gives it."""
+
+    @recipe_defaults(batch_size=3)
+    def mine(endpoint: Endpoint, *, count: int = 1, **options: Unpack[RecipeOptions]) -> Recipe:
+        """Mine."""
+        return agent_recipe("mine", endpoint, CalculatorEnvironment, ["Hi"] * count, **options)
+
+    listed = {option.name: (option.kind_name, option.default) for option in recipe_options(mine)}
+    assert list(listed) == ["count", *RecipeOptions.__annotations__]
+    assert listed["batch_size"] == ("int", 3)
+    assert listed["n_samples_per_prompt"] == ("int", 8)
+    assert listed["epochs"] == ("int | None", None)
+    recipe = build(mine, Endpoint(model="m"), {"n_samples_per_prompt": "2", "keep": "all", "history": "error"})
+    assert (recipe.config.batch_size, recipe.config.n_samples_per_prompt, recipe.config.filter_fn) == (3, 2, None)
+    assert recipe.bound["history"] == "error"
+    with pytest.raises(ConfigError, match=r"--set batch_size: got 'many'; expected int"):
+        build(mine, Endpoint(model="m"), {"batch_size": "many"})
+    with pytest.raises(
+        ConfigError, match=r"--set: got 'bacth'; expected an option of the recipe: count \(int\), batch"
+    ):
+        build(mine, Endpoint(model="m"), {"bacth": "1"})
+
+
 # -- agent_recipe --
+
+
+def test_the_typed_options_are_the_fields_that_they_set() -> None:
+    """A field that is added to the config, the sampling or the renderer is an option that type checkers know."""
+    fields = {field.name for kind in (RolloutConfig, SamplingParams) for field in attrs.fields(kind)}
+    others = {"keep", "history", "epochs", "batches", "shuffled", "tokenizer"}
+    expected = (fields - {"generate_fn"}) | RendererOptions.__annotations__.keys() | others
+    assert AllOptions.__annotations__.keys() == expected
 
 
 def test_the_usual_recipe_takes_every_field_of_the_config() -> None:
@@ -594,7 +634,7 @@ def test_a_recipe_keeps_the_sampling_of_its_endpoint(function: str) -> None:
 @pytest.mark.parametrize("function", RECIPE_FUNCTIONS)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_named_option_replaces_that_sampling_parameter_of_the_endpoint(name: str, function: str) -> None:
-    """And no other one."""
+    """No other parameter changes."""
     endpoint = Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT))
     recipe = RECIPE_FUNCTIONS[function](endpoint, **{name: NAMED[name]})
     assert recipe.endpoint.sampling == recipe.bound["endpoint"].sampling
@@ -657,7 +697,7 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
     [
         (
             {"patince": 3},
-            r"agent_recipe\(patince\): got 3; expected one of reward_fn, .*patience.*top_p.*template_kwargs",
+            r"agent_recipe\(patince\): got 3; expected one of max_turns, .*template_kwargs.*reward_fn.*patience.*top_p",
         ),
         ({"generate_fn": generate}, r"agent_recipe\(generate_fn\): got"),
         ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
@@ -681,7 +721,7 @@ async def test_preflight_refuses_a_prompt_with_an_image_for_a_model_of_text() ->
 
 
 async def test_preflight_loads_the_processor_and_refuses_servers_without_images() -> None:
-    """``images=True`` of the recipe; vLLM's requests have none, which is an error before the server is asked."""
+    """``images=True`` of the recipe; vLLM's requests have no images, which is an error before the server is asked."""
     prompts = [Prompt([Message("user", [Image.of(PIL.Image.new("RGB", (4, 4))), "What?"])])]
     endpoint = Endpoint(model=str(DEMO_MODEL), provider="vllm")
     recipe = agent_recipe("mine", endpoint, CalculatorEnvironment, prompts, images=True)
@@ -709,7 +749,7 @@ def test_the_program_recipes_build_and_are_described() -> None:
 
 
 def test_an_unknown_option_of_a_program_recipe_is_named() -> None:
-    """The message has the options of a program and those of every recipe."""
+    """The message has the options of a program and the options of every recipe."""
     with pytest.raises(
         ConfigError, match=r"^program_recipe\(max_turns\): got 3; expected one of .*sandbox.*batch_size"
     ):
@@ -717,7 +757,7 @@ def test_an_unknown_option_of_a_program_recipe_is_named() -> None:
 
 
 async def test_the_preflight_of_a_program_opens_its_sandbox_and_tries_every_launch() -> None:
-    """What would fail every rollout is refused before a prompt is taken."""
+    """A defect that would fail every rollout is refused before a prompt is taken."""
 
     class NoSandbox(ProcessSandbox):
         async def open(self) -> Any:

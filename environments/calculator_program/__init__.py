@@ -1,1 +1,1 @@
-"""The calculator as an agent that is a program: two scripts of one's own, and the same as an async function."""
+"""The calculator as an agent that is a program: two scripts, and the same as an async function."""

@@ -180,19 +180,19 @@ class FileTools:
     def _directory(self, name: str) -> dict[str, Node]:
         node = self._node(name)
         if node["type"] != "directory":
-            raise ValueError(f"{name} is no directory")
+            raise ValueError(f"{name} is not a directory")
         contents: dict[str, Node] = node["contents"]
         return contents
 
     def _text(self, name: str) -> str:
         node = self._node(name)
         if node["type"] != "file":
-            raise ValueError(f"{name} is no file")
+            raise ValueError(f"{name} is not a file")
         return str(node["content"])
 
     def _free(self, name: str) -> str:
         if not name or "/" in name or name in (".", ".."):
-            raise ValueError(f"{name!r} is no name of a file or directory; paths are not possible here")
+            raise ValueError(f"{name!r} is not the name of a file or directory; paths are not possible here")
         if name in self._here:
             raise ValueError(f"{name} is there already")
         return name

@@ -125,10 +125,10 @@ def _unit(name: str) -> tuple[float, str]:
         prefix = name.removesuffix(unit)
         if name.endswith(unit) and prefix in _PREFIXES:
             return _PREFIXES[prefix], unit
-    raise ValueError(f"{name} is no unit that is known")
+    raise ValueError(f"{name} is not a known unit")
 
 
 def _to_json(result: float) -> str:
     if isinstance(result, complex):
-        raise ValueError("there is no real number that is the result")
+        raise ValueError("the result is not a real number")
     return json.dumps({"result": result})

@@ -94,7 +94,7 @@ def call_reward(sample: Sample) -> float:
 def tool_of(function: Any) -> Tool:
     """Convert a function of the leaderboard, or a tool of the chat format, to a tool.
 
-    The types are those of JSON Schema then, and the name has no dots; other keys stay as they are.
+    The types are then the types of JSON Schema, and the name has no dots; other keys stay as they are.
 
     Raises:
         ConfigError: a missing name, or parameters that are not an object.

@@ -18,7 +18,7 @@ from rollouts.recipes.environments.rows import rows_of
 __all__ = ["Geo3kEnvironment", "load_geo3k"]
 
 PLACEHOLDER = "<image>"
-_EXPECTED = "an object with images (a list), problem (a text with one <image> for each) and answer"
+_EXPECTED = "an object with images (a list), problem (text with one <image> for each) and answer"
 
 
 class Geo3kEnvironment(SingleTurnEnvironment):

@@ -34,7 +34,7 @@ class CalculatorGSM8K(CalculatorEnvironment):
 
 
 def load_gsm8k(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
-    """Load the rows of a JSONL file whose label is a number; also those with ``question`` and ``answer``.
+    """Load the rows of a JSONL file: a label that is a number, or ``question`` and ``answer``.
 
     Raises:
         ConfigError: as :func:`rollouts.training.load_prompts`; or a label that is not a number, with its row.

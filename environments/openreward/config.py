@@ -104,7 +104,7 @@ class KitSettings:
         url = entry.base_url or os.environ.get("OPENREWARD_SESSION_URL") or _below(_home(), "sessions")
         is_cloud = not (entry.base_url or os.environ.get("OPENREWARD_SESSION_URL"))
         if is_cloud and key is None:
-            raise ConfigError.of(KEY, None, f"a key for {url}, or base_url for a server of one's own ({name})")
+            raise ConfigError.of(KEY, None, f"a key for {url}, or base_url for your own server ({name})")
         values, missing = self._resolved(entry)
         return ORSServer(
             url,
@@ -116,7 +116,7 @@ class KitSettings:
         )
 
     def _resolved(self, entry: EnvironmentSettings) -> tuple[dict[str, str], list[str]]:
-        """Secrets with a value, and names of those without. The environment's secrets override common ones."""
+        """Secrets with a value, and names of secrets without one. The environment's secrets override common ones."""
         values: dict[str, str] = {}
         missing: list[str] = []
         for name, given in {**self._secrets, **entry.secrets}.items():

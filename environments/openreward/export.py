@@ -142,7 +142,7 @@ class Trajectories:
         self._writing = anyio.Lock()
         self._sending = anyio.Lock()
         self.problem = ""
-        """Why the last attempt to send failed."""
+        """The reason why the last attempt to send failed."""
 
     def __repr__(self) -> str:
         return f"<Trajectories in {self.path}, {self.left} bytes to send>"

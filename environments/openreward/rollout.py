@@ -1,7 +1,7 @@
 """One rollout of the kit: an environment of an ORS server, with the prompt of the settings.
 
-Invariant: the tokens are those of :func:`rollouts.training.agent_rollout_to_samples`; only metadata is added, under the
-kit's names. The calls of the last turn run, since they may earn the reward.
+Invariant: the tokens are as :func:`rollouts.training.agent_rollout_to_samples` returns them; only metadata is added,
+under the kit's names. The calls of the last turn run, since they may earn the reward.
 """
 
 from __future__ import annotations

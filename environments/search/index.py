@@ -61,7 +61,7 @@ class Index:
         return f"<Index of {len(self._order)} documents>"
 
     def search(self, query: str, count: int) -> list[Document]:
-        """The best ``count`` documents that share a word with the query, best first, equals in their own order."""
+        """The best ``count`` documents that share a word with the query, best first, ties in their own order."""
         words = [word for word in _words(query) if word in self._known]
         if not words:
             return []

@@ -1,7 +1,7 @@
 """The task: one assistant turn in which the model thinks, searches and answers between tags.
 
 Invariant: an episode sees the retriever and nothing else. Results are text in the model's own turn; an answer in tags
-ends the episode. The texts of the environment, ids included, are those of Search-R1 and of slime's example.
+ends the episode. The texts of the environment, ids included, equal those of Search-R1 and of slime's example.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _prompt(row: Any, place: str) -> Prompt:
 
 
 def _answers(value: Any) -> list[str]:
-    """The right answers of a label: a text, several, or an object of Search-R1's data that contains them."""
+    """The right answers of a label: text, several texts, or an object of Search-R1's data that contains them."""
     for name in ("ground_truth", "target"):
         value = value.get(name) if isinstance(value, Mapping) and name in value else value
     several = isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,17 +1,17 @@
-"""The turn log: what an episode stores after each turn, so that another process can resume it.
+"""The turn log: the record of each turn of an episode, so that another process can resume it.
 
-Invariant: a trajectory that is rebuilt from its turns equals the one that was played. Each reply is checked against the
+Invariant: a trajectory that is rebuilt from its turns equals the played one. Each reply is checked against the
 tokens that it was sampled from, as when it was first stored, and turns with impossible values are refused. Only one
 episode of a rollout is logged; if a rollout plays several, none is, because their turns could not be distinguished.
 
-This module knows no file, no environment and no group.
+This module does not know files, environments or groups.
 """
 
 from __future__ import annotations
 
 import operator
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -39,6 +39,7 @@ from rollouts.trajectory import CompletionRecord, Trajectory
 __all__ = [
     "Turn",
     "TurnLog",
+    "add_replies",
     "message_from_dict",
     "message_to_dict",
     "prompt_digest",
@@ -48,7 +49,7 @@ __all__ = [
 
 @attrs.frozen(eq=False)
 class Turn:
-    """What one turn added to a trajectory, and the state of the episode after it."""
+    """The part of a trajectory that one turn added, and the state of the episode after it."""
 
     number: int
     """Number of replies so far."""
@@ -58,7 +59,7 @@ class Turn:
     fields: Mapping[str, Any]
     """Plain values: the new ``completions``, ``messages`` and ``times``; ``versions``, ``metrics``,
     ``step_rewards`` and ``step_completions`` so far; fields that the loop adds, among them ``open_turn``, the position
-    of an assistant turn that goes on; the environment's ``snapshot`` if it returned one. Images are named by their
+    of an assistant turn that continues; the environment's ``snapshot`` if it returned one. Images are named by their
     hashes."""
     images: Mapping[str, Image] = attrs.field(factory=dict)
     """The images that the fields name, by their hashes."""
@@ -119,35 +120,12 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
             raise ValueError(f"turns: got {name} {list(numbers)}; expected finite numbers")
     spans = [VersionSpan(*span) for span in last["versions"]]
     trajectory = Trajectory()
-    for record in [CompletionRecord(**fields) for turn in turns for fields in turn.fields["completions"]]:
-        trajectory.add_context(tokens[len(trajectory) : record.start])
-        completion = Completion(
-            tokens=tokens[record.start : record.stop],
-            logprobs=logprobs[record.start : record.stop],
-            finish_reason=record.finish_reason,
-            versions=[
-                VersionSpan(
-                    span.version,
-                    max(span.start, record.start) - record.start,
-                    min(span.stop, record.stop) - record.start,
-                )
-                for span in spans
-                if span.start < record.stop and span.stop > record.start
-            ],
-            prompt_tokens=record.start,
-            prompt_digest=record.prompt_digest,
-            request_id=record.request_id,
-            cached_tokens=record.cached_tokens,
-            seconds=record.seconds,
-            logprobs_of=record.logprobs_of,
-        )
-        reply = Message("assistant")
-        trajectory.add_reply(completion, reply, continues=record.continues, temperature=record.temperature)
+    records = [CompletionRecord(**fields) for turn in turns for fields in turn.fields["completions"]]
+    add_replies(trajectory, records, tokens, logprobs, spans)
     if len(trajectory.completions) != turns[-1].number:
         raise ValueError(
             f"turns: got {len(trajectory.completions)} completions; expected {turns[-1].number}, one a turn"
         )
-    trajectory.add_context(tokens[len(trajectory) :])
     messages: list[Message] = []
     for turn in turns:
         start = turn.fields.get("open_turn")
@@ -164,6 +142,42 @@ def replayed(turns: Sequence[Turn], vocab_size: int | None = None) -> Trajectory
     trajectory.step_completions.extend(last.get("step_completions") or [-1] * len(trajectory.step_rewards))
     trajectory.times = Timeline(span for turn in turns for span in turn.fields.get("times", ()))
     return trajectory
+
+
+def add_replies(
+    trajectory: Trajectory,
+    records: Iterable[CompletionRecord],
+    tokens: TokenColumn,
+    logprobs: LogprobColumn,
+    versions: Sequence[VersionSpan],
+) -> None:
+    """Add stored tokens to an empty trajectory: each record as a reply without text, the rest as context.
+
+    Raises:
+        TokenMismatchError: a reply was sampled from other tokens than those before it.
+    """
+    for record in records:
+        start, stop = record.start, record.stop
+        trajectory.add_context(tokens[len(trajectory) : start])
+        completion = Completion(
+            tokens=tokens[start:stop],
+            logprobs=logprobs[start:stop],
+            versions=[
+                VersionSpan(span.version, max(span.start, start) - start, min(span.stop, stop) - start)
+                for span in versions
+                if span.start < stop and span.stop > start
+            ],
+            prompt_tokens=start,
+            extras=record.extras,
+            **{name: value for name, value in record.to_dict().items() if name not in _OF_RECORD},
+        )
+        reply, temperature = Message("assistant"), record.temperature
+        trajectory.add_reply(completion, reply, continues=record.continues, temperature=temperature)
+    trajectory.add_context(tokens[len(trajectory) :])
+
+
+_OF_RECORD = ("start", "stop", "continues", "temperature")
+"""The fields of a record that a completion lacks."""
 
 
 def prompt_digest(prompt: Prompt) -> int:

@@ -37,4 +37,8 @@ def _described(function: RecipeFunction) -> dict[str, Any]:
         | ({} if option.required else {"default": option.default})
         for option in recipe_options(function)
     }
-    return {"summary": summary_of(function), "file": inspect.getsourcefile(function), "options": options}
+    return {
+        "summary": summary_of(function),
+        "file": inspect.getsourcefile(inspect.unwrap(function)),
+        "options": options,
+    }

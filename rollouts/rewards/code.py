@@ -125,6 +125,6 @@ def _test(entry: Any, imports: str, place: str) -> _Assert | tuple[str, str]:
         compile(entry, "test", "exec")
     except (SyntaxError, ValueError) as error:
         raise RewardFailure(
-            f"{place}: got {shortened(entry)}, which is no Python ({error}); expected {_EXPECTED}"
+            f"{place}: got {shortened(entry)}, which is not Python ({error}); expected {_EXPECTED}"
         ) from None
     return _Assert(entry, imports)

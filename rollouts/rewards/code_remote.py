@@ -1,4 +1,4 @@
-"""The tests of a program and the program, each in a sandboxed process of its own: the text that both processes run.
+"""The tests of a program and the program, each in a separate sandboxed process: the source that both processes run.
 
 Invariant: nothing of the program runs in the process of its tests. What a call returns there is plain data of built-in
 types, so that it compares as Python compares it, or a :class:`Remote`, which equals no data. The program sees the

@@ -74,7 +74,7 @@ class Poster:
         """Post ``body`` and return the decoded response; ``what`` names the call in messages.
 
         Raises:
-            RewardFailure: the deadline passed, the retries are used up, the server refused, or the response is no JSON.
+            RewardFailure: the deadline passed, the attempts are used up, the server refused, or the body is not JSON.
         """
         payload = msgspec.json.encode(body)
         with boundary(RewardFailure, f"{what} at {self.place}", seconds=self._seconds):

@@ -1,6 +1,6 @@
 """LLM judges, behind any endpoint of the OpenAI chat API.
 
-Invariant: a verdict is a JSON object of the requested form with a score within the scale. Any other response is no
+Invariant: a verdict is a JSON object of the requested form with a score within the scale. Any other response is not a
 verdict, and fewer verdicts than the quorum are a :class:`RewardFailure`. An invalid response never becomes a score.
 
 The request contains a JSON schema (``response_format``); for servers that refuse it, use ``structured=False``. The last
@@ -46,7 +46,7 @@ _JOINS: dict[str, Callable[[Sequence[float]], float]] = {
 
 @attrs.frozen
 class Judge:
-    """A judge: a model and its endpoint."""
+    """The model of a judge, and its endpoint."""
 
     model: str
     base_url: str = "https://api.openai.com/v1"
@@ -105,7 +105,7 @@ class LLMJudge:
             raise ConfigError.of("LLMJudge.judges", judges, "a Judge, or several")
         self.quorum = len(self.judges) if quorum is None else quorum
         if not 1 <= self.quorum <= len(self.judges):
-            raise ConfigError.of("LLMJudge.quorum", quorum, f"1 to {len(self.judges)}, the judges there are")
+            raise ConfigError.of("LLMJudge.quorum", quorum, f"1 to {len(self.judges)}, the number of judges")
         if join not in _JOINS:
             raise ConfigError.of("LLMJudge.join", join, f"one of {sorted(_JOINS)}")
         if len(scale) != 2 or not scale[0] < scale[1]:
@@ -164,7 +164,7 @@ class LLMJudge:
         """Return the messages to a judge: rubric, task, label (unless ``None``) and last reply.
 
         Raises:
-            RewardFailure: the label is NaN, a bool, or another value that is no reference.
+            RewardFailure: the label is NaN, a bool, or another value that is not a reference.
         """
         low, high = self.scale
         prompt = [message for message in as_messages(sample.prompt) if message.role != "system"]
@@ -205,10 +205,10 @@ class LLMJudge:
 
 
 def _reference(label: Any) -> str:
-    """A label as a judge reads it: a text, a number, or a list or object of them."""
+    """A label as a judge reads it: text, a number, or a list or object of them."""
     if isinstance(label, list | tuple | Mapping):
         return str(label)
-    return label_text(label, "a text, a number, a list or an object; or None")
+    return label_text(label, "text, a number, a list or an object; or None")
 
 
 def _key(judge: Judge) -> str | None:
@@ -216,7 +216,9 @@ def _key(judge: Judge) -> str | None:
         return None
     key = os.environ.get(judge.api_key_variable)
     if not key:
-        raise ConfigError.of(f"Judge.api_key_variable of {judge.model}", judge.api_key_variable, "one that is set")
+        raise ConfigError.of(
+            f"Judge.api_key_variable of {judge.model}", judge.api_key_variable, "an environment variable that is set"
+        )
     return key
 
 

@@ -72,7 +72,7 @@ class _Worker:
 
 
 class _Pool:
-    """The workers of one event loop: idle ones are reused, and all end with the loop."""
+    """The workers of one event loop: idle workers are reused, and all end with the loop."""
 
     def __init__(self) -> None:
         self.limiter = anyio.CapacityLimiter(os.cpu_count() or 2)
@@ -143,7 +143,7 @@ async def call_in_process(what: str, function: Callable[..., Any], *arguments: A
 
 
 def in_process(reward_fn: RewardFn, *, seconds: float = 60.0) -> RewardFn:
-    """Convert a sync ``reward_fn`` to one that runs in worker processes, for CPU-heavy scoring.
+    """Run a sync ``reward_fn`` in worker processes, for CPU-heavy scoring.
 
     Args:
         reward_fn: a function, or a partial of one, of a module that can be imported by name; not of a recipe file.

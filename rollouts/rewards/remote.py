@@ -81,7 +81,7 @@ class RemoteReward:
         """Return the reward of one sample; it shares a request with other samples.
 
         Raises:
-            RewardFailure: the sample is no JSON, the server did not answer in time, or its response is not one number
+            RewardFailure: the sample is not JSON, the server did not answer in time, or its response is not one number
                 for each sample.
         """
         body = self._encoded(sample)
@@ -109,11 +109,11 @@ class RemoteReward:
         return list(await self._rewards([self._encoded(sample) for sample in samples]))
 
     def _encoded(self, sample: Sample) -> msgspec.Raw:
-        """Encode one sample, apart from its batch: a sample that is no JSON fails alone."""
+        """Encode one sample, apart from its batch: a sample that is not JSON fails alone."""
         try:
             return msgspec.Raw(msgspec.json.encode(dict(self._encode(sample))))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
-            raise RewardFailure(f"remote reward at {self._post.place}: {sample!r} is no JSON: {error}") from error
+            raise RewardFailure(f"remote reward at {self._post.place}: {sample!r} is not JSON: {error}") from error
 
     async def _send(self, batch: _Batch) -> None:
         try:

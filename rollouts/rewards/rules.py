@@ -68,9 +68,9 @@ def references(sample: Sample) -> list[str]:
     """Return the label as a list of texts, each of them a correct answer.
 
     Raises:
-        RewardFailure: the label is empty or no text and no number, or one of its texts is.
+        RewardFailure: the label, or one of its texts, is empty, or neither text nor a number.
     """
-    label, expected = sample.label, "a text, or several"
+    label, expected = sample.label, "text, or several texts"
     several = isinstance(label, Sequence) and not isinstance(label, str | bytes)
     texts = [label_text(text, expected) for text in label] if several else [label_text(label, expected)]
     if not texts or not all(texts):
@@ -79,7 +79,7 @@ def references(sample: Sample) -> list[str]:
 
 
 def label_text(label: Any, expected: str) -> str:
-    """Return a label that is a text or a finite number as text.
+    """Return a label, text or a finite number, as text.
 
     Raises:
         RewardFailure: it is neither, so that no reply could equal it: ``None``, NaN (which pandas has for a missing

@@ -18,8 +18,9 @@ from typing import Any, Unpack, get_args
 import anyio
 import anyio.to_thread
 
-from rollouts.agent import run_branches
-from rollouts.agent.episode import OnStep, Past
+from rollouts.agent.episode import OnStep
+from rollouts.agent.loop import begin_episode, ending
+from rollouts.agent.prior_turns import PriorTurns
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, SamplingParams
 from rollouts.environments.base import EnvironmentFactory
@@ -72,7 +73,7 @@ async def agent_rollout_to_samples(
     policy: Policy | None = None,
     on_step: OnStep | None = None,
     history: OnRewrite = "append",
-    past: Past | None = None,
+    prior: PriorTurns | None = None,
     **options: Unpack[RendererOptions],
 ) -> list[Sample]:
     """Run one agent in a fresh environment, and return the tokens that the model saw and sampled as samples.
@@ -90,7 +91,7 @@ async def agent_rollout_to_samples(
         on_step: callback that observes the trajectory as it grows.
         history: what to do where the chat template rewrites the history: keep the ids (``"append"``), continue in a new
             branch (``"fork"``), or fail the rollout (``"error"``).
-        past: a conversation to continue; see :func:`continue_rollout`.
+        prior: a conversation to continue; see :func:`continue_rollout`.
         **options: options of the renderer: ``template_kwargs``, ``chat_template``, ``stop_token_ids``, and ``dialect``,
             the notation of tool calls (by default that of the chat template; ``"plain"`` parses no tool calls, and
             allows environments with tools nevertheless). ``images=True`` loads the model's processor, so that messages
@@ -110,9 +111,8 @@ async def agent_rollout_to_samples(
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
-    branches = await run_branches(
+    episode = await begin_episode(
         prompt,
-        environment_cls,
         resuming(client, renderer.decode),
         renderer,
         sampling=sampling or endpoint.sampling,
@@ -120,10 +120,12 @@ async def agent_rollout_to_samples(
         max_context=(await describe_once(client)).max_context,
         on_step=on_step,
         history=history,
-        past=past,
+        prior=prior,
     )
+    async with ending(episode):
+        episode.stop_reason = await episode.play(environment_cls)
     image_inputs = None if renderer.images is None else renderer.images.inputs
-    return trajectory_to_samples(branches, prompt, renderer.decode, image_inputs)
+    return trajectory_to_samples(episode.branches, prompt, renderer.decode, image_inputs)
 
 
 async def generate_rollout_batch(
@@ -136,6 +138,9 @@ async def generate_rollout_batch(
     Returns:
         One sample for each prompt, in order; several where a rollout forks.
     """
+    prompts = list(prompts)
+    if len(prompts) == 1:  # as the manager calls it
+        return await agent_rollout_to_samples(prompts[0], **options)
     return await generate_all(agent_rollout_to_samples, prompts, options)
 
 
@@ -144,7 +149,7 @@ async def generate_all(
 ) -> list[Sample]:
     """The samples of one generate function for all prompts, which run concurrently, in the order of the prompts."""
     prompts = list(prompts)
-    if len(prompts) == 1:  # the manager calls with one prompt in a task of its own
+    if len(prompts) == 1:  # as the manager calls it: the prompt has a task already
         return await generate(prompts[0], **options)
     samples: list[list[Sample]] = [[] for _ in prompts]
 

@@ -12,9 +12,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rollouts.agent.episode import Past
+import numpy as np
+
+from rollouts.agent.prior_turns import PriorTurns
+from rollouts.agent.turn_log import add_replies
 from rollouts.concurrency.times import Timeline
-from rollouts.dtypes import ChatDict, Completion, Message, Prompt, VersionSpan, as_messages, with_images
+from rollouts.dtypes import ChatDict, Message, Prompt, as_messages, with_images
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
@@ -23,7 +26,7 @@ from rollouts.training.sample_laws import check_sample
 from rollouts.training.types import Sample
 from rollouts.trajectory import CompletionRecord, Trajectory
 
-__all__ = ["continue_rollout", "past_of"]
+__all__ = ["continue_rollout", "prior_turns_of"]
 
 
 async def continue_rollout(
@@ -38,7 +41,7 @@ async def continue_rollout(
 
     Args:
         sample: the last branch of its rollout, from memory or from :meth:`Sample.from_dict`.
-        messages: what follows the last reply: a user's text, messages, or tool results. Without messages, a reply that
+        messages: they follow the last reply: a user's text, messages, or tool results. Without messages, a reply that
             was cut or aborted is continued where it ends, the environment answers a complete one, and a request
             without a reply is sent again.
         environment_cls: answers the replies that follow; by default the first of them ends the episode. A simulated
@@ -55,7 +58,7 @@ async def continue_rollout(
         ConfigError: the sample has no tokens or messages, or breaks a law; or there are ``messages`` although the last
             request has no reply yet.
     """
-    past = past_of(sample, as_messages(messages) if messages else (), train_past=train_past)
+    prior = prior_turns_of(sample, as_messages(messages) if messages else (), train_past=train_past)
     prompt = Prompt(
         sample.prompt if isinstance(sample.prompt, str) else as_messages(sample.prompt),
         label=sample.label,
@@ -65,11 +68,11 @@ async def continue_rollout(
     )
     if sample.history is not None:
         options = {"history": sample.history, **options}
-    return await agent_rollout_to_samples(prompt, environment_cls=environment_cls, past=past, **options)
+    return await agent_rollout_to_samples(prompt, environment_cls=environment_cls, prior=prior, **options)
 
 
-def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> Past:
-    """Convert a stored sample to the past of a continued episode.
+def prior_turns_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> PriorTurns:
+    """Convert a stored sample to the turns that an episode continues.
 
     Raises:
         ConfigError: as :func:`continue_rollout`.
@@ -88,13 +91,9 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
         raise ConfigError(f"sample: a law does not hold, so it cannot be continued: {violations[0]}")
     trajectory = Trajectory()
     if train_past:
-        position = 0
-        for record in sample.completions:
-            trajectory.add_context(sample.token_column[position : record.start])
-            reply, temperature = _completion(sample, record), record.temperature
-            trajectory.add_reply(reply, Message("assistant"), continues=record.continues, temperature=temperature)
-            position = record.stop
-        trajectory.add_context(sample.token_column[position:])
+        known = sample.logprob_column  # check_sample requires it where there are replies
+        logprobs = np.zeros(len(sample), np.float32) if known is None else known
+        add_replies(trajectory, sample.completions, sample.token_column, logprobs, sample.versions)
         trajectory.metrics |= sample.metrics
         trajectory.step_rewards += sample.step_rewards
         trajectory.step_completions += [*(sample.step_completions or ())] or [-1] * len(sample.step_rewards)
@@ -104,43 +103,18 @@ def past_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = T
     trajectory.messages = messages
     trajectory.images += sample.images
     if unanswered and not (sample.completions and messages[-1].role == "assistant"):
-        return Past(trajectory, len(sample), state="asked")
+        return PriorTurns(trajectory, len(sample), state="asked")
     turn_start, part_start = _starts(sample.completions)
-    if unanswered:  # by a text of the environment: the last turn goes on
-        return Past(trajectory, turn_start, state="asked", part_start=len(sample))
+    if unanswered:  # text of the environment: the last turn continues
+        return PriorTurns(trajectory, turn_start, state="asked", part_start=len(sample))
     finish = sample.completions[-1].finish_reason
     state: Any = "replied" if finish == "stop" else "cut"
     aborted = finish == "abort"
-    return Past(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
-
-
-def _completion(sample: Sample, record: CompletionRecord) -> Completion:
-    """The completion of a record, with its tokens and logprobs."""
-    logprobs = sample.logprob_column
-    assert logprobs is not None, "check_sample requires logprobs where the mask is 1"
-    spans = [
-        VersionSpan(
-            span.version, max(span.start, record.start) - record.start, min(span.stop, record.stop) - record.start
-        )
-        for span in sample.versions
-        if span.start < record.stop and span.stop > record.start
-    ]
-    return Completion(
-        tokens=sample.token_column[record.start : record.stop],
-        logprobs=logprobs[record.start : record.stop],
-        versions=spans,
-        prompt_tokens=record.start,
-        extras=record.extras,
-        **{name: value for name, value in record.to_dict().items() if name not in _OF_RECORD},
-    )
-
-
-_OF_RECORD = ("start", "stop", "continues", "temperature")
-"""The fields of a record that a completion lacks."""
+    return PriorTurns(trajectory, turn_start, tuple(new), state=state, part_start=part_start, aborted=aborted)
 
 
 def _starts(records: Sequence[CompletionRecord]) -> tuple[int, int | None]:
-    """Offsets of the last turn, and of what follows the environment's last text in it, ``None`` if there is none.
+    """Offset of the last turn, and the offset after the environment's last text in it, ``None`` without such text.
 
     A reply that was continued consists of several adjacent completions.
     """

@@ -42,6 +42,7 @@ from rollouts.training.ledger import Ledger, group_index
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.running_groups import RunningGroups
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
 
@@ -103,7 +104,7 @@ class AsyncRolloutManager:
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
-        self._group_ended = anyio.Event()
+        self._running = RunningGroups()
         self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
         attempts = self._ledger.failed_attempts
@@ -155,10 +156,7 @@ class AsyncRolloutManager:
 
     async def put_back(self, group_indices: Set[int]) -> None:
         """Cancel groups in flight; their prompts go back to the buffer, and their finished rollouts are kept."""
-        for index in self._scopes.keys() & group_indices:
-            self._scopes[index].cancel()
-        while self._scopes.keys() & group_indices:
-            await self._next_end()
+        await self._running.cancel(group_indices)
 
     def finished_rollouts(self, group_index: int) -> dict[int, list[Sample]]:
         """Return the finished rollouts of a group that went back to the buffer, by number in the group."""
@@ -289,9 +287,7 @@ class AsyncRolloutManager:
                     f"{self.accounting.ready} of {self.config.batch_size} groups are accepted and no prompt is left: "
                     f"{self.data_buffer!r}; {self.accounting}"
                 )
-            if self._group_ended.is_set():
-                self._group_ended = anyio.Event()
-            await self._group_ended.wait()
+            await self._running.next_end()
             await self._drop_stale()
         _raise(self._fail_fast.take_error())
 
@@ -355,7 +351,7 @@ class AsyncRolloutManager:
         """Run one group and account for it, also on errors and cancellation."""
         finished = self._ledger.finished_rollouts.setdefault(group_index(prompt), {})
         settled = False
-        scope = self._scopes[group_index(prompt)] = anyio.CancelScope()
+        scope = self._running.begin(group_index(prompt))
         try:
             if self._rollout_log is not None:
                 self._rollout_log.taken(prompt)
@@ -372,13 +368,12 @@ class AsyncRolloutManager:
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._fail_fast.stop(error)
         finally:
-            del self._scopes[group_index(prompt)]
             if not settled:
                 self._ledger.put_back(prompt)
             self._ledger.landed(prompt)
             if not self.accounting.in_flight:
                 self._idle.start()
-            self._group_ended.set()
+            self._running.end(group_index(prompt))
         if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
 

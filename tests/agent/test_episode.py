@@ -84,7 +84,7 @@ async def branches_of(
 
 
 async def test_append_keeps_the_ids(qwen3: Renderer) -> None:
-    """One sequence with every thought, whatever the template would strip."""
+    """One sequence with every thought, also with thoughts that the template would strip."""
     (only,), policy = await branches_of(qwen3, REPLIES, "append")
     text = qwen3.decode(only.tokens)
     assert all(f"thought {number}" in text for number in range(1, 5))
@@ -253,7 +253,7 @@ async def test_a_duplicate_call_id_is_replaced_and_counted(tokenizer: Any) -> No
 
 
 async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> None:
-    """An abort is no normal end, even if the text looks complete."""
+    """An abort is not a normal end, even if the text looks complete."""
     policy = ScriptedPolicy([Reply(demo.encode("Three.").tolist(), "abort")])
     sampling = SamplingParams(max_new_tokens=50)
     run = partial(run_branches, sampling=sampling, history="append")
@@ -316,7 +316,7 @@ class Paused(ScriptedPolicy):
     ],
 )
 async def test_a_pause_before_a_request_is_not_time_of_the_server(seconds: float, activities: list[str]) -> None:
-    """What the policy does not count as its request was waited for; without its seconds nothing is guessed."""
+    """The time that the policy does not count as its request is a wait; without its seconds nothing is guessed."""
     demo = renderer_for(str(DEMO_MODEL))
     policy = Paused([demo.encode("ok<|im_end|>").tolist()])
     policy.seconds = seconds

@@ -1,4 +1,4 @@
-"""Episodes with images: the policy receives those of its branch, in order, with the positions of their ids."""
+"""Episodes with images: the policy receives the images of its branch, in order, with the positions of their ids."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_positions(trajectory: Trajectory) -> None:
 
 
 async def test_each_request_has_the_images_of_its_prompt_in_order(demo: Renderer) -> None:
-    """Those of the prompt and of all results so far, an image as often as it is shown; the trajectory keeps them."""
+    """A request has the images of the prompt and of all results so far, an image as often as it is shown."""
     policy = ScriptedPolicy([demo.encode("yes<|im_end|>").tolist()] * 4)
     (trajectory,) = await play(demo, policy)
     shown = [[span.image for span in images] for images in policy.images]
@@ -129,7 +129,7 @@ async def test_a_policy_without_images_is_refused_by_name(policy: Any, demo: Ren
 
 
 async def test_a_processor_that_writes_more_than_placeholders_is_refused_by_name(tokenizer: Any) -> None:
-    """SGLang encodes the text of Gemma's prompts again, so that its ids would not be those of the record."""
+    """SGLang encodes the text of Gemma's prompts again, so that its ids would differ from the record."""
     gemma = load_tokenizer_of(FAMILIES["gemma3"], tokenizer("qwen3").name_or_path)
     template = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     template += (

@@ -1,4 +1,4 @@
-"""The agent loop: the order of turns, what ends an episode, and failures of environment and endpoint."""
+"""The agent loop: the order of turns, the ends of an episode, and failures of environment and endpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_calls_that_cannot_run_are_answered_in_order(renderer: Renderer, i
 
 
 async def test_further_messages_follow_the_results_of_the_calls(renderer: Renderer, ids: Any) -> None:
-    """Results and errors stand in the order of the calls, whatever the order of the step; then the rest, in its own."""
+    """Results and errors have the order of the calls, not of the step; other messages follow in their order."""
 
     class Talkative(CalculatorEnvironment):
         async def step(self, reply: Message) -> StepResult:
@@ -137,7 +137,7 @@ async def test_a_wait_for_a_step_names_the_tools_that_run(renderer: Renderer, id
 
 
 async def test_call_ids_are_unique_over_the_episode(renderer: Renderer, ids: Any) -> None:
-    """Also when some calls never ran."""
+    """Each call is answered, also when some calls never ran."""
     text = ids(call("fly") + "\n" + call("add", a=1, b=2) + "<|im_end|>")
     trajectory = await play(renderer, [text, text, ids("ok<|im_end|>")])
     call_ids = [call.id for message in trajectory.messages for call in message.tool_calls]
@@ -337,7 +337,7 @@ async def test_a_step_must_return_messages_or_done(renderer: Renderer, ids: Any,
 async def test_a_completion_has_its_temperature_and_the_distribution_of_its_logprobs(
     renderer: Renderer, ids: Any
 ) -> None:
-    """The temperature is that of the sampling; the distribution is what the policy says, nothing if it does not."""
+    """The record has the temperature of the sampling, and the distribution that the policy names, if any."""
     (completion,) = (await play(renderer, [ids("3<|im_end|>")])).completions
     assert (completion.temperature, completion.logprobs_of) == (1.0, None)
     assert "logprobs_of" not in completion.to_dict()

@@ -1,9 +1,9 @@
-"""Raw continuation: a step answers with text that goes on in the same assistant turn.
+"""Raw continuation: a step answers with text that continues the same assistant turn.
 
 1. Tokens: the text is encoded once and alone, between two replies, without chat markup; sampled ids stay.
 2. Mask: exactly the sampled tokens are trained.
 3. The turn is one message of the conversation; the environment receives what was sampled since its last answer.
-4. An interrupted, aborted or replayed episode goes on in the same turn, to the same result.
+4. An interrupted, aborted or replayed episode continues the same turn, to the same result.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ async def test_a_text_without_tokens_is_refused() -> None:
 
     trajectory, _, _ = await searched(FIRST, renderer=Silent(TOKENIZER, dialect="plain"))
     assert trajectory.failure is not None
-    assert "expected a text of at least one token" in trajectory.failure.message
+    assert "expected text of at least one token" in trajectory.failure.message
 
 
 async def test_the_limits_hold_within_a_turn() -> None:
@@ -434,7 +434,7 @@ async def test_an_aborted_part_of_a_turn_is_continued() -> None:
 
 
 async def test_a_continuation_without_a_reply_is_asked_again() -> None:
-    """The endpoint failed after the text was appended: the next request goes on in the same turn."""
+    """The endpoint failed after the text was appended: the next request continues the same turn."""
     whole, environment = await continued([FIRST], [SECOND, ANSWER + "<|im_end|>"], FOUND[1:])
     assert environment.replies == [SECOND, ANSWER]
     assert whole.messages[-1]["content"] == FIRST + FOUND[0] + SECOND + FOUND[1] + ANSWER
@@ -443,7 +443,7 @@ async def test_a_continuation_without_a_reply_is_asked_again() -> None:
 
 @pytest.mark.parametrize("cut", [True, False], ids=["aborted", "without a reply"])
 async def test_a_turn_that_the_prompt_began_goes_on_whole(cut: bool) -> None:
-    """The prompt's part of the turn is in what the environment starts with, and in the message."""
+    """The environment starts with the prompt's part of the turn, and the message has it."""
     half = PLAIN.encode(SECOND).tolist()
     parts = [Reply(half[:5], "abort")] if cut else []
     rest = [PLAIN.decode(half[5:]) if cut else SECOND, ANSWER + "<|im_end|>"]
@@ -501,7 +501,7 @@ async def test_a_recorded_continuation_is_replayed(tmp_path: Path) -> None:
 
 
 async def test_an_ors_episode_refuses_a_continuation() -> None:
-    """An ORS client has no assistant turn that could go on; the failure names the field."""
+    """An ORS client has no assistant turn to continue; the failure names the field."""
     recipe = agent_recipe("search", Endpoint(), Searching, [{"prompt": "?"}])
     episode = HostedEpisode(recipe, Prompt([QUESTION], index=0), Limits())
     await episode.start()

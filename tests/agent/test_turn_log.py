@@ -297,7 +297,7 @@ async def test_a_failed_snapshot_does_not_fail_the_rollout(renderer: Renderer) -
 async def test_a_snapshot_that_is_no_plain_data_has_failed(
     renderer: Renderer, tmp_path: Path, state: Any, stored: int
 ) -> None:
-    """A run could not read such a key again, and would restore the environment from something else."""
+    """A run could not read such a key again, and would restore another state of the environment."""
 
     class Odd(Counting):
         async def snapshot(self) -> Any:

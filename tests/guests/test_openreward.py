@@ -78,13 +78,13 @@ def kit(folder: Path, url: str, more: str = "max_turns: 4", rest: str = "") -> P
     ],
 )
 def test_errors_in_the_file_are_named(tmp_path: Path, more: str, rest: str, words: str) -> None:
-    """The error names the file, the place, the value and what was expected."""
+    """The error names the file, the place, the value and the expected value."""
     with pytest.raises(ConfigError, match=words):
         load_settings(kit(tmp_path, "http://127.0.0.1:1", more, rest))
 
 
 def test_the_kits_own_file_is_read(tmp_path: Path) -> None:
-    """Its fields and defaults are those of the kit."""
+    """It has the fields and defaults of the kit."""
     path = tmp_path / "c.yaml"
     path.write_text(
         "environments:\n  GeneralReasoning/WhoDunit:\n    splits: [train]\n    nonterminal_reward: 0.0\n"

@@ -57,7 +57,7 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
 
 
 def test_a_folder_as_the_hub_has_it(tmp_path: Path) -> None:
-    """A folder loads its parts in order and ignores the card; the columns are those of ReTool's two data sets."""
+    """A folder loads its parts in order and ignores the card; the columns of ReTool's two data sets are known."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     dapo = [{"prompt": [{"role": "user", "content": f"Solve {n}"}], "label": str(n)} for n in range(5)]

@@ -56,7 +56,7 @@ def test_the_final_answer(text: str, expected: str) -> None:
     ],
 )
 def test_the_choice(text: str, expected: str | None) -> None:
-    """The marked letter, or the only one that stands alone; a word that begins with a letter is no choice."""
+    """The marked letter, or the only one that stands alone; a word that begins with a letter is not a choice."""
     assert final_choice(text, "ABCD") == expected
 
 

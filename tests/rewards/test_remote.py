@@ -105,13 +105,13 @@ async def test_an_invalid_response_fails_every_sample_of_the_batch(answer: Any) 
 
 
 async def test_a_sample_that_is_no_json_fails_alone() -> None:
-    """Metadata that are no JSON fail their own sample, before it joins a batch."""
+    """Metadata that is not JSON fails its own sample, before it joins a batch."""
     samples = some(4)
     samples[1].metadata["tensor"] = object()
     async with JsonServer(lengths) as server:
         results = await scored(RemoteReward(server.url, batch_size=4), samples)
     assert [results[0], *results[2:]] == [0.0, 2.0, 3.0]
-    assert "is no JSON" in str(results[1])
+    assert "is not JSON" in str(results[1])
 
 
 async def test_a_password_in_the_url_is_never_printed() -> None:

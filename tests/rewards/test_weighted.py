@@ -32,7 +32,7 @@ async def test_a_weighted_sum_keeps_its_parts() -> None:
 
 
 async def test_a_part_that_fails_fails_the_sum() -> None:
-    """By its name; a part that is no number as well."""
+    """By its name; so is a part that is not a number."""
     for function, words in ((broken, "part bad: reward broken raised KeyError"), (lambda s: None, "part bad: .*None")):
         sample = Sample(response="ab", label="ab")
         with pytest.raises(RewardFailure, match=words):

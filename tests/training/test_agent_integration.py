@@ -1,4 +1,4 @@
-"""Rollouts of an endpoint: what a server aborts is continued."""
+"""Rollouts of an endpoint: an aborted reply is continued."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rollouts.training import Status, agent_rollout_to_sample
 
 
 async def test_a_reply_that_a_server_aborts_is_continued() -> None:
-    """An update that aborts does not lose the prompt: the reply goes on after the tokens that it has."""
+    """An update that aborts does not lose the prompt: the reply continues after the tokens that it has."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     whole = tokenizer.encode("The answer is 8.<|im_end|>", add_special_tokens=False)
     opening = tokenizer.encode("<|im_start|>", add_special_tokens=False)[0]
 
     def reply(input_ids: list[int], params: object) -> list[int]:
-        """The rest of the reply, after what the request has of it."""
+        """The rest of the reply, after the part that the request contains."""
         begun = len(input_ids) - 1 - input_ids[::-1].index(opening) + 3  # the role and a newline
         return whole[len(input_ids) - begun :]
 

@@ -28,7 +28,7 @@ def renderer() -> Renderer:
 
 
 def through_disk(sample: Sample) -> Sample:
-    """As another process would read it."""
+    """The sample as another process would read it."""
     return Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
 
 
@@ -62,7 +62,7 @@ def assert_extends(continued: Sample, sample: Sample, policy: ScriptedPolicy) ->
 
 
 async def test_a_finished_rollout_continues_with_a_user_message(renderer: Renderer) -> None:
-    """The request extends the stored ids; what was trained stays trained; index, label and metadata stay."""
+    """The request extends the stored ids; trained tokens stay trained; index, label and metadata stay."""
     sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
     policy = spoken(renderer, "Sure.<|im_end|>")
     continued = await continue_last(renderer, sample, policy, "Are you sure?")
@@ -221,7 +221,7 @@ async def test_a_forked_rollout_continues_with_its_history_option(tokenizer: Any
 
 
 async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Renderer) -> None:
-    """The next request gets what is left of both, and the reply ends at a stop string that spans the two."""
+    """The next request gets the rest of both limits, and the reply ends at a stop string that spans the two."""
     whole = renderer.encode("The answer is 42. The answer is 43.<|im_end|>").tolist()
     sampling = SamplingParams(max_new_tokens=60, min_new_tokens=4, stop="answer is 42", seed=1)
     sent: list[SamplingParams] = []

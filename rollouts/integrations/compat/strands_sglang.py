@@ -17,6 +17,7 @@ import attrs
 from strands.models.model import Model
 from strands.types.exceptions import ContextWindowOverflowException
 
+from rollouts.agent.budget import Budget
 from rollouts.agent.episode import Episode
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
@@ -297,10 +298,7 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             Prompt(""),
             self.client.policy,
             self._renderer,
-            self._sampling(),
-            Limits(max_turns=_ENDLESS),
-            max_context=None,
-            on_step=None,
+            Budget(Limits(max_turns=_ENDLESS), self._sampling()),
         )
 
     def _new_messages(self, messages: list[Any]) -> list[Message]:

@@ -1,0 +1,175 @@
+"""The environment of an episode: each call of it has a deadline, and its results are checked.
+
+Invariant: an exception, a late answer or an invalid value of the environment is an :class:`EnvironmentFailure` that
+names the method. An environment receives only calls that can run; each other call of a reply gets an error message as
+its result.
+
+This module does not know tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import attrs
+import msgspec
+
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.times import now
+from rollouts.dtypes import Limits, Message, Prompt, Tool, ToolCall
+from rollouts.environments.base import (
+    Environment,
+    EnvironmentFactory,
+    Resumable,
+    StepResult,
+    bad_step,
+    is_resumable,
+    sound_opening,
+    sound_step,
+)
+from rollouts.errors import ConfigError, EnvironmentFailure, Kind, shortened
+from rollouts.trajectory import Trajectory
+
+__all__ = ["GuardedEnvironment"]
+
+
+@attrs.frozen(eq=False)
+class GuardedEnvironment:
+    """An environment that was created for one episode. Wall times and metrics go to the given trajectory."""
+
+    environment: Environment
+    name: str
+    """For messages and waits."""
+    limits: Limits
+    resumable: Resumable | None
+    """The environment, if it has snapshots."""
+
+    @classmethod
+    def create(cls, environment_cls: EnvironmentFactory, limits: Limits) -> GuardedEnvironment:
+        name = function_name(environment_cls)
+        with boundary(EnvironmentFailure, f"{name}()"):
+            environment = environment_cls()
+        return cls(environment, name, limits, environment if is_resumable(environment) else None)
+
+    async def open(self, prompt: Prompt, trajectory: Trajectory) -> tuple[Message, ...]:
+        """Start with the prompt; return the opening messages."""
+        opening = await self._call(trajectory, "start", self.environment.start, prompt)
+        return sound_opening(opening, f"{self.name}.start")
+
+    async def start(self, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Start with prior turns as the prompt; the messages that the environment returns are ignored."""
+        await self._call(trajectory, "start", self.environment.start, prompt)
+
+    async def restore(self, prompt: Prompt, snapshot: Any, trajectory: Trajectory) -> None:
+        """Start from a snapshot."""
+        assert self.resumable is not None, "only a resumable environment has snapshots"
+        await self._call(trajectory, "restore", self.resumable.restore, prompt, snapshot)
+
+    async def snapshot(self, trajectory: Trajectory) -> Any:
+        """The state of a resumable environment.
+
+        Raises:
+            EnvironmentFailure: it failed, or the state cannot be stored and read again.
+        """
+        assert self.resumable is not None, "only a resumable environment has snapshots"
+        state = await self._call(trajectory, "snapshot", self.resumable.snapshot, kind="environment_step")
+        try:
+            msgspec.msgpack.decode(msgspec.msgpack.encode(state, enc_hook=lambda value: value.tolist()))
+        except Exception as error:
+            expected = "plain data, of the types of MessagePack"
+            text = f"got {shortened(state)} ({shortened(error)}); expected {expected}"
+            raise bad_step(f"{self.name}.snapshot", text) from error
+        return state
+
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools of the started environment; they may depend on the prompt."""
+        with boundary(EnvironmentFailure, f"{self.name}.tools"):
+            tools = tuple(self.environment.tools)
+        for tool in tools:
+            if not isinstance(tool, Tool):
+                raise EnvironmentFailure(f"{self.name}.tools: got {shortened(tool)}; expected Tools")
+        return tools
+
+    async def step(self, reply: Message, trajectory: Trajectory, *, has_tools: bool) -> StepResult:
+        """The result of one step, with its rewards and metrics added to the trajectory."""
+        step = await self._run_calls(reply, trajectory, has_tools=has_tools)
+        trajectory.add_rewards(step.rewards)
+        for span in step.times:
+            trajectory.times.add(*span)
+        for metric, amount in step.metrics.items():
+            trajectory.count(metric, amount)
+        if step.done:
+            trajectory.messages.extend(step.messages)
+        return step
+
+    async def close(self, trajectory: Trajectory) -> None:
+        """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
+        with anyio.CancelScope(shield=True):
+            try:
+                what, close, seconds = f"{self.name}.close", self.environment.close, self.limits.close_seconds
+                await call_foreign(EnvironmentFailure, what, close, seconds=seconds, kind="environment_step")
+            except EnvironmentFailure:
+                trajectory.count("close_failures")
+
+    async def _run_calls(self, reply: Message, trajectory: Trajectory, *, has_tools: bool) -> StepResult:
+        """Step with the calls that can run; each other call gets an error message in its place among the results."""
+        what = f"{self.name}.step"
+        valid = [call for call in reply.tool_calls if call.error is None]
+        if reply.tool_calls and not valid:
+            step = StepResult()
+        else:
+            request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
+            names = ", ".join(dict.fromkeys(call.name for call in valid))
+            shown = f"tool {names}" if has_tools and valid else ""
+            function = self.environment.step
+            answer = await self._call(trajectory, "step", function, request, shown=shown, kind="environment_step")
+            step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
+            if not step.done and not step.messages and not step.continuation:
+                raise bad_step(what, "no messages and not done; expected one or the other")
+            if step.continuation and reply.tool_calls:
+                expected = 'messages: this reply has tool calls; with dialect="plain", calls stay text'
+                raise bad_step(what, str(ConfigError.of("StepResult.continuation", step.continuation, expected)))
+        if len(valid) == len(reply.tool_calls):
+            return step
+        answered = {message.tool_call_id for message in step.messages}
+        if not step.done and not answered.issuperset(call.id for call in valid):
+            raise bad_step(what, f"{step.messages!r}; expected a tool message for each call {valid!r}")
+        return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=has_tools))
+
+    async def _call(
+        self,
+        trajectory: Trajectory,
+        method: str,
+        function: Callable[..., Any],
+        *arguments: object,
+        shown: str = "",
+        kind: Kind = "environment_start",
+    ) -> Any:
+        """Call a method of the environment inside a boundary, and add up its wall time."""
+        what, began = f"{self.name}.{method}", now()
+        try:
+            seconds = self.limits.step_seconds
+            return await call_foreign(
+                EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown, kind=kind
+            )
+        finally:
+            spent = now() - began
+            trajectory.times.add("environment", what, began, spent)
+            trajectory.count("environment_seconds", spent)
+
+
+def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:
+    """Results in the order of the calls, with an error message in the place of each call that could not run."""
+    by_id = {message.tool_call_id: message for message in results}
+    errors = {
+        call.id: Message("tool", f"Error: {call.error}", tool_call_id=call.id, name=call.name or None)
+        if has_tools
+        else Message("user", f"Error: {call.error}")
+        for call in calls
+        if call.error is not None
+    }
+    in_order = [errors.get(call.id) or by_id.get(call.id) for call in calls]
+    rest = [message for message in results if message.tool_call_id not in {call.id for call in calls}]
+    return tuple(message for message in [*in_order, *rest] if message is not None)
