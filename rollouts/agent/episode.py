@@ -54,7 +54,7 @@ from rollouts.errors import (
     TokenMismatchError,
     shortened,
 )
-from rollouts.inference.base import Policy, check_takes_images, images_option
+from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
 from rollouts.renderer.in_threads import bridged, in_thread, rendered
@@ -216,13 +216,10 @@ class Episode:
         sampling = self._begin_reply(budget)
         began = now()
         stops = self.renderer.stop_token_ids
-        completion = await self.policy.complete(
-            self.trajectory.tokens,
-            sampling,
-            stop_token_ids=stops,
-            session=self.session,
-            **images_option(self.trajectory.images),
+        request = CompletionRequest(
+            self.trajectory.tokens, sampling, stops, self.session, images=self.trajectory.images
         )
+        completion = await self.policy.complete(request)
         if self.cut_tokens:
             before = self.trajectory.tokens[-self.cut_tokens :]
             completion = until_stop(before, completion, sampling.stop, stops, self.renderer.decode)

@@ -39,7 +39,7 @@ __all__ = [
     "Version",
     "check_obeyed",
     "check_values",
-    "most_response_bytes",
+    "max_response_bytes",
     "packed_logprobs",
     "version_spans",
 ]
@@ -90,7 +90,7 @@ _BYTES_PER_ID, _BYTES_PER_EXPERT, _BYTES_PER_SET = 12, 6, 1 << 16
 """An int32 as text; one in base64; the ids that ``top_p`` kept for one token, some 12,000."""
 
 
-def most_response_bytes(
+def max_response_bytes(
     request_bytes: int,
     sampling: SamplingParams,
     prompt_tokens: int = 0,
@@ -104,14 +104,14 @@ def most_response_bytes(
     ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request. With images,
     the response has the ids of the prompt.
     """
-    most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    max_bytes = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
     if images:
-        most += _BYTES_PER_ID * prompt_tokens
+        max_bytes += _BYTES_PER_ID * prompt_tokens
     if extras is not None:
         rows = prompt_tokens + sampling.max_new_tokens
-        most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
-        most += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
-    return most
+        max_bytes += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
+        max_bytes += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
+    return max_bytes
 
 
 def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:

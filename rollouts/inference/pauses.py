@@ -157,7 +157,7 @@ async def is_ready(transport: HttpClient, url: str, headers: Mapping[str, str]) 
 
 
 class _PausablePolicy(Protocol):
-    async def look_for_pauses(self) -> None: ...
+    async def poll_pauses(self) -> None: ...
 
 
 async def watch_pauses(policies: Callable[[], Iterable[_PausablePolicy]], *, every: float = 1.0) -> None:
@@ -165,4 +165,4 @@ async def watch_pauses(policies: Callable[[], Iterable[_PausablePolicy]], *, eve
     while True:
         await anyio.sleep(every)
         for policy in policies():
-            await policy.look_for_pauses()
+            await policy.poll_pauses()

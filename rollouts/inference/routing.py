@@ -42,10 +42,10 @@ class Worker:
     """Number of sessions and calls assigned to it."""
     suspect_until: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` until which other workers are preferred."""
-    away: bool = attrs.field(default=False, repr=False)
+    unreachable: bool = attrs.field(default=False, repr=False)
     """Whether it was down at the last attempt; its weights are checked before it gets requests again."""
-    looked: float = attrs.field(default=0.0, repr=False)
-    """``time.monotonic()`` of the last look whether it is back."""
+    polled: float = attrs.field(default=0.0, repr=False)
+    """``time.monotonic()`` of the last poll whether it is back."""
     unanswered: dict[str, float] = attrs.field(factory=dict, repr=False)
     """``time.monotonic()`` of sending, by rid, of the requests that it has not answered, lost ones included."""
     answered: float = attrs.field(default=0.0, repr=False)
@@ -67,8 +67,8 @@ class Worker:
         """Requests in flight, waiting for a slot, and of other clients where they are known."""
         return self.in_flight + self.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
 
-    def is_alone_new(self, rid: str) -> bool:
-        """Whether ``rid`` is the only unanswered request sent since the last answer: a crash is due to it, probably."""
+    def is_sole_request(self, rid: str) -> bool:
+        """Whether ``rid`` is the only unanswered request sent since the last answer: it probably caused a crash."""
         return [one for one, sent in self.unanswered.items() if sent > self.answered] == [rid]
 
     def suspect(self) -> None:

@@ -543,7 +543,7 @@ async def test_many_first_uses_open_one_pool(client: Client) -> None:
                 tasks.start_soon(client.complete, shared_policy(endpoint))
         policy = shared_policy(endpoint)
         assert policy.totals.completions == 256
-        assert "opened 1 times" in repr(policy._transport)
+        assert "opened 1 times" in repr(policy.servers.transport)
         assert server.connections <= 256
 
 
@@ -580,7 +580,7 @@ def test_a_policy_can_be_used_in_consecutive_loops(client: Client) -> None:
 
     async def use() -> Completion:
         async with StubServer() as server:
-            policy._workers.all[0].url = server.url
+            policy.servers.workers.all[0].url = server.url
             return await client.complete(policy)
 
     policy = client.policy("http://127.0.0.1:1")
@@ -674,8 +674,8 @@ async def test_a_server_that_comes_back_has_its_logprobs_probed_again(client: Cl
         await client.complete(policy, sampling=tempered)
         server.original_logprobs = True
         await client.complete(policy, sampling=tempered)
-        (worker,) = policy._workers.all
-        worker.away = True
+        (worker,) = policy.servers.workers.all
+        worker.unreachable = True
         with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             await client.complete(policy, sampling=tempered)
 

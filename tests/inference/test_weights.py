@@ -17,6 +17,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.prefixes import Namespaces, isolated
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
@@ -32,7 +33,9 @@ def endpoint_at(url: str) -> Endpoint:
 
 async def long_reply(policy: SGLangPolicy) -> Completion:
     """Sample a long reply."""
-    return await policy.complete(PROMPT, SamplingParams(max_new_tokens=900, temperature=3.0), session="one")
+    return await policy.complete(
+        CompletionRequest(PROMPT, SamplingParams(max_new_tokens=900, temperature=3.0), session="one")
+    )
 
 
 async def test_later_tokens_carry_the_new_version() -> None:
@@ -40,7 +43,7 @@ async def test_later_tokens_carry_the_new_version() -> None:
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         await update_weights(endpoint_at(url), DEMO_MODEL, "7")
         assert (await policy.describe()).weight_version == "7"
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"7"}
 
 
@@ -52,7 +55,7 @@ async def test_no_server_is_left_paused(while_running: WhileRunning) -> None:
             tasks.start_soon(long_reply, policy)
             await anyio.lowlevel.checkpoint()
             await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running=while_running)
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"1"}
 
 
@@ -61,7 +64,7 @@ async def test_weights_that_do_not_load_are_refused(tmp_path: Path) -> None:
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         with pytest.raises(EndpointRefused, match="update_weights_from_disk"):
             await update_weights(endpoint_at(url), tmp_path, "1", while_running="retract")
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"default"}
 
 
@@ -139,7 +142,7 @@ class Busy:
 
 async def cached(policy: SGLangPolicy) -> int:
     """Return the number of cached prompt tokens of a new conversation."""
-    return (await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))).cached_tokens
+    return (await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))).cached_tokens
 
 
 async def test_by_default_running_requests_are_prefilled_again_under_the_new_weights() -> None:
@@ -308,11 +311,11 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
     async with StubServer() as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
         server = Busy()
         async with JsonServer(server) as listening:
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="old"))
             with isolated([stub.url], "1"):
                 await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="new")
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="old"))
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="new"))
         assert [request.body.get("extra_key") for request in stub.requests] == [None, None, "1"]
         async with SGLangPolicy(endpoint_at(listening.url)) as updated:
             assert updated._namespaces.of("new", listening.url) == "1"

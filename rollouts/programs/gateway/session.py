@@ -53,7 +53,7 @@ from rollouts.errors import (
     GenerateFailure,
     HistoryRewritten,
 )
-from rollouts.inference.base import Policy, check_takes_images, images_option
+from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.normal import (
@@ -651,14 +651,15 @@ class ProgramSession:
         """Sample one reply and add it to the tree."""
         began, tokens = now(), node.line.sequence.tokens
         try:
-            completion = await self._policy.complete(
+            request = CompletionRequest(
                 tokens,
                 self._sampling_of(work.request, budget, node.number),
-                stop_token_ids=self._renderer.stop_token_ids,
+                self._renderer.stop_token_ids,
                 session=f"{self._route}-{node.line.number}",
                 route=self._route,
-                **images_option(node.line.sequence.images),
+                images=node.line.sequence.images,
             )
+            completion = await self._policy.complete(request)
         except ContextOverflow as error:
             asked = len(tokens) + budget  # the server does not say its context: it is below this
             raise self._overflow(asked, asked - 1) from error
