@@ -33,7 +33,7 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
 
-__all__ = ["Recipe", "agent_recipe", "assembled_recipe", "check_recipe", "preflight"]
+__all__ = ["Recipe", "agent_recipe", "assembled_recipe", "check_recipe", "named_options", "preflight"]
 
 OLDEST_SGLANG = (0, 5, 22)
 """The oldest version whose replies and updates are complete."""
@@ -237,75 +237,7 @@ def agent_recipe(
     )
 
 
-def program_recipe(
-    name: str,
-    endpoint: Endpoint,
-    program: Program,
-    prompts: Iterable[Any],
-    *,
-    sandbox: Sandbox,
-    gateway: PublicAddress | None = None,
-    workspace: Workspace | None = None,
-    limits: SessionLimits | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Any,
-) -> Recipe:
-    """A recipe whose agent is a program, started in a sandbox for each rollout.
-
-    Args:
-        name: name of the recipe.
-        endpoint: the model's endpoint; its ``sampling`` as for :func:`agent_recipe`.
-        program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``.
-        prompts: the data.
-        sandbox: this and the arguments down to ``context_window`` are those of
-            :func:`~rollouts.training.program_rollout_to_samples`.
-        **options: the other options of :func:`agent_recipe`; there is no ``max_turns``, but ``limits.max_calls``.
-
-    Raises:
-        ConfigError: an argument is unknown or wrong; the message names it.
-    """
-    bound = _given(
-        gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
-    )
-    generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
-    return _assembled(program_recipe, name, endpoint, generate_fn, prompts, **options)
-
-
-def function_recipe(
-    name: str,
-    endpoint: Endpoint,
-    function: AgentFunction,
-    prompts: Iterable[Any],
-    *,
-    limits: SessionLimits | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Any,
-) -> Recipe:
-    """A recipe whose agent is an async function of yours; see :func:`program_recipe`.
-
-    Args:
-        name: name of the recipe.
-        endpoint: the model's endpoint; its ``sampling`` as for :func:`agent_recipe`.
-        function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
-        prompts: the data.
-        limits: this and the arguments down to ``context_window`` are those of that function.
-        **options: the other options of :func:`agent_recipe`.
-    """
-    bound = _given(limits=limits, training=training, context_window=context_window)
-    generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
-    return _assembled(function_recipe, name, endpoint, generate_fn, prompts, **options)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not ``None``; the function that takes them has the defaults."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _assembled(
+def assembled_recipe(
     function: Callable[..., Recipe],
     name: str,
     endpoint: Endpoint,
@@ -335,9 +267,8 @@ def _assembled(
     if keep is not None and filter_fn is not None:
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
     of_config, of_sampling, of_renderer = _sorted_options(function, options)
-    endpoint = _with_sampling(
-        endpoint, **_given(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed), **of_sampling
-    )
+    named = named_options(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    endpoint = _with_sampling(endpoint, **named, **of_sampling)
     seed = 0 if seed is None else seed
     tokenizer = endpoint.model if tokenizer is None else tokenizer
     return Recipe(
@@ -358,6 +289,11 @@ def _assembled(
         batches=batches,
         seed=seed,
     )
+
+
+def named_options(**options: Any) -> dict[str, Any]:
+    """The options that are not ``None``; the function that takes them has the defaults."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _with_sampling(endpoint: Endpoint, **named: Any) -> Endpoint:

@@ -2,8 +2,10 @@
 
 The engine keeps running; the run (``rollouts run`` and ``rollouts run --resume``) is forked from this process and
 killed repeatedly: after a random time, or when its journal grows. After every fourth kill the first bytes of a record
-are added to the journal, as a kill during a write leaves them. At the end the same run is executed without a kill, and
-both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
+are added to the journal, as a kill during a write leaves them. After half of the other kills, the bytes behind the
+last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as the death of a machine leaves them:
+the rollouts that this removes must be generated again, and those of sealed batches must stay. At the end the same run
+is executed without a kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
 With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
 that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
@@ -39,8 +41,8 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
 from rollouts.renderer import renderer_for
-from rollouts.runs.folder import Row, read_info, read_rows
-from rollouts.runs.journal import read_journal
+from rollouts.runs.folder import Row, batches_written, read_info, read_rows
+from rollouts.runs.journal import Entry, JournalReader, read_journal
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.verify import verify_run
 from scripts.crash_recipe import recipe
@@ -50,6 +52,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process forks
 
 BIASED = 0.001
 """An unbiased run fails by chance once in 500: each of the two tests once in 1,000."""
+
+DAMAGED = 0.5
+"""Share of the kills after which the tail of the journal is changed."""
 
 RECIPE = ROOT / "scripts" / "crash_recipe.py"
 
@@ -95,7 +100,7 @@ def finished_in(run: Path) -> tuple[dict[int, int], RunHistory | None]:
     """Index and token checksum of every rollout that is finished in the journal."""
     if not (run / "journal").is_dir():
         return {}, None
-    history = RunHistory.read(run / "journal")
+    history = RunHistory.read(run / "journal", batches_written(read_info(run)))
     return {index: 0 for index, rollout in history.rollouts.items() if rollout.finished}, history
 
 
@@ -129,6 +134,11 @@ def journal_size(run: Path) -> int:
     return sum(file.stat().st_size for file in (run / "journal").glob("segment-*"))
 
 
+def whole_records(run: Path) -> list[Entry]:
+    """The records of the journal before a torn tail."""
+    return list(JournalReader(run / "journal", batches_written(read_info(run))))
+
+
 def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
     """Add the beginning of a record to the journal, as an interrupted write leaves it.
 
@@ -137,7 +147,7 @@ def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
     if journal_size(run) == torn_at:
         return False
     segments = sorted((run / "journal").glob("segment-*"))
-    entries = list(read_journal(run / "journal")) if segments else []
+    entries = whole_records(run) if segments else []
     if not entries or entries[-1].offset.segment != len(segments) - 1:
         return False
     with segments[-1].open("r+b") as file:
@@ -145,6 +155,35 @@ def tear(run: Path, rng: random.Random, torn_at: int) -> bool:
         record = file.read()
         file.write(record[: rng.randrange(1, len(record))])
     return True
+
+
+def damage(run: Path, rng: random.Random) -> str | None:
+    """Change the journal behind its last seal as the death of a machine may; returns how, if there is anything."""
+    segments = sorted((run / "journal").glob("segment-*"))
+    seals = [entry for entry in whole_records(run) if entry.kind == "sealed"]
+    data = segments[-1].read_bytes() if segments else b""
+    last = seals[-1].offset if seals else None
+    in_last_segment = last is not None and last.segment == len(segments) - 1
+    sealed = end_of_record(data, last.offset) if last is not None and in_last_segment else 0
+    if sealed == len(data):
+        return None
+    at = rng.randrange(sealed, len(data))
+    kind = rng.choice(("truncated", "zeroed", "junk", "hole"))
+    rest = len(data) - at
+    hole = min(512, rest)
+    ends = {
+        "truncated": b"",
+        "zeroed": bytes(rest),
+        "junk": rng.randbytes(rest),
+        "hole": bytes(hole) + data[at + hole :],
+    }
+    segments[-1].write_bytes(data[:at] + ends[kind])
+    return kind
+
+
+def end_of_record(data: bytes, offset: int) -> int:
+    """The end of the record at an offset: a header of 24 bytes has the payload's length in bytes 4 to 8."""
+    return offset + 24 + int.from_bytes(data[offset + 4 : offset + 8], "little")
 
 
 def permutation_test(first: np.ndarray, second: np.ndarray, rounds: int = 5000) -> float:
@@ -196,7 +235,9 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     """Rollouts in flight at a kill."""
     begun: set[int] = set()
     """Rollouts whose program was under way at a kill."""
-    kills = torn = torn_at = going_on = 0
+    kills = torn = torn_at = going_on = removed = 0
+    damaged: Counter[str] = Counter()
+    """How often the journal's tail was changed, by the kind of damage."""
     history = None
     began = time.monotonic()
     while kills < args.kills or history is None:  # on a slow machine, the first lives may end before they write
@@ -213,6 +254,20 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
             return 1
         for index in found.keys() - finished.keys():
             finished[index] = kills
+        if history is not None and kills % 4 != 3 and rng.random() < DAMAGED and (kind := damage(run, rng)):
+            damaged[kind] += 1
+            found, after = finished_in(run)
+            assert after is not None
+            sealed_groups = {group for batch in history.sealed for group in batch.groups}
+            sealed_rollouts = {index for group in sealed_groups for index in history.settled[group][2]}
+            if len(after.sealed) != len(history.sealed) or not sealed_rollouts <= found.keys():
+                print(f"kill {kills}: a tail ({kind}) behind the last seal cost a sealed batch")
+                return 1
+            removed += len(finished.keys() - found.keys())
+            caught |= finished.keys() - found.keys()
+            finished = {index: kill for index, kill in finished.items() if index in found}
+            begun &= after.turns.keys() | after.rollouts.keys()
+            history = after
         if history is not None:
             going_on += len(history.turns)
             begun |= history.turns.keys()
@@ -240,6 +295,8 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     print(
         f"{kills} kills in {time.monotonic() - began:.0f} s, {torn} with a half-written record added; {batches} batches"
     )
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(damaged.items())) or "none"
+    print(f"tails changed behind the last seal: {kinds}; they had {removed} finished rollouts, which began again")
     bad = compare(run, reference, witness, finished, lives, going_on, programs=args.programs)
     if args.programs:
         bad += compare_programs(run, begun, folder / "tmp")

@@ -66,7 +66,7 @@ TRAINERS: dict[str, Trainer] = {
         packages=(
             "aiofiles", "colorlog", "datasets", "einops", "flask", "httpx", "hydra-core", "lark", "numba", "omegaconf",
             "openai", "orjson", "pandas", "peft", "pillow", "pybase64", "ray", "tabulate", "tenacity", "tensorboardX",
-            "torchdata", "uvloop",
+            "torchdata", "uvloop", "transformers==5.3.0",  # the newest that AReaL allows
         ),
         no_deps=("areal==1.0.4",),
         stubs=("swanlab", "trackio", "wandb"),
@@ -82,13 +82,17 @@ TRAINERS: dict[str, Trainer] = {
         packages=(
             "skyrl-gym==0.4.0", "omegaconf", "hydra-core", "loguru", "ray", "tensordict", "jaxtyping", "torchdata",
             "func_timeout", "polars", "httpx", "peft", "datasets", "pillow",
+            "transformers==5.8.0",  # the newest that SkyRL allows
         ),
         no_deps=("skyrl==0.3.0",),
         python="3.12",
     ),
     "openrlhf": Trainer(
         tests=("tests/integrations/test_openrlhf.py",),
-        packages=("datasets", "einops", "optree", "peft", "pylatexenc", "ray", "tqdm"),
+        packages=(
+            "datasets", "einops", "optree", "peft", "pylatexenc", "ray", "tqdm",
+            "transformers==5.15.0",  # as OpenRLHF pins it
+        ),
         no_deps=("openrlhf==0.11.2",),
     ),
     "prime-rl": Trainer(

@@ -305,7 +305,9 @@ def stored(text: bytes, replacement: bytes) -> Callable[[Path], Any]:
 
     def run(folder: Path) -> Any:
         prompt = Prompt("question", group_index=0, index=0)
-        RunWriter(folder / "run").on_group(Group(prompt, (some_sample(prompt, 0),), "dropped", "why"))
+        writer = RunWriter(folder / "run")
+        writer.on_group(Group(prompt, (some_sample(prompt, 0),), "dropped", "why"))
+        writer.finish("finished")
         path = folder / "run" / "dropped.jsonl"
         path.write_bytes(path.read_bytes().replace(text, replacement, 1))
         return list(load_run(folder / "run", "dropped"))

@@ -103,6 +103,7 @@ LAW_BOOKS = {
     "test_bad_inputs.py",
     "test_costs.py",
     "test_documents.py",
+    "integrations/test_doors.py",
     "integrations/test_images.py",
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",

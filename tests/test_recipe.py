@@ -19,9 +19,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, EnvironmentFailure
 from rollouts.programs import claude_code
-from rollouts.programs.launchers import claude_code
-from rollouts.programs.recipe import program_recipe
-from rollouts.recipe import Recipe, agent_recipe, check_recipe, function_recipe, preflight, program_recipe
+from rollouts.programs.recipe import function_recipe, program_recipe
+from rollouts.recipe import Recipe, agent_recipe, check_recipe, preflight
 from rollouts.recipe_files import (
     GENERATE_OPTIONS,
     absolute,

@@ -14,7 +14,13 @@ from rollouts.trajectory import Trajectory, digest
 
 
 def scored_groups(
-    groups: int = 4, n: int = 4, *, forks: bool = False, version: str = "3", tails: bool = True
+    groups: int = 4,
+    n: int = 4,
+    *,
+    forks: bool = False,
+    version: str = "3",
+    tails: bool = True,
+    temperature: float = 1.0,
 ) -> list[Sample]:
     """Groups of ``n`` rollouts, each with one to three turns and a reward; with ``tails`` every third ends in context.
 
@@ -29,11 +35,11 @@ def scored_groups(
             index = group * n + number
             prompt = Prompt(f"question {group}", label=str(group), group_index=group, index=index)
             rng = random.Random(index)
-            branches = [_branch(rng, [], 1 + index % 3, version, unanswered=tails and index % 3 == 2)]
+            branches = [_branch(rng, [], 1 + index % 3, version, temperature, unanswered=tails and index % 3 == 2)]
             if forks and index % 2:
                 branches[0].seal(StopReason.FORKED)
                 shown = branches[0].tokens[-3:].tolist()
-                branches.append(_branch(rng, shown, 1, version, unanswered=False))
+                branches.append(_branch(rng, shown, 1, version, temperature, unanswered=False))
             branches[-1].seal(StopReason.MAX_TOKENS if index % 3 == 2 else StopReason.TASK_COMPLETED)
             made = trajectory_to_samples(branches, prompt, lambda tokens: " ".join(map(str, tokens)))
             reward = rng.randrange(17) / 16
@@ -43,14 +49,16 @@ def scored_groups(
     return samples
 
 
-def _branch(rng: random.Random, shown: Sequence[int], turns: int, version: str, *, unanswered: bool) -> Trajectory:
+def _branch(
+    rng: random.Random, shown: Sequence[int], turns: int, version: str, temperature: float, *, unanswered: bool
+) -> Trajectory:
     trajectory = Trajectory()
     for turn in range(turns):
         context = [*_ids(rng), *(shown if not turn else [])]
         trajectory.add_context(np.array(context, np.int32), [Message("tool" if turn else "user", f"text {turn}")])
         name = str(int(version) + min(turn, 1)) if version.isdecimal() else version
         reply = completion(trajectory, _ids(rng), rng, name)
-        trajectory.add_reply(reply, Message("assistant", "reply"), temperature=0.7)
+        trajectory.add_reply(reply, Message("assistant", "reply"), temperature=temperature)
         trajectory.add_rewards([turn / 4])
     if unanswered:
         trajectory.add_context(np.array(_ids(rng), np.int32), [Message("tool", "not answered")])

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import math
 import signal
 import sys
 import traceback
@@ -31,6 +32,7 @@ __all__ = [
     "BAD_INPUT",
     "BROKEN",
     "INTERRUPTED",
+    "above_0",
     "add_generate_options",
     "add_output",
     "add_provider",
@@ -272,6 +274,14 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")
+    return number
+
+
+def above_0(text: str) -> float:
+    """Parse a number > 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a number > 0")
     return number
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_verb, at_least_0, check_run
+from rollouts.commands.arguments import above_0, add_verb, at_least_0, check_run
 from rollouts.errors import ConfigError
 from rollouts.integrations.exports import EXPORTERS, export_batches
 from rollouts.integrations.slime.debug_data import export_run
@@ -42,6 +42,12 @@ def add(verbs: Any) -> None:
         metavar="N",
         help=f"number of the policy version, where the server's is none ({having})",
     )
+    parser.add_argument(
+        "--temperature",
+        type=above_0,
+        metavar="T",
+        help="temperature by which the trainer divides logits (1); a run that was sampled at another is refused",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the file, or the exported folder, at OUT")
 
 
@@ -49,14 +55,18 @@ def _export(args: argparse.Namespace) -> int:
     check_run(args.run)
     if args.version is not None and args.to not in EXPORTERS:
         raise ConfigError.of("version", args.version, f"none with --to {args.to}: it stores versions as text")
+    if args.temperature is not None and args.to != "slime" and args.to not in EXPORTERS:
+        expected = f"none with --to {args.to}: it stores the temperature of each completion"
+        raise ConfigError.of("temperature", args.temperature, expected)
     if args.to == "slime" or args.to in EXPORTERS:
         if args.outcome != "kept":
             expected = f'"kept" with --to {args.to}: a trainer takes whole batches'
             raise ConfigError.of("--outcome", args.outcome, expected)
         if args.to == "slime":
-            paths = export_run(args.run, args.out, overwrite=args.overwrite)
+            paths = export_run(args.run, args.out, overwrite=args.overwrite, temperature=args.temperature)
         else:
-            paths = export_batches(args.run, args.out, args.to, version=args.version, overwrite=args.overwrite)
+            named = {"version": args.version, "temperature": args.temperature}
+            paths = export_batches(args.run, args.out, args.to, overwrite=args.overwrite, **named)
     else:
         paths = export_rows(args.run, args.out, args.to, args.outcome, overwrite=args.overwrite)
     for path in paths:

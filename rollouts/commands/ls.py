@@ -20,7 +20,7 @@ from rich.text import Text
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import METRICS, read_info
+from rollouts.runs.folder import METRICS, batches_written, read_info
 from rollouts.runs.writer import check_idle
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible
@@ -81,6 +81,7 @@ def _run(path: Path) -> dict[str, Any]:
         except ConfigError:
             pass
     lines = (path / METRICS).read_bytes().splitlines() if (path / METRICS).is_file() else []
+    lines = lines[: batches_written(info)]
     last = msgspec.json.decode(lines[-1], type=dict[str, Any]) if lines else {}
     accounting = info.get("accounting") or {}
     return {

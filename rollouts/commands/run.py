@@ -198,7 +198,10 @@ async def launch(
                     files.enter_context(run_journal.journal)
                     files.enter_context(reporting_on_signal())
                     if recording:
-                        played = await _recorded(played, files.enter_context(Journal(out / RECORDING)))
+                        recording_journal = files.enter_context(Journal(out / RECORDING, batches=0))
+                        if recording_journal.torn is not None:
+                            progress.say(f"cut from the end of the recording: {recording_journal.torn}", "yellow")
+                        played = await _recorded(played, recording_journal)
                     callbacks: dict[str, Any] = {"watch": show, "on_batch": progress.batch, "loggers": loggers}
                     result = await run(played, writer, stop=stop, run_journal=run_journal, state=state, **callbacks)
         tasks.cancel_scope.cancel()
@@ -281,7 +284,9 @@ def _resumed(
         raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
     reopened = reopen(out, description, recipe.data_buffer, allow_changes=allow_changes)
     reopened.writer.update(**description)
-    lines = [("restored from the journal", reopened.restored), ("changed since the run began", reopened.changed)]
+    torn = () if reopened.torn is None else (reopened.torn,)
+    lines: list[tuple[str, Sequence[Any]]] = [("cut from the end of the journal", torn)]
+    lines += [("restored from the journal", reopened.restored), ("changed since the run began", reopened.changed)]
     lines += [("not stored with the run, not compared", reopened.unrecorded)]
     for what, found in lines:
         if found:

@@ -32,7 +32,15 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.rows import image_column, reward_of, row_columns, row_images, turn_column, version_column
+from rollouts.training.rows import (
+    check_temperature,
+    image_column,
+    reward_of,
+    row_columns,
+    row_images,
+    turn_column,
+    version_column,
+)
 from rollouts.training.types import Sample
 
 __all__ = ["EnginePolicy", "ServersPolicy", "Workflow", "to_tensors", "write_batch"]
@@ -153,7 +161,7 @@ class Workflow:
         prompt = prompt_of(data[self.prompt_key], label=data.get(self.label_key), metadata=rest)
         try:
             rows = await self.episodes.play(prompt, lambda: self._policy(engine), self.tokenizer, self.sampling)
-            return to_tensors(rows, images=self.images)
+            return to_tensors(rows, images=self.images, temperature=self.sampling.temperature)
         except ConfigError:
             raise
         except RolloutsError as error:
@@ -167,7 +175,9 @@ class Workflow:
         return ResumablePolicy(ServersPolicy(engine, self.gconfig))
 
 
-def to_tensors(samples: Sequence[Sample], *, version: int | None = None, images: bool = False) -> dict[str, Any]:
+def to_tensors(
+    samples: Sequence[Sample], *, version: int | None = None, images: bool = False, temperature: float | None = None
+) -> dict[str, Any]:
     """Samples as AReaL's dict of tensors ``[m, T]``, one row a sample, in order, padded on the right by AReaL.
 
     Keys: ``input_ids``, ``loss_mask``, ``versions``, ``turn_ids`` (int32), ``logprobs`` (float32), ``attention_mask``
@@ -178,11 +188,14 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None, images:
         samples: the branches of one rollout, or all samples of one group.
         version: the version of all tokens, where theirs are no numbers.
         images: whether the keys of images are there although no sample has one.
+        temperature: AReaL's ``actor.temperature``, by which its trainer divides logits.
 
     Raises:
-        ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward or with a
-            field that AReaL lacks.
+        ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
+            at another temperature or with a field that AReaL lacks.
     """
+    for sample in samples:
+        check_temperature(sample, "AReaL", temperature)
     import torch
     from areal.utils.data import concat_padded_tensors
 
@@ -208,7 +221,9 @@ def to_tensors(samples: Sequence[Sample], *, version: int | None = None, images:
     return padded
 
 
-def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
+def write_batch(
+    samples: Sequence[Sample], path: Path, *, version: int | None = None, temperature: float | None = None
+) -> None:
     """Write a batch as a list of dicts, one for each group, with ``torch.save``.
 
     Raises:
@@ -219,7 +234,8 @@ def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = 
 
     images = any(sample.images for sample in samples)
     groups = itertools.groupby(samples, lambda sample: sample.group_index)
-    torch.save([to_tensors(list(members), images=images, version=version) for _, members in groups], path)
+    options: dict[str, Any] = {"images": images, "version": version, "temperature": temperature}
+    torch.save([to_tensors(list(members), **options) for _, members in groups], path)
 
 
 def __getattr__(name: str) -> Any:

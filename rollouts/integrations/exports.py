@@ -36,6 +36,8 @@ class Exporter:
     """The package that writes it; ``None`` if the file is plain data."""
     numbers_versions: bool = False
     """Whether the file has policy versions as numbers, so that the function takes ``version=``."""
+    no_temperature: str | None = None
+    """Why the function does not take the trainer's ``temperature=``; ``None`` if it does."""
 
 
 EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
@@ -57,13 +59,20 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             "rollouts.integrations.openrlhf:write_batch", ".jsonl", "a line for each response of an executor; no forks"
         ),
         "prime-rl": Exporter(
-            "rollouts.integrations.prime_rl:write_batch", ".bin", "msgpack: a list of TrainingSample", "prime_rl"
+            "rollouts.integrations.prime_rl:write_batch",
+            ".bin",
+            "msgpack: a list of TrainingSample",
+            "prime_rl",
+            no_temperature="its files have the temperature of each token",
         ),
         "skyrl": Exporter(
             "rollouts.integrations.skyrl:write_batch", ".json", "a GeneratorOutput, step-wise if a rollout forks"
         ),
         "tinker": Exporter(
-            "rollouts.integrations.tinker:write_batch", ".jsonl", "a line for each datum, its columns as lists"
+            "rollouts.integrations.tinker:write_batch",
+            ".jsonl",
+            "a line for each datum, its columns as lists",
+            no_temperature="its forward_backward divides by no temperature, so a run has 1",
         ),
         "verl": Exporter(
             "rollouts.integrations.verl.rows:write_batch",
@@ -77,7 +86,13 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
 
 
 def export_batches(
-    run: str | Path, out: str | Path, trainer: str, *, version: int | None = None, overwrite: bool = False
+    run: str | Path,
+    out: str | Path,
+    trainer: str,
+    *,
+    version: int | None = None,
+    temperature: float | None = None,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Write one file for each batch of a run.
 
@@ -86,6 +101,7 @@ def export_batches(
         out: a folder that is new or empty.
         trainer: a name in :data:`EXPORTERS`.
         version: the number of the policy version of all tokens, where the server's versions are no numbers.
+        temperature: that by which the trainer divides logits; by default 1, as in the trainers' own configurations.
         overwrite: replace the folder of an earlier export.
 
     Returns:
@@ -93,13 +109,17 @@ def export_batches(
 
     Raises:
         ConfigError: there is no run or it has no batch, ``out`` is not such a folder, the trainer is not installed, its
-            type cannot hold a sample, or its files have no ``version``.
+            type cannot hold a sample, a sample was sampled at another temperature, or its files have no ``version`` or
+            ``temperature``.
     """
     exporter, out = EXPORTERS[trainer], Path(out)
     if version is not None and not exporter.numbers_versions:
         having = ", ".join(name for name, other in EXPORTERS.items() if other.numbers_versions)
         raise ConfigError.of("version", version, f"none with --to {trainer}: files for {having} have it")
-    options = {} if version is None else {"version": version}
+    if temperature is not None and exporter.no_temperature is not None:
+        raise ConfigError.of("temperature", temperature, f"none with --to {trainer}: {exporter.no_temperature}")
+    options = {"version": version, "temperature": temperature}
+    options = {name: value for name, value in options.items() if value is not None}
     check_outside(out, "OUT")
     present = [path.name for path in out.iterdir()] if out.is_dir() else []
     ours = all(name.startswith("batch-") and name.endswith(exporter.suffix) for name in present)

@@ -17,20 +17,26 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import check_one_branch, int_version, reward_of, row_columns, segments
+from rollouts.training.rows import check_one_branch, check_temperature, int_version, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
 __all__ = ["to_batch", "to_message_log", "write_batch"]
 
 
-def to_message_log(sample: Sample) -> list[dict[str, Any]]:
+def to_message_log(sample: Sample, *, temperature: float | None = None) -> list[dict[str, Any]]:
     """Convert a row to a message log: ``token_ids`` int64, ``generation_logprobs`` float32 on replies.
 
     ``content`` is empty: NeMo-RL trains on the ids.
 
+    Args:
+        sample: one row.
+        temperature: NeMo-RL's ``policy.generation.temperature``, by which its trainer divides logits.
+
     Raises:
-        ConfigError: the sample failed, has no sampled token or no logprobs, or a field that NeMo-RL has no place for.
+        ConfigError: the sample failed, has no sampled token or no logprobs, was sampled at another temperature, or has
+            a field that NeMo-RL has no place for.
     """
+    check_temperature(sample, "NeMo-RL", temperature)
     import torch
 
     row = row_columns(sample, "NeMo-RL", "advantages", "teacher_log_probs", "images")
@@ -44,13 +50,20 @@ def to_message_log(sample: Sample) -> list[dict[str, Any]]:
     return log
 
 
-def to_batch(samples: Sequence[Sample], *, task_name: str = "rollouts", version: int | None = None) -> dict[str, Any]:
+def to_batch(
+    samples: Sequence[Sample],
+    *,
+    task_name: str = "rollouts",
+    version: int | None = None,
+    temperature: float | None = None,
+) -> dict[str, Any]:
     """Convert rollouts to a batch, groups next to each other: columns of its ``DatumSpec`` fields, and rewards.
 
     Args:
         samples: scored samples, in any order.
         task_name: the task's name in NeMo-RL's metrics.
         version: the version of all rollouts, where the samples' are no numbers.
+        temperature: as for :func:`to_message_log`.
 
     Returns:
         ``message_log``, ``length``, ``extra_env_info``, ``loss_multiplier``, ``idx`` (of the group), ``task_name``,
@@ -70,7 +83,7 @@ def to_batch(samples: Sequence[Sample], *, task_name: str = "rollouts", version:
         if sample.group_index is None:
             raise ConfigError.of(f"{sample!r}.group_index", None, "the number of its group")
     rows = sorted(samples, key=lambda sample: sample.group_index or 0)
-    logs = [to_message_log(row) for row in rows]
+    logs = [to_message_log(row, temperature=temperature) for row in rows]
     return {
         "message_log": logs,
         "length": torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs]),
@@ -84,8 +97,10 @@ def to_batch(samples: Sequence[Sample], *, task_name: str = "rollouts", version:
     }
 
 
-def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
+def write_batch(
+    samples: Sequence[Sample], path: Path, *, version: int | None = None, temperature: float | None = None
+) -> None:
     """Write a batch for ``torch.load``; raises as :func:`to_batch`."""
     import torch
 
-    torch.save(to_batch(samples, version=version), path)
+    torch.save(to_batch(samples, version=version, temperature=temperature), path)

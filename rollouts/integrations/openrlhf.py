@@ -23,23 +23,25 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
-from rollouts.training.rows import check_one_branch, reward_of, row_columns, segments
+from rollouts.training.rows import check_one_branch, check_temperature, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
 __all__ = ["AgentInstanceEnvironment", "OpenRLHFPolicy", "execute", "to_response", "write_batch"]
 
 
-def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, Any]:
+def to_response(sample: Sample, *, max_length: int | None = None, temperature: float | None = None) -> dict[str, Any]:
     """Convert a rollout to the response that ``SamplesGenerator`` makes an ``Experience`` of.
 
     Args:
         sample: a scored rollout of one branch.
         max_length: OpenRLHF's ``max_len``.
+        temperature: that of OpenRLHF's sampling parameters, by which its trainer divides logits.
 
     Raises:
-        ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, or has a
-            field that OpenRLHF has no place for.
+        ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, was sampled
+            at another temperature, or has a field that OpenRLHF has no place for.
     """
+    check_temperature(sample, "OpenRLHF", temperature)
     row = row_columns(sample, "OpenRLHF", "loss_multiplier", "advantages", "teacher_log_probs", "images")
     if max_length is not None and len(row.tokens) > max_length:
         expected = f"at most max_length={max_length} tokens, where OpenRLHF cuts"
@@ -60,10 +62,11 @@ def to_response(sample: Sample, *, max_length: int | None = None) -> dict[str, A
     }
 
 
-def write_batch(samples: Sequence[Sample], path: Path) -> None:
+def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | None = None) -> None:
     """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks."""
     check_one_branch(samples, "OpenRLHF")
-    path.write_bytes(b"".join(msgspec.json.encode(to_response(sample)) + b"\n" for sample in samples))
+    responses = [to_response(sample, temperature=temperature) for sample in samples]
+    path.write_bytes(b"".join(msgspec.json.encode(response) + b"\n" for response in responses))
 
 
 def _chat(message: Any) -> Any:
@@ -173,4 +176,5 @@ async def execute(
     samples = await episodes.play(prompt_of(prompt, label=label), lambda: policy, hf_tokenizer, sampling)
     if len(samples) != 1:
         raise ConfigError.of("execute", f"{len(samples)} branches", 'one row: history="append" of the episodes')
-    return {**to_response(samples[0], max_length=max_length), "prompt": prompt}
+    response = to_response(samples[0], max_length=max_length, temperature=sampling.temperature)
+    return {**response, "prompt": prompt}

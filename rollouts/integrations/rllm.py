@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, int_version, reward_of, row_columns
+from rollouts.training.rows import by_rollout, check_temperature, int_version, reward_of_branches, row_columns
 from rollouts.training.types import Sample
 
 __all__ = ["to_episodes"]
 
 
-def to_episodes(samples: Sequence[Sample], *, version: int | None = None) -> list[Any]:
+def to_episodes(
+    samples: Sequence[Sample], *, version: int | None = None, temperature: float | None = None
+) -> list[Any]:
     """Convert rollouts to ``Episode``, in order: one trajectory each, with the steps of all its branches.
 
     rLLM groups them by the id, ``GROUP:NUMBER``.
@@ -27,21 +29,26 @@ def to_episodes(samples: Sequence[Sample], *, version: int | None = None) -> lis
     Args:
         samples: scored samples.
         version: the version of all rollouts, where the samples' are no numbers.
+        temperature: that of the trainer's configuration, by which it divides logits.
 
     Raises:
-        ConfigError: a sample is failed, unscored, without logprobs or group, or has a field that rLLM has no place for;
-            or versions are no numbers.
+        ConfigError: a sample is failed, unscored, without logprobs or group, sampled at another temperature, or has a
+            field that rLLM has no place for; branches of a rollout have unlike rewards; or versions are no numbers.
     """
+    rollouts = by_rollout(samples)
+    rewards = [reward_of_branches(branches) for branches in rollouts]
+    for sample in samples:
+        check_temperature(sample, "rLLM", temperature)
     from rllm.types import Episode, Trajectory
 
     episodes: list[Any] = []
-    for branches in by_rollout(samples):
+    for branches, reward in zip(rollouts, rewards, strict=True):
         last = branches[-1]
         if last.group_index is None:
             raise ConfigError.of(f"{last!r}.group_index", None, "the number of its group")
         steps = [step for branch in branches for step in _steps(branch, version)]
-        steps[-1].done, steps[-1].reward = True, reward_of(last)
-        trajectory = Trajectory(name="rollouts", task=last.prompt, steps=steps, reward=reward_of(last))
+        steps[-1].done, steps[-1].reward = True, reward
+        trajectory = Trajectory(name="rollouts", task=last.prompt, steps=steps, reward=reward)
         episodes.append(Episode(id=f"{last.group_index}:{len(episodes)}", task=last.prompt, trajectories=[trajectory]))
     return episodes
 

@@ -23,7 +23,14 @@ from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split
+from rollouts.training.rows import (
+    by_rollout,
+    check_fields,
+    check_temperature,
+    reward_of_branches,
+    row_images,
+    split,
+)
 from rollouts.training.types import Sample, Status
 
 __all__ = ["Generator", "SkyRLPolicy", "to_generator_output", "write_batch"]
@@ -33,7 +40,11 @@ _VISION = ("pixel_values", "image_grid_thw")
 
 
 def to_generator_output(
-    samples: Sequence[Sample], *, step_wise: bool = False, trajectory_ids: Sequence[Any] | None = None
+    samples: Sequence[Sample],
+    *,
+    step_wise: bool = False,
+    trajectory_ids: Sequence[Any] | None = None,
+    temperature: float | None = None,
 ) -> dict[str, Any]:
     """Convert samples to a ``GeneratorOutput``, rollouts in order.
 
@@ -41,10 +52,12 @@ def to_generator_output(
         step_wise: a row for each branch (``generator.step_wise_trajectories=true``); SkyRL gives all rows of a rollout
             the advantage of the last.
         trajectory_ids: one for each rollout; by default the group and the number of the rollout in it.
+        temperature: SkyRL's ``generator.sampling_params.temperature``, by which its trainer divides logits.
 
     Raises:
-        ConfigError: a sample that is failed, unscored, without logprobs, or with a field that SkyRL has no place for; a
-            rollout that forks, without ``step_wise``; a row of text among rows with images; or no sample.
+        ConfigError: a sample that is failed, unscored, without logprobs, sampled at another temperature, or with a
+            field that SkyRL has no place for; a rollout that forks, without ``step_wise``, or whose branches have
+            unlike rewards; a row of text among rows with images; or no sample.
     """
     rollouts = by_rollout(samples)
     if not rollouts:
@@ -60,13 +73,15 @@ def to_generator_output(
         if len(branches) > 1 and not step_wise:
             expected = "one row each; generator.step_wise_trajectories takes rollouts that fork"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
+        reward = reward_of_branches(branches)
         for branch in branches:
+            check_temperature(branch, "SkyRL", temperature)
             check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs")
             row = split(branch)
             arrays.append((branch, row_images(branch, "SkyRL", *_VISION)))
             output["prompt_token_ids"].append(row.prompt.tolist())
             output["response_ids"].append(row.response.tolist())
-            output["rewards"].append(reward_of(branches[-1]))
+            output["rewards"].append(reward)
             output["loss_masks"].append(row.mask.astype(int).tolist())
             output["stop_reasons"].append("length" if branch.status is Status.TRUNCATED else "stop")
             output["rollout_logprobs"].append(row.logprobs.tolist())
@@ -89,7 +104,7 @@ def _vision(rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> dict[str, Any]:
     return {name: [torch.tensor(arrays[name]) for _, arrays in rows] for name in _VISION}
 
 
-def write_batch(samples: Sequence[Sample], path: Path) -> None:
+def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | None = None) -> None:
     """Write a batch as one JSON object, its trajectory ids too.
 
     Raises:
@@ -100,7 +115,8 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
     rollouts = by_rollout(samples)
     step_wise = len(rollouts) < len(samples)
     ids = [{"instance_id": group, "repetition_id": number} for group, number in _ids(rollouts)]
-    path.write_bytes(msgspec.json.encode(to_generator_output(samples, step_wise=step_wise, trajectory_ids=ids)))
+    output = to_generator_output(samples, step_wise=step_wise, trajectory_ids=ids, temperature=temperature)
+    path.write_bytes(msgspec.json.encode(output))
 
 
 def _ids(rollouts: Sequence[Sequence[Sample]]) -> list[tuple[str, int]]:
@@ -225,7 +241,12 @@ class Generator:
         for number, branch in [(number, branch) for number, branches in enumerate(played) for branch in branches]:
             branch.rollout_id = number
         given = input_batch["trajectory_ids"] or [None] * len(prompts)
-        return to_generator_output([*itertools.chain(*played)], step_wise=self.step_wise, trajectory_ids=given)
+        return to_generator_output(
+            [*itertools.chain(*played)],
+            step_wise=self.step_wise,
+            trajectory_ids=given,
+            temperature=sampling.temperature,
+        )
 
 
 _RENAMED = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_tokens", "min_tokens": "min_new_tokens"}

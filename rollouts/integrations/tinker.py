@@ -26,7 +26,7 @@ from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import by_rollout, reward_of, row_columns
+from rollouts.training.rows import by_rollout, check_temperature, reward_of_branches, row_columns
 from rollouts.training.types import Sample
 
 __all__ = [
@@ -50,8 +50,10 @@ def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any
         advantage: that of each sampled token, unless the sample has ``advantages`` of its own.
 
     Raises:
-        ConfigError: the sample failed, has no sampled token or no logprobs, or a field that a datum has no place for.
+        ConfigError: the sample failed, has no sampled token or no logprobs, a field that a datum has no place for, or a
+            temperature other than 1: ``forward_backward`` has none.
     """
+    check_temperature(sample, "tinker's forward_backward", 1.0)
     row = row_columns(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs", "images")
     tokens, mask, own = row.tokens.astype(np.int64), row.mask.astype(np.float32), sample.advantage_column
     advantages = mask * (np.float32(advantage) if own is None else own[: len(mask)])
@@ -91,19 +93,23 @@ def to_trajectory_group(samples: Sequence[Sample]) -> Any:
     merges a branch that only appends with the one before.
 
     Raises:
-        ConfigError: more than one group, or a sample without reward, or as :func:`datum_columns`.
+        ConfigError: more than one group, a sample without reward, a rollout whose branches have unlike rewards, or as
+            :func:`datum_columns`.
     """
-    from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
-
     groups = sorted({-1 if sample.group_index is None else sample.group_index for sample in samples})
     if len(groups) != 1:
         raise ConfigError.of("to_trajectory_group(samples)", f"groups {groups}", "the samples of one group")
-    trajectories, rewards = [], []
-    for branches in by_rollout(samples):
+    rollouts = by_rollout(samples)
+    rewards = [reward_of_branches(branches) for branches in rollouts]
+    for sample in samples:
+        check_temperature(sample, "tinker's forward_backward", 1.0)
+    from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup
+
+    trajectories = []
+    for branches in rollouts:
         transitions = [transition for branch in branches for transition in _transitions(branch)]
         transitions[-1].episode_done = True
         trajectories.append(Trajectory(transitions=transitions, final_ob=_model_input([])))
-        rewards.append(reward_of(branches[-1]))
     return TrajectoryGroup(trajectories, rewards, [{} for _ in trajectories])
 
 

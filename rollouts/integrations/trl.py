@@ -34,7 +34,7 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.evaluation import run_evaluation, task_key
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.rows import check_fields, int_version
+from rollouts.training.rows import check_fields, check_temperature, int_version
 from rollouts.training.types import Sample, Status
 
 __all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "dataset_rows", "env_reward", "to_row"]
@@ -42,6 +42,7 @@ __all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "data
 _FULL_SECONDS = 0.05
 _NO_IMAGES = "TRL, whose trainer makes pixel_values only of the images of its data set,"
 """Extra columns of ``rollout_func`` are passed to rewards only, never to the model."""
+_LACKING = ("advantages", "teacher_log_probs", "loss_multiplier")
 
 
 # -- GRPOTrainer -------------------------------------------------------------------------------------------------------
@@ -114,7 +115,8 @@ class RolloutFunc:
             over tokens), ``env_reward``.
 
         Raises:
-            ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return.
+            ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return;
+                or a sample has a temperature other than the trainer's, or a field that TRL lacks.
         """
         own = getattr(trainer, "chat_template_kwargs", None)
         if own:
@@ -131,7 +133,7 @@ class RolloutFunc:
             "prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "env_reward": []
         }  # fmt: skip
         for sample in samples:
-            for name, value in self._row(sample).items():
+            for name, value in self._row(sample, trainer.args.temperature).items():
                 columns[name].append(value)
         return columns
 
@@ -155,12 +157,14 @@ class RolloutFunc:
         shutil.rmtree(folder)
         self.served = step
 
-    def _row(self, sample: Sample) -> dict[str, Any]:
+    def _row(self, sample: Sample, temperature: float) -> dict[str, Any]:
         mask = sample.mask_column
         if sample.status is Status.FAILED or sample.logprob_column is None or not mask.any():
             ids = sample.token_column.tolist() or [self.pad_token_id]
             pad = [self.pad_token_id]
             return {"prompt_ids": ids, "completion_ids": pad, "logprobs": [0.0], "env_mask": [0], "env_reward": None}
+        check_temperature(sample, "TRL", temperature)
+        check_fields(sample, "TRL", *_LACKING)
         check_fields(sample, _NO_IMAGES, "images")
         start = int(mask.argmax())
         return {
@@ -198,16 +202,22 @@ class RolloutRow:
     enqueued_at: float | None = None
 
 
-def to_row(sample: Sample, advantage: float) -> RolloutRow:
+def to_row(sample: Sample, advantage: float, *, temperature: float | None = None) -> RolloutRow:
     """Convert a sample to a row.
 
+    Args:
+        sample: one row.
+        advantage: that of each sampled token.
+        temperature: that of the trainer's ``AsyncGRPOConfig``.
+
     Raises:
-        ConfigError: the sample lacks logprobs or a group, a policy version is not a number, or it has a field that TRL
-            lacks.
+        ConfigError: the sample lacks logprobs or a group, a policy version is not a number, it was sampled at another
+            temperature, or it has a field that TRL lacks.
     """
     if sample.logprob_column is None or sample.group_index is None:
         raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
-    check_fields(sample, "TRL", "advantages", "teacher_log_probs", "loss_multiplier")
+    check_temperature(sample, "TRL", temperature)
+    check_fields(sample, "TRL", *_LACKING)
     check_fields(sample, _NO_IMAGES, "images")
     messages = sample.read_record("messages")
     first = next((n for n, message in enumerate(messages) if message.get("role") == "assistant"), 0)
@@ -234,9 +244,13 @@ class RolloutWorker:
         config: as for :class:`~rollouts.training.AsyncRolloutManager`.
         data_buffer: the source of prompts; the trainer's own data set is not read.
         rows_ahead: most rows in the queue.
+        temperature: that of the trainer's ``AsyncGRPOConfig``; a sample with another ends generation.
     """
 
-    def __init__(self, config: RolloutConfig, data_buffer: DataBuffer, *, rows_ahead: int = 256) -> None:
+    def __init__(
+        self, config: RolloutConfig, data_buffer: DataBuffer, *, rows_ahead: int = 256, temperature: float | None = None
+    ) -> None:
+        self.temperature = temperature
         self.rollout_buffer: queue.Queue[RolloutRow] = queue.Queue(rows_ahead)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.manager = AsyncRolloutManager(config, data_buffer)
@@ -283,7 +297,8 @@ class RolloutWorker:
     async def _put(self, samples: Sequence[Sample]) -> None:
         self.metrics_queue.put({f"rollout/{name}": value for name, value in self.manager.metrics.items()})
         for sample, advantage in zip(samples, group_advantages(samples), strict=True):
-            row = attrs.evolve(to_row(sample, float(advantage)), enqueued_at=time.time())
+            row = to_row(sample, float(advantage), temperature=self.temperature)
+            row = attrs.evolve(row, enqueued_at=time.time())
             while True:
                 self._alive_at = time.monotonic()
                 try:

@@ -13,7 +13,7 @@ from rollouts.programs.gateway.tree import Training
 from rollouts.programs.generate import AgentFunction, generate_function_batch, generate_program_batch
 from rollouts.programs.launchers.base import Program
 from rollouts.programs.launchers.workspace import Workspace
-from rollouts.recipe import Recipe, assembled_recipe
+from rollouts.recipe import Recipe, assembled_recipe, named_options
 from rollouts.sandboxes.base import Sandbox
 
 __all__ = ["function_recipe", "program_recipe"]
@@ -38,7 +38,7 @@ def program_recipe(
 
     Args:
         name: name of the recipe.
-        endpoint: the model's endpoint.
+        endpoint: the model's endpoint; its ``sampling`` as for :func:`~rollouts.recipe.agent_recipe`.
         program: from task and model server to a command, e.g. ``rollouts.programs.launchers.claude_code``.
         prompts: the data.
         sandbox: this and the arguments down to ``context_window`` are those of
@@ -49,7 +49,7 @@ def program_recipe(
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
-    bound = _given(
+    bound = named_options(
         gateway=gateway, workspace=workspace, limits=limits, training=training, context_window=context_window
     )
     generate_fn = functools.partial(generate_program_batch, program=program, sandbox=sandbox, history=history, **bound)
@@ -72,17 +72,12 @@ def function_recipe(
 
     Args:
         name: name of the recipe.
-        endpoint: the model's endpoint.
+        endpoint: the model's endpoint; its ``sampling`` as for :func:`~rollouts.recipe.agent_recipe`.
         function: ``async def agent(client, prompt)``; see :func:`~rollouts.training.function_rollout_to_samples`.
         prompts: the data.
         limits: this and the arguments down to ``context_window`` are those of that function.
         **options: the other options of :func:`~rollouts.recipe.agent_recipe`.
     """
-    bound = _given(limits=limits, training=training, context_window=context_window)
+    bound = named_options(limits=limits, training=training, context_window=context_window)
     generate_fn = functools.partial(generate_function_batch, function=function, history=history, **bound)
     return assembled_recipe(function_recipe, name, endpoint, generate_fn, prompts, **options)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """The options that are not ``None``; the function that takes them has the defaults."""
-    return {name: value for name, value in options.items() if value is not None}

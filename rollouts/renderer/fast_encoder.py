@@ -33,6 +33,9 @@ class FastEncoder:
 
     def __init__(self, raw: Any) -> None:
         self.vocab_size: int = raw.get_vocab_size()
+        added = raw.get_added_tokens_decoder()
+        self._next_id: int = max([raw.get_vocab_size(False), *(last + 1 for last in added)])
+        """The id of the next token that is added to the tokenizer."""
         self._fast = fastokens.Tokenizer.from_json_str(raw.to_str())
         self._fast.no_truncation()  # state of the last call of its wrapper
         self._fast.no_padding()
@@ -56,6 +59,13 @@ class FastEncoder:
             if found is None or found.tolist() != expected.ids:
                 return None
         return made
+
+    def lacks_tokens(self, raw: Any) -> bool:
+        """Whether tokens were added to the tokenizer since this encoder was made.
+
+        One id is looked up: with tokenizers 0.22, ``get_vocab_size`` copies the vocabulary, which takes 27 ms or more.
+        """
+        return raw.id_to_token(self._next_id) is not None
 
     def encode(self, text: str) -> TokenColumn | None:
         """Ids of a text; int32, read-only. ``None`` if it is the tokenizer's to encode.

@@ -168,8 +168,10 @@ class Codec:
         self._slow = None if hasattr(self._raw, "encode_batch_fast") else tokenizer
         self._bytes = ByteTable.of(tokenizer) if self._slow is None else None
         if self._raw is not None and self._slow is None:
-            self._raw.no_truncation()
-            self._raw.no_padding()
+            if self._raw.truncation is not None:  # no call without need: it fails while another thread encodes
+                self._raw.no_truncation()
+            if self._raw.padding is not None:
+                self._raw.no_padding()
         self._loader = loader(tokenizer) if self._slow is None else None
         self._loading: Future[FastEncoder | None] | None = None
         self._fast: FastEncoder | None = None
@@ -202,8 +204,8 @@ class Codec:
                 self._loading = self._loader()
             if self._loading is not None and self._loading.done():
                 fast = self._fast = self._loading.result()
-        if fast is not None and self._raw is not None and self._raw.get_vocab_size() != fast.vocab_size:
-            fast = None  # tokens were added
+        if fast is not None and fast.lacks_tokens(self._raw):
+            fast = None
         ids = None if fast is None else fast.encode(text)
         if ids is None:
             ids = np.array(self._encode(text), np.int32)  # a tokenizer's ids need no check

@@ -7,6 +7,7 @@ covered: ``engine.log``, and runs whose files have no checksums (:func:`is_cover
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 from rollouts.errors import JournalError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
-from rollouts.runs.folder import CHECKED, METRICS, RECORDING, run_files
-from rollouts.runs.journal import read_journal
+from rollouts.runs.folder import CHECKED, METRICS, RECORDING, run_files, whole_size
+from rollouts.runs.journal import JournalReader
 
 __all__ = ["find_damage", "is_covered"]
 
@@ -32,11 +33,11 @@ def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]
 
     Args:
         run: the run's folder.
-        growing: the run is active or was killed; an incomplete last line is no damage.
+        growing: the run is active or was killed; unfinished appends and a torn tail of the recording are not damage.
     """
     if not is_sound((run / "run.json").read_bytes()):
         yield str(run / "run.json"), "damaged (its checksum does not fit)"
-    files = [file for _, file in run_files(run)]
+    files = [file for _, file in run_files(run, growing=growing)]
     for file in [*files, *([METRICS] if (run / METRICS).is_file() else [])]:
         if (run / file).is_dir():
             yield str(run / file), "a folder"
@@ -48,17 +49,19 @@ def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]
             yield from _in_lines(run / file, growing=growing and not file.startswith("batches/"))
     if (run / RECORDING).is_dir():
         try:
-            for _ in read_journal(run / RECORDING):
+            for _ in JournalReader(run / RECORDING, 0 if growing else None):
                 pass
         except JournalError as error:
             yield str(run / RECORDING), str(error)
 
 
 def _in_lines(path: Path, *, growing: bool) -> Iterator[tuple[str, str]]:
+    offset, end = 0, whole_size(path) if growing else sys.maxsize
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if growing and not line.endswith(b"\n"):
+            if offset >= end:
                 return
+            offset += len(line)
             sound = is_sound(line)
             if not sound:
                 reason = "its checksum does not fit" if sound is False else "it has no checksum"

@@ -17,6 +17,7 @@ that does not match its checksum is refused. This module writes nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -43,6 +44,7 @@ __all__ = [
     "StoredOutcome",
     "Which",
     "batch_name",
+    "batches_written",
     "check_output",
     "check_outside",
     "is_growing",
@@ -52,6 +54,7 @@ __all__ = [
     "read_rows",
     "read_waiting",
     "run_files",
+    "whole_size",
 ]
 
 StoredOutcome: TypeAlias = Literal["kept", "dropped", "failed", "unbatched"]
@@ -126,7 +129,7 @@ def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
 
 
 def _rows(path: Path, outcome: Which, growing: bool) -> Iterator[Row]:
-    files = run_files(path)
+    files = run_files(path, growing=growing)
     for file_outcome, file in files:
         if outcome in ("all", file_outcome):
             yield from read_file(path, file_outcome, file, growing=growing)
@@ -147,7 +150,8 @@ def read_waiting(path: Path, files: Sequence[tuple[StoredOutcome, str]]) -> tupl
     Raises:
         JournalError: the journal is damaged.
     """
-    history = RunHistory.read(path / JOURNAL)
+    batches = batches_written(read_info(path)) if (path / JOURNAL).is_dir() else None
+    history = RunHistory.read(path / JOURNAL, batches)
     written = sum(outcome == "kept" for outcome, _ in files)
     waiting = [number for batch in history.sealed[written:] for number in batch.groups]
     return history, sorted([*waiting, *history.ready])
@@ -171,6 +175,12 @@ def read_info(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ConfigError.of("run", str(path), "the folder of a run, with run.json")
     return _decoded(file.read_bytes(), str(file))
+
+
+def batches_written(info: Mapping[str, Any]) -> int:
+    """The number of batches that ``run.json`` counts; each was sealed in the journal, on disk, before it had a file."""
+    batches = info.get("batches", 0)
+    return batches if isinstance(batches, int) else 0
 
 
 def check_outside(path: str | Path, option: str) -> None:
@@ -204,20 +214,65 @@ def batch_name(number: int) -> str:
     return f"batch-{number:06d}"
 
 
-def run_files(path: str | Path) -> list[tuple[StoredOutcome, str]]:
-    """The existing sample files as ``(outcome, name relative to the run)``; batches first, in order."""
+def run_files(path: str | Path, *, growing: bool = False) -> list[tuple[StoredOutcome, str]]:
+    """The existing sample files as ``(outcome, name relative to the run)``; batches first, in order.
+
+    Without ``unbatched.jsonl`` if the run is growing: it died at its end, and the journal has the groups.
+
+    Raises:
+        ConfigError: one of them, or ``metrics.jsonl``, is a FIFO, a socket or a device.
+    """
     path = Path(path)
     batches = sorted((path / "batches").glob("batch-*"))
     files: list[tuple[StoredOutcome, str]] = [
         ("kept", f"batches/{file.name}") for file in batches if file.suffix in (".jsonl", ".parquet")
     ]
-    return files + [(name, f"{name}.jsonl") for name in _OUTCOMES[1:] if (path / f"{name}.jsonl").exists()]
+    for file in (*batches, *(path / f"{name}.jsonl" for name in _OUTCOMES[1:]), path / METRICS):
+        if file.exists() and not (file.is_file() or file.is_dir()):  # opening a FIFO waits for ever
+            raise ConfigError.of("run", str(file), "a file")
+    appended = _OUTCOMES[1:3] if growing else _OUTCOMES[1:]
+    return files + [(name, f"{name}.jsonl") for name in appended if (path / f"{name}.jsonl").exists()]
+
+
+class _Head(msgspec.Struct):
+    group_index: int | None = None
+    batch: int | None = None
+
+
+def whole_size(path: Path) -> int:
+    """The bytes of a growing file of lines before the append that its writer did not finish; a resume writes it again.
+
+    An append has the lines of one group or batch and is on disk before the next begins. So a line that is not sound
+    ends the file, and lines of one group may be behind it. Lines of two groups behind it show that it is damage: then
+    the size is that of the file. The last group before the end may be incomplete.
+    """
+    end: int | None = None
+    offset = 0
+    behind: list[_Head] = []
+    with path.open("rb") as lines:
+        for line in lines:
+            head = _head(line)
+            if head is None:
+                end = offset if end is None else end
+            elif end is not None and head not in behind[-1:]:
+                behind.append(head)
+            offset += len(line)
+    return offset if end is None or len(behind) > 1 else end
+
+
+def _head(line: bytes) -> _Head | None:
+    """The group or batch of a sound line."""
+    try:
+        sound = line.endswith(b"\n") and is_sound(line) is not False
+        return msgspec.json.decode(line, type=_Head) if sound else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def read_file(
     run: Path, outcome: StoredOutcome, file: str, *, growing: bool = False, offset: int = 0, first: int = 1
 ) -> Iterator[Row]:
-    """Yield the rows of one file of a run; an incomplete last line of a growing run is skipped.
+    """Yield the rows of one file of a run; of a growing run without an unfinished append (:func:`whole_size`).
 
     A JSONL file can be read from byte ``offset``, where the line with number ``first`` begins.
 
@@ -230,11 +285,13 @@ def read_file(
         for number, data in enumerate(parquet.read(run / file), 1):
             yield Row(run, file, number, outcome, with_current_names(data))
         return
+    end = whole_size(run / file) if growing and outcome != "kept" else sys.maxsize
     with (run / file).open("rb") as lines:
         lines.seek(offset)
         for number, line in enumerate(lines, first):
-            if growing and outcome != "kept" and not line.endswith(b"\n"):
+            if offset >= end:
                 return
+            offset += len(line)
             where = f"{run / file}, line {number}"
             if is_sound(line) is False:
                 raise ConfigError(f"{where}: corrupted (its checksum does not fit)")
@@ -246,7 +303,7 @@ def read_file(
 def _decoded(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: corrupted, not JSON ({error})") from None
     if not isinstance(value, Mapping):
         raise ConfigError.of(where, value, "an object")

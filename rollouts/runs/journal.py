@@ -9,8 +9,22 @@ process; when :meth:`Journal.sync` returns, they are on disk and survive the mac
 the writer died reaches past the end of the file and is cut. Any other change (a flipped bit, a lost segment, a lost
 record) raises :class:`JournalError` with file and offset; it never yields a shorter journal.
 
+A machine that dies leaves the bytes that were not synced in any state: missing, zeros, junk, or a hole with intact
+records behind it, because the kernel writes pages in any order. A reader that knows how many batches were handed out
+can tell this torn tail from damage. A batch is handed out after the sync behind its seal, so the journal up to that
+seal is on disk, and so is every segment but the last. There are three cases for a record whose checksum does not fit:
+
+1. It is in an earlier segment, or before the seal of a batch that was handed out: an error. A seal behind the damage
+   shows that the batches before its own were handed out.
+2. It is behind, and nothing intact follows: the tail is cut there.
+3. It is behind, and intact records follow: the tail is cut there, too. Every prefix of a run's journal is a past state
+   of the run, but records without the one before them are not: a seal without its group, a reply without its turn. Work
+   that is cut was not handed out, and is done again.
+
+Lengths are not trusted in the search for records behind the damage: a record counts if both of its checksums fit.
+
 Columns take 9 bytes a token. A commit writes up to 1 MiB on the event loop and more in a thread; only threads wait for
-the disk, once a batch. This module does not know what records mean.
+the disk, once a batch. Except for seals, this module does not know what records mean.
 """
 
 from __future__ import annotations
@@ -18,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import struct
 import threading
 import zlib
@@ -35,7 +50,7 @@ from rollouts.runs.locks import take_lock
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import LENGTH, Columns, packed, unpacked
 
-__all__ = ["LOCK", "Columns", "Entry", "Journal", "Offset", "read_entry", "read_journal"]
+__all__ = ["LOCK", "Columns", "Entry", "Journal", "JournalReader", "Offset", "TornTail", "read_entry", "read_journal"]
 
 LOCK = "lock"
 """The file in a journal's folder that its writer locks."""
@@ -48,6 +63,8 @@ _ON_THE_LOOP = 1 << 20
 """Most bytes that a commit writes on the event loop; more are written in a thread."""
 _KINDS = ("segment", "run", "taken", "turn", "attempt", "sample", "group", "sealed", "event")
 """A kind is stored as its index here: append only."""
+_BEGINNING = re.compile(rb"rJ.\x01", re.DOTALL)
+"""The first bytes of any record."""
 
 
 @attrs.frozen(order=True)
@@ -70,24 +87,47 @@ class Entry:
     offset: Offset
 
 
+@attrs.frozen
+class TornTail:
+    """The end of a journal that its writer or its machine did not finish; opening the journal cuts it."""
+
+    file: str
+    """The segment."""
+    offset: int
+    """Bytes from the start of the segment to the first record that is not whole."""
+    size: int
+    """Bytes from there to the end."""
+    records: int
+    """Whole records in them."""
+    reason: str
+
+    def __str__(self) -> str:
+        whole = f", {self.records} whole records in them" if self.records else ""
+        return f"{self.file}, offset {self.offset}: {self.size} bytes ({self.reason}{whole})"
+
+
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
 class Journal:
     """The writer of a journal; creates the folder or continues the journal in it.
 
-    Only one process at a time may open it. Opening cuts an incomplete last record.
+    Only one process at a time may open it. Opening cuts a torn tail.
 
     Args:
         path: the folder.
         segment_bytes: size from which the next flush starts a new segment.
+        batches: as for :class:`JournalReader`.
+
+    Attributes:
+        torn: the tail that was cut.
 
     Raises:
         ConfigError: another process writes to it.
         JournalError: it is damaged, or cannot be opened.
     """
 
-    def __init__(self, path: str | Path, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
+    def __init__(self, path: str | Path, *, segment_bytes: int = _SEGMENT_BYTES, batches: int | None = None) -> None:
         self.path = Path(path)
         self._segment_bytes = segment_bytes
         self._queue: list[tuple[int, bytes, bytes]] = []
@@ -101,7 +141,8 @@ class Journal:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.path)
             try:
-                end = _recovered(self.path)
+                end = _recovered(self.path, batches)
+                self.torn = end.torn
                 self._sequence = end.sequence
                 self._open(end.segment)
             except BaseException:
@@ -277,12 +318,8 @@ def _cut_back(file: io.FileIO, end: int) -> None:
 
 
 def read_journal(path: str | Path) -> Iterator[Entry]:
-    """Yield the records of a journal in order, without an incomplete last one. One segment at a time is in memory.
-
-    Raises:
-        JournalError: a record is damaged or missing; the message names file and offset.
-    """
-    yield from _Walk(Path(path))
+    """Yield the records of a journal in order, without an incomplete last one; raises as :class:`JournalReader`."""
+    yield from JournalReader(path)
 
 
 def read_entry(path: str | Path, offset: Offset) -> Entry:
@@ -303,56 +340,127 @@ def read_entry(path: str | Path, offset: Offset) -> Entry:
     return attrs.evolve(parsed[0], offset=offset)
 
 
-class _Walk:
-    """Iterator over all segments; afterwards ``segment``, ``end`` and ``sequence`` are those after the last record."""
+class JournalReader:
+    """Iterator over the records of a journal in order; one segment at a time is in memory.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the folder.
+        batches: number of batches that were handed out; a torn tail behind their seals ends the journal. Without it,
+            only an incomplete last record does, and zeros to the end of the file.
+
+    Attributes:
+        segment, end, sequence: afterwards, the position behind the last record.
+        torn: afterwards, the tail that was not read.
+
+    Raises:
+        JournalError: on iteration: a record is damaged or missing; the message names file and offset.
+    """
+
+    def __init__(self, path: str | Path, batches: int | None = None) -> None:
+        self.path = Path(path)
         self.segment = 0
         self.end = 0
         self.sequence = 0
+        self.torn: TornTail | None = None
+        self._batches = batches
+        self._sealed = 0
+
+    def __repr__(self) -> str:
+        return f"<JournalReader of {self.path}: segment {self.segment}, offset {self.end}>"
 
     def __iter__(self) -> Iterator[Entry]:
         names = sorted(self.path.glob("segment-*.journal"))
         for number, name in enumerate(names):
             if name != _segment_path(self.path, number):
                 raise JournalError(f"{_segment_path(self.path, number)}, offset 0: the segment is missing")
+            if not name.is_file():
+                raise JournalError(f"{name}, offset 0: not a file")
             self.segment, self.end = number, 0
             data = name.read_bytes()
-            while self.end < len(data):
+            yield from self._records(data, name, last=number + 1 == len(names))
+        if self._sealed < (self._batches or 0):
+            name = _segment_path(self.path, self.segment)
+            missing = f"the journal ends before the seal of batch {(self._batches or 0) - 1}, which was handed out"
+            raise JournalError(f"{name}, offset {self.end}: {missing}")
+
+    def _records(self, data: bytes, name: Path, *, last: bool) -> Iterator[Entry]:
+        """Yield the records of one segment."""
+        while self.end < len(data):
+            try:
                 parsed = _parse(data, self.end, name, self.end)
-                if parsed is None:
-                    if number + 1 < len(names):
-                        raise JournalError(f"{name}, offset {self.end}: the segment ends inside a record")
-                    return
-                entry, stop = parsed
-                entry = attrs.evolve(entry, offset=Offset(number, self.end))
-                first = self.end == 0
-                if entry.sequence != self.sequence or first != (entry.kind == "segment"):
-                    raise JournalError(
-                        f"{name}, offset {self.end}: got record {entry.sequence} of kind {entry.kind}; expected "
-                        f"record {self.sequence}{', which begins the segment' if first else ''}"
-                    )
-                if first and entry.fields.get("segment") != number:
-                    raise JournalError(f"{name}, offset 0: got segment {entry.fields.get('segment')} under this name")
-                self.end, self.sequence = stop, self.sequence + 1
-                if not first:
-                    yield entry
-            if not data and number + 1 < len(names):
-                raise JournalError(f"{name}, offset 0: the segment is empty")
+            except _Damaged as damage:
+                if not last or self._batches is None:
+                    raise
+                self._tear(data, name, damage)
+                return
+            if parsed is None:
+                if not last:
+                    raise JournalError(f"{name}, offset {self.end}: the segment ends inside a record")
+                self.torn = TornTail(name.name, self.end, len(data) - self.end, 0, "the last record is incomplete")
+                return
+            entry, stop = parsed
+            entry = attrs.evolve(entry, offset=Offset(self.segment, self.end))
+            self._check(entry, name)
+            first = self.end == 0
+            self.end, self.sequence = stop, self.sequence + 1
+            self._sealed += entry.kind == "sealed"
+            if not first:
+                yield entry
+        if not data and not last:
+            raise JournalError(f"{name}, offset 0: the segment is empty")
+
+    def _check(self, entry: Entry, name: Path) -> None:
+        """Check that a record is the next one of the segment."""
+        first = self.end == 0
+        if entry.sequence != self.sequence or first != (entry.kind == "segment"):
+            raise JournalError(
+                f"{name}, offset {self.end}: got record {entry.sequence} of kind {entry.kind}; expected "
+                f"record {self.sequence}{', which begins the segment' if first else ''}"
+            )
+        if first and entry.fields.get("segment") != self.segment:
+            raise JournalError(f"{name}, offset 0: got segment {entry.fields.get('segment')} under this name")
+
+    def _tear(self, data: bytes, name: Path, damage: _Damaged) -> None:
+        """End the journal before a damaged record, unless a batch that was handed out is sealed behind it."""
+        behind = list(_whole_records(data, self.end + 1, name, self.sequence))
+        seals = [entry.fields.get("batch") for entry in behind if entry.kind == "sealed"]
+        handed_out = max([self._batches or 0, *(batch for batch in seals if isinstance(batch, int))])
+        if self._sealed < handed_out:
+            raise damage
+        self.torn = TornTail(name.name, self.end, len(data) - self.end, len(behind), damage.reason)
 
 
-def _recovered(path: Path) -> _Walk:
-    """Read all records, cut an incomplete last one, and return the position after the last complete one."""
-    walk = _Walk(path)
-    for _ in walk:
+def _whole_records(data: bytes, start: int, name: Path, sequence: int) -> Iterator[Entry]:
+    """Yield the records at or behind ``start`` with a higher number than ``sequence`` whose checksums fit."""
+    while (found := _BEGINNING.search(data, start)) is not None:
+        start = found.start() + 1
+        try:
+            parsed = _parse(data, found.start(), name, found.start())
+        except JournalError:
+            continue
+        if parsed is not None and parsed[0].sequence > sequence:
+            entry, start = parsed
+            yield entry
+
+
+def _recovered(path: Path, batches: int | None) -> JournalReader:
+    """Read all records, cut a torn tail, and return the reader at the position behind the last record."""
+    reader = JournalReader(path, batches)
+    for _ in reader:
         pass
-    name = _segment_path(path, walk.segment)
-    if name.exists() and name.stat().st_size > walk.end:
-        with name.open("r+b") as file:
-            file.truncate(walk.end)
+    if reader.torn is not None:
+        with _segment_path(path, reader.segment).open("r+b") as file:
+            file.truncate(reader.end)
             os.fsync(file.fileno())
-    return walk
+    return reader
+
+
+class _Damaged(JournalError):
+    """A record whose checksums do not fit."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(f"{where}: damaged ({reason})")
+        self.reason = reason
 
 
 def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int] | None:
@@ -366,9 +474,9 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
         return None
     magic, kind, version, length, sequence, crc, header_crc = _HEADER.unpack_from(data, start)
     if zlib.crc32(data[start : start + _SIGNED]) != header_crc:
-        if not any(data[start:]):
+        if not any(memoryview(data)[start:]):
             return None  # the file was extended and never filled
-        raise JournalError(f"{name}, offset {offset}: damaged (the header's checksum does not fit)")
+        raise _Damaged(f"{name}, offset {offset}", "the header's checksum does not fit")
     if (magic, version) != (_MAGIC, _VERSION) or kind >= len(_KINDS):
         raise JournalError(f"{name}, offset {offset}: a record of version {version}, kind {kind}; this is version 1")
     body, stop = start + _HEADER.size, start + _HEADER.size + length
@@ -376,7 +484,7 @@ def _parse(data: bytes, start: int, name: Path, offset: int) -> tuple[Entry, int
         return None
     payload = memoryview(data)[body:stop]
     if zlib.crc32(payload) != crc:
-        raise JournalError(f"{name}, offset {offset}: damaged (the record's checksum does not fit)")
+        raise _Damaged(f"{name}, offset {offset}", "the record's checksum does not fit")
     try:
         fields, columns = unpacked(payload)
     except (struct.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:

@@ -8,6 +8,7 @@ only the journal has are read from there. This module writes nothing.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
@@ -29,6 +30,7 @@ from rollouts.runs.folder import (
     read_rows,
     read_waiting,
     run_files,
+    whole_size,
 )
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.types import Sample
@@ -135,7 +137,7 @@ class StoredSamples(Sequence[Sample]):
 
     def _find_spans(self) -> Iterator[_Span]:
         growing = is_growing(self.path)
-        files = run_files(self.path)
+        files = run_files(self.path, growing=growing)
         for outcome, file in files:
             if self.outcome in ("all", outcome):
                 yield from _spans_of(self.path, outcome, file, growing=growing)
@@ -183,14 +185,14 @@ def _heads_of_parquet(path: Path) -> Iterator[tuple[int, int]]:
 
 def _heads_of_lines(path: Path, *, growing: bool) -> Iterator[tuple[int, int]]:
     """Yield the group index and byte offset of each line."""
-    offset = 0
+    offset, end = 0, whole_size(path) if growing else sys.maxsize
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if growing and not line.endswith(b"\n"):
+            if offset >= end:
                 return
             try:
                 head = msgspec.json.decode(line, type=_Head)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: corrupted ({error})") from None
             yield head.group_index, offset
             offset += len(line)

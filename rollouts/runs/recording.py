@@ -50,9 +50,9 @@ from rollouts.errors import (
     ReplayDiverged,
 )
 from rollouts.inference.base import CompletionRequest, Policy, ServerInfo, describe_once, takes_images
-from rollouts.runs.folder import RECORDING
+from rollouts.runs.folder import RECORDING, is_growing
 from rollouts.runs.images import ImageFolder
-from rollouts.runs.journal import Columns, Entry, Journal, Offset, read_entry, read_journal
+from rollouts.runs.journal import Columns, Entry, Journal, JournalReader, Offset, read_entry
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.training.types import GenerateFn, Sample
 from rollouts.trajectory import digest
@@ -283,7 +283,8 @@ class Recording:
         self._events: dict[int, list[_Event]] = {}
         begun: set[int] = set()
         restored: set[int] = set()
-        for entry in read_journal(self.path):
+        growing = (Path(run) / "run.json").is_file() and is_growing(run)
+        for entry in JournalReader(self.path, 0 if growing else None):
             index, what = entry.fields["index"], entry.fields["what"]
             if what == "begin":
                 begun.add(index)

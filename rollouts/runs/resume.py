@@ -1,7 +1,8 @@
 """Resuming a stopped or killed run: read its journal, and make its files agree with it.
 
 Invariant: the journal is authoritative; after :func:`reopen` the files contain every settled group exactly once, and
-nothing else. A partly written group is removed and written again. This module generates nothing.
+nothing else. A partly written group is removed and written again. A torn tail of the journal is cut and recorded; no
+batch that ``run.json`` counts is lost with it. This module generates nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import is_sound
-from rollouts.runs.folder import JOURNAL, METRICS, batch_name, read_info, run_files
-from rollouts.runs.journal import Journal
+from rollouts.runs.folder import JOURNAL, METRICS, batch_name, batches_written, read_info, run_files
+from rollouts.runs.journal import Journal, TornTail
 from rollouts.runs.run_journal import RunHistory, RunJournal
 from rollouts.runs.settings import Change, changes, recorded_settings
 from rollouts.runs.writer import RunWriter, now
@@ -49,6 +50,8 @@ class Reopened:
     """The settings that were allowed to differ."""
     unrecorded: tuple[str, ...] = ()
     """The settings that the run does not have, so that they were not compared."""
+    torn: TornTail | None = None
+    """The end of the journal that was cut."""
 
 
 def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> RunJournal:
@@ -92,7 +95,7 @@ def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer, *, al
 def _reopened(
     path: Path, info: Mapping[str, Any], description: Mapping[str, Any], buffer: DataBuffer, allow_changes: bool
 ) -> Reopened:
-    journal = Journal(path / JOURNAL)
+    journal = Journal(path / JOURNAL, batches=batches_written(info))
     try:
         history = RunHistory.read(path / JOURNAL)
         identity, settings = _identity(description, buffer), _settings(description)
@@ -106,6 +109,7 @@ def _reopened(
         segment: dict[str, Any] = (
             {CHANGED: {change.name: [change.then, change.now] for change in changed}} if changed else {}
         )
+        segment |= {"torn": attrs.asdict(journal.torn)} if journal.torn is not None else {}
         run_journal.began({**identity, **settings, **segment, "resumed": max(1, len(history.runs))})
         journal.flush()
         writer = RunWriter.reopen(path)
@@ -115,7 +119,7 @@ def _reopened(
     except BaseException:
         journal.close()
         raise
-    return Reopened(writer, run_journal, state, history, tuple(restored), changed, unrecorded)
+    return Reopened(writer, run_journal, state, history, tuple(restored), changed, unrecorded, journal.torn)
 
 
 def _settings(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +198,7 @@ def _restore_batches(writer: RunWriter, history: RunHistory) -> Iterator[str]:
                 intact.add(number)
                 continue
             why[number] = fault
-        # A batch without a record belongs to a journal that lost its end: its groups are ready again.
+        # A batch without a record, which run.json does not count: its groups are ready again.
         path.rmdir() if path.is_dir() else path.unlink()
     for number, batch in enumerate(history.sealed):
         if number not in intact:
@@ -220,7 +224,7 @@ def _fault_of(path: Path, history: RunHistory, number: int) -> str | None:
             if not all(line.endswith(b"\n") and is_sound(line) is not False for line in lines):
                 return "damaged (a checksum does not fit)"
             heads = [(head.group_index, head.index) for head in map(_decode_head, lines)]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return f"damaged ({error})"
     expected = [
         (group, index)
@@ -274,7 +278,7 @@ def _runs_of_lines(file: Path) -> Iterator[tuple[int, int, int]]:
             try:
                 whole = line.endswith(b"\n") and is_sound(line) is not False
                 number = msgspec.json.decode(line, type=_Line).group_index if whole else None
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 number = None
             if number != group and group is not None:
                 yield group, count, end

@@ -24,7 +24,7 @@ from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.concurrency.task_groups import first_error
-from rollouts.errors import RolloutsError, shortened
+from rollouts.errors import JournalError, RolloutsError, shortened
 from rollouts.observability.run_logger import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
@@ -204,6 +204,9 @@ async def _run(
         status: RunStatus = "finished" if finished else "failed" if error else "stopped"
         accounting, unbatched = _settled(manager.accounting, writer.batches * recipe.config.batch_size)
         with anyio.CancelScope(shield=True):
+            if run_journal is not None:  # the journal of a run that ended is on disk: damage in it is not a torn tail
+                with contextlib.suppress(JournalError):
+                    await run_journal.journal.sync()
             finish = functools.partial(writer.finish, status, accounting, error=described(error) if error else None)
             try:
                 await anyio.to_thread.run_sync(finish)

@@ -23,7 +23,7 @@ from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.dtypes import Prompt
 from rollouts.errors import JournalError
 from rollouts.runs.images import ImageFolder
-from rollouts.runs.journal import Entry, Journal, Offset, read_entry, read_journal
+from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
 from rollouts.runs.plain_data import to_msgpack
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
@@ -81,6 +81,8 @@ class RunHistory:
     """Outcome, reason and rollouts of each settled group."""
     sealed: list[SealedBatch] = attrs.field(factory=list)
     totals: RunMetrics = attrs.field(factory=RunMetrics)
+    torn: TornTail | None = None
+    """The end of the journal that was not read."""
 
     @property
     def images(self) -> ImageFolder:
@@ -88,15 +90,20 @@ class RunHistory:
         return ImageFolder(self.path.parent)
 
     @classmethod
-    def read(cls, path: Path) -> RunHistory:
+    def read(cls, path: Path, batches: int | None = None) -> RunHistory:
         """Read a whole journal.
+
+        Args:
+            path: the journal's folder.
+            batches: as for :class:`JournalReader`.
 
         Raises:
             JournalError: the journal is damaged.
         """
-        history = cls(path)
-        for entry in read_journal(path):
+        history, reader = cls(path), JournalReader(path, batches)
+        for entry in reader:
             history._add(entry)
+        history.torn = reader.torn
         return history
 
     @property

@@ -8,11 +8,13 @@ imports neither the manager nor the agent loop.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,11 @@ from rollouts.runs.folder import (
     Row,
     StoredOutcome,
     batch_name,
+    batches_written,
     read_file,
     read_info,
     run_files,
+    whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.plain_data import to_json, to_plain
@@ -136,7 +140,7 @@ class _Verification:
         self._check_bits()
         self.history = self._read_journal()
         rewards: dict[StoredOutcome, list[list[float]]] = {}
-        for outcome, file in run_files(run):
+        for outcome, file in run_files(run, growing=self.growing):
             for members in self._read(outcome, file):
                 scores = [entry.stored.reward for entry in members if entry.stored.reward is not None]
                 if len(scores) == len(members):
@@ -183,8 +187,11 @@ class _Verification:
         entries = self._entries(outcome, file, number)
         last = -1
         groups = 0
+        unfinished = self._unfinished(outcome, file)
         for group_index, members in itertools.groupby(entries, key=lambda entry: entry.stored.group_index):
             group = list(members)
+            if group_index == unfinished:
+                break
             groups += 1
             if outcome == "kept" and group_index < last:
                 self._broken(5, group[0].place, f"group {group_index} after group {last}", "groups in order")
@@ -194,6 +201,24 @@ class _Verification:
             yield group
         if outcome == "kept" and self.batch_size and groups != self.batch_size:
             self._broken(5, str(self.run / file), f"{groups} groups", f"{self.batch_size}, the batch size")
+
+    def _unfinished(self, outcome: StoredOutcome, file: str) -> int | None:
+        """The group before an unfinished append of a growing run; the append may be its own, so it is not checked."""
+        path = self.run / file
+        if not self.growing or outcome == "kept" or not path.is_file():
+            return None
+        end, size = whole_size(path), path.stat().st_size
+        if end >= size:
+            return None
+        self.report.notes.append(
+            f"{path} ends with {size - end} bytes of an unfinished append, and rollouts run --resume writes it again"
+        )
+        rows = read_file(self.run, outcome, file, growing=True)
+        last = None
+        with contextlib.suppress(ConfigError):
+            for row in rows:
+                last = row.data.get("group_index")
+        return last if isinstance(last, int) else None
 
     def _entries(self, outcome: StoredOutcome, file: str, batch: int | None) -> Iterator[_Entry]:
         try:
@@ -331,7 +356,7 @@ class _Verification:
             self.report.notes.append("the run has no journal: it cannot be resumed, and its files are not compared")
             return None
         try:
-            return RunHistory.read(path)
+            return RunHistory.read(path, batches_written(self.info) if self.growing else None)
         except JournalError as error:
             self._broken(4, str(path), error, "records as they were written")
             return None
@@ -366,15 +391,28 @@ class _Verification:
         """Check law 4: the files contain the settled groups of the journal, and no others."""
         path = self.run / JOURNAL
         self.report.checked[4]["settled groups in the journal"] = len(history.settled)
+        ahead = []
         for number, stored in self.outcomes.items():
             settled = history.settled.get(number)
             outcome = "kept" if stored == "unbatched" else stored
             if settled is None or settled[0] != outcome:
+                if self.growing and stored != "kept":
+                    ahead.append(number)
+                    continue
                 got = f"group {number} is {settled[0] if settled else 'not settled'}"
                 self._broken(4, str(path), got, f"{outcome}, as in {self.groups[number]}")
+        if ahead:
+            self.report.notes.append(
+                f"groups {ahead[:10]} are in a file and not in the journal, whose end was lost with the machine: "
+                "rollouts run --resume plays them again"
+            )
         missing = [number for number in history.settled if number not in self.outcomes]
         if missing and not self.growing:
             self._broken(4, str(path), f"groups {missing[:10]} are settled", "each in one of the run's files")
+        if history.torn is not None:
+            self.report.notes.append(
+                f"the end of the journal is torn, and rollouts run --resume cuts it: {history.torn}"
+            )
         if self.growing:
             finished = sum(number // max(1, self.group_size) not in history.settled for number in history.rollouts)
             self.report.notes.append(
@@ -443,10 +481,18 @@ def _decoded(text: bytes) -> Any:
 
 
 def _spread(groups: Sequence[Sequence[float]]) -> Spread:
-    deviations = [statistics.pstdev(rewards) for rewards in groups]
+    deviations = [_or_infinite(statistics.pstdev, rewards) for rewards in groups]
     return Spread(
         groups=len(groups),
         with_spread=sum(deviation > 1e-6 for deviation in deviations),
-        mean_reward=statistics.fmean(reward for rewards in groups for reward in rewards),
-        mean_std=statistics.fmean(deviations),
+        mean_reward=_or_infinite(statistics.fmean, [reward for rewards in groups for reward in rewards]),
+        mean_std=_or_infinite(statistics.fmean, deviations),
     )
+
+
+def _or_infinite(statistic: Callable[[Sequence[float]], float], numbers: Sequence[float]) -> float:
+    """A statistic of numbers; infinite if its sum does not fit a float."""
+    try:
+        return statistic(numbers)
+    except OverflowError:
+        return math.inf

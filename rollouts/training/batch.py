@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.training.rows import check_fields
+from rollouts.training.rows import check_fields, reward_of_branches
 from rollouts.training.types import Sample, rollout_keys
 
 if TYPE_CHECKING:
@@ -164,11 +164,12 @@ def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
     """Compute GRPO advantages, float32 ``(B,)``: reward minus the group's mean, over its standard deviation + 1e-6.
 
     The standard deviation is unbiased, as in slime. Samples with the same ``group_index`` form a group, in any order.
-    Mean and deviation are taken over rollouts: a rollout that forks counts once, with the mean reward of its branches.
+    Mean and deviation are taken over rollouts: a rollout that forks counts once, with the reward of its branches.
     A group without spread has advantage 0.
 
     Raises:
-        ConfigError: a sample without a reward or a group index; the message names it.
+        ConfigError: a sample without a reward or a group index, or samples of one rollout with unlike rewards, which
+            the deviation of the rollouts does not describe; the message names the sample.
     """
     for number, sample in enumerate(samples):
         _check_scored(sample, f"samples[{number}]")
@@ -178,9 +179,9 @@ def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
     advantages = np.zeros(len(samples))
     for rows in groups.values():
         branches = _members([rollouts[row] for row in rows])
-        means = np.array([rewards[[rows[place] for place in places]].mean() for places in branches.values()])
-        if len(set(means.tolist())) > 1:  # the deviation of equal numbers may be a rounding error instead of 0
-            advantages[rows] = (rewards[rows] - means.mean()) / (means.std(ddof=1) + STD_EPSILON)
+        each = np.array([reward_of_branches([samples[rows[at]] for at in places]) for places in branches.values()])
+        if len(set(each.tolist())) > 1:  # the deviation of equal numbers may be a rounding error instead of 0
+            advantages[rows] = (rewards[rows] - each.mean()) / (each.std(ddof=1) + STD_EPSILON)
     return advantages.astype(np.float32)
 
 

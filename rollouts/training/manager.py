@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
 from typing import Any, Self
 
@@ -104,6 +104,7 @@ class AsyncRolloutManager:
         self.staleness = Staleness()
         self._streaming = False
         self._started: dict[int, int] = {}
+        self._scopes: dict[int, anyio.CancelScope] = {}
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
@@ -157,6 +158,15 @@ class AsyncRolloutManager:
             self.data_buffer.settle(group.prompt)
         self.run_metrics.reasons["stale"] += len(stale)
         return stale
+
+    async def put_back(self, group_indices: Set[int]) -> None:
+        """Cancel groups in flight; their prompts go back to the buffer, and their finished rollouts are kept."""
+        for index in self._scopes.keys() & group_indices:
+            self._scopes[index].cancel()
+        while self._scopes.keys() & group_indices:
+            if self._settled.is_set():
+                self._settled = anyio.Event()
+            await self._settled.wait()
 
     def finished_rollouts(self, group_index: int) -> dict[int, list[Sample]]:
         """Return the finished rollouts of a group that went back to the buffer, by number in the group."""
@@ -380,6 +390,15 @@ class AsyncRolloutManager:
             self._tasks.start_soon(self._run_group, prompt)
 
     async def _run_group(self, prompt: Prompt) -> None:
+        """Run one group until it ends, or until :meth:`put_back` cancels it."""
+        self._scopes[_group_index(prompt)] = scope = anyio.CancelScope()
+        try:
+            with scope:
+                await self._run_and_account(prompt)
+        finally:
+            del self._scopes[_group_index(prompt)]
+
+    async def _run_and_account(self, prompt: Prompt) -> None:
         """Run one group and account for it, also on errors and cancellation."""
         finished = self._finished_rollouts.setdefault(_group_index(prompt), {})
         settled = False

@@ -27,9 +27,11 @@ __all__ = [
     "by_rollout",
     "check_fields",
     "check_one_branch",
+    "check_temperature",
     "image_column",
     "int_version",
     "reward_of",
+    "reward_of_branches",
     "row_columns",
     "row_images",
     "segments",
@@ -263,6 +265,43 @@ def reward_of(sample: Sample) -> float:
     if reward is None:
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     return reward
+
+
+def reward_of_branches(branches: Sequence[Sample]) -> float:
+    """The reward that all samples of a rollout have, for a trainer that takes one for a rollout.
+
+    Raises:
+        ConfigError: a sample has none, or one that is not finite; or the rewards differ.
+    """
+    rewards = [reward_of(branch) for branch in branches]
+    if len(set(rewards)) > 1:
+        expected = "one reward: samples of one rollout with unlike rewards have no reward in common"
+        raise ConfigError.of(f"{branches[0]!r}: rewards of its rollout", rewards, expected)
+    return rewards[0]
+
+
+def check_temperature(sample: Sample, trainer: str, temperature: float | None) -> None:
+    """Check that a sample was sampled at the temperature by which a trainer divides its logits.
+
+    The stored logprobs are of the distribution at the sampler's temperature. At another one, the trainer's logprobs of
+    the same tokens, and its gradient, are of another distribution. A completion whose record has no temperature is not
+    compared.
+
+    Args:
+        sample: any sample.
+        trainer: its name, for the message.
+        temperature: that of the trainer; ``None`` if it is not known: then 1, the default of every trainer.
+
+    Raises:
+        ConfigError: a completion was sampled at another temperature.
+    """
+    theirs = 1.0 if temperature is None else temperature
+    for number, one in enumerate(sample.completions):
+        if one.temperature is not None and one.temperature != theirs:
+            expected = f"{theirs:g}, by which {trainer} divides logits"
+            if temperature is None:
+                expected += " by default; temperature= (--temperature of rollouts export) names another"
+            raise ConfigError.of(f"{sample!r}.completions[{number}].temperature", one.temperature, expected)
 
 
 def check_fields(sample: Sample, trainer: str, *lacking: str) -> None:

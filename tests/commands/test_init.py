@@ -385,7 +385,7 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_help_loads_no_verb_and_no_library() -> None:
     """``rollouts --help`` starts in a fraction of the time of a verb."""
     loaded = loaded_by("--help")
-    small = {"rollouts.commands", "rollouts.errors", "rollouts.base.terminal"}
+    small = {"rollouts.commands", "rollouts.errors", "rollouts.base", "rollouts.base.terminal"}
     small |= {"rollouts.concurrency", "rollouts.concurrency.interrupts"}
     assert {name for name in loaded if name.startswith("rollouts.")} == small
     assert loaded & {"aiohttp", "anyio", "msgspec", "numpy", "rich", "transformers"} == set()
@@ -469,6 +469,7 @@ OPTIONS = {
     "--text": "the text of a prompt",
     "--threshold": "lowest reward that passes",
     "--to": "the output format of an export",
+    "--temperature": "temperature of a trainer",
     "--tokenizer": "a tokenizer",
     "--tolerance": "largest difference of a logprob",
     "--trace": "spans",

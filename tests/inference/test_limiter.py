@@ -174,7 +174,7 @@ async def test_sessions_leave_a_slow_server() -> None:
         async with SGLangPolicy(Endpoint(base_url=[slow.url, fast.url])) as policy:
             async with anyio.create_task_group() as tasks:
                 for number in range(20):
-                    tasks.start_soon(policy.complete, packed_tokens([number]), ONE)
+                    tasks.start_soon(policy.complete, CompletionRequest(packed_tokens([number]), ONE))
                 while slow.most_live < 10 or policy.totals.completions < 10:
                     await anyio.lowlevel.checkpoint()
                 session = next(f"s{n}" for n in range(99) if policy.servers.workers.worker_for(f"s{n}").url == fast.url)

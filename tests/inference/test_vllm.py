@@ -276,7 +276,7 @@ async def test_a_cancelled_call_stops_its_generation(server: VLLMServer) -> None
     """Nothing runs afterwards."""
     async with policy_at(server.url) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, PROMPT, FULL)
+            tasks.start_soon(policy.complete, CompletionRequest(PROMPT, FULL))
             await begun(server, 20)
             tasks.cancel_scope.cancel()
         assert policy.totals.aborts == 1
@@ -288,7 +288,7 @@ async def test_abort_all_ends_the_requests_of_others(server: VLLMServer) -> None
     """Until the server is idle by its metrics; without the development mode it says what is missing."""
     async with policy_at(server.url) as policy, policy_at(server.url) as other:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(other.complete, PROMPT, FULL)
+            tasks.start_soon(other.complete, CompletionRequest(PROMPT, FULL))
             await begun(server, 20)
             await policy.abort_all(5.0)
     async with vllm_server(dev=False) as plain, policy_at(plain.url) as policy:
@@ -322,7 +322,7 @@ async def test_a_pause_by_another_client_is_waited_for(rejects: bool) -> None:
         await other.servers.transport.post(f"{server.url}/pause?mode=abort", b"{}", {})
         assert await policy.servers.protocol.is_ready(server.url) is False
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, PROMPT, SHORT)
+            tasks.start_soon(policy.complete, CompletionRequest(PROMPT, SHORT))
             while len(server.bodies) < 2:  # noqa: ASYNC110 - the request arrives
                 await anyio.sleep(0.005)
             await other.servers.transport.post(f"{server.url}/resume", b"{}", {})

@@ -34,7 +34,7 @@ def trl_rollout_func(sample: Sample) -> Any:
     async def generate(prompts: Any) -> list[Sample]:
         return []
 
-    return RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])._row(sample)
+    return RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])._row(sample, 1.0)
 
 
 def tinker(sample: Sample) -> Any:

@@ -27,7 +27,7 @@ from tests.trainer_samples import columns, completion, scored_groups, tiny_model
 
 def test_all_streams_are_as_long_as_the_row() -> None:
     """Tokens, mask, logprobs, the temperature of each completion, and the advantage on sampled tokens."""
-    for sample in scored_groups(2, 3):
+    for sample in scored_groups(2, 3, temperature=0.7):
         tokens, mask, logprobs = columns(sample)
         row = training_columns(sample, 0.5, env_name="sums")
         assert (row["token_ids"], row["mask"], row["logprobs"]) == (tokens, mask, logprobs)
@@ -195,7 +195,7 @@ async def test_their_receiver_reads_our_rows_back(
     pytest.importorskip("prime_rl.trainer.batch")
     files = MicroBatchFiles(tmp_path, ranks=ranks, seq_len=128, env_name="sums", pad_to_multiple_of=8)
     for step in range(2):
-        samples = scored_groups(3 + step, forks=forks)
+        samples = scored_groups(3 + step, forks=forks, temperature=0.7)
         assert files.step == step
         await files.send(samples)
         expected = sorted(

@@ -10,10 +10,30 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.integrations.trl import RolloutFunc
 from rollouts.training import Prompt, RolloutConfig, Sample
+from tests.trainer_samples import scored_groups
 
 
 async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
     return [Sample() for _ in prompts]
+
+
+def trainer_at(temperature: float) -> SimpleNamespace:
+    """What is read of a ``GRPOTrainer``."""
+    return SimpleNamespace(state=SimpleNamespace(global_step=0), args=SimpleNamespace(temperature=temperature))
+
+
+def test_the_temperature_is_that_of_the_trainer() -> None:
+    """TRL divides logits by that of its ``GRPOConfig``; the sampler's is in the record of each completion."""
+
+    async def sampled(prompts: Sequence[Prompt]) -> list[Sample]:
+        (sample,) = scored_groups(1, 1, temperature=0.7)
+        sample.index = sample.rollout_id = prompts[0].index
+        return [sample]
+
+    with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=sampled), [Prompt("Hi")]) as rollout_func:
+        with pytest.raises(ConfigError, match=r"temperature: got 0\.7; expected 1, by which TRL divides logits"):
+            rollout_func(["Hi"], trainer_at(1.0))
+        assert rollout_func(["Hi"], trainer_at(0.7))["env_mask"]
 
 
 def test_variables_of_the_template_belong_to_the_generate_function() -> None:
@@ -34,7 +54,7 @@ def test_each_rollout_has_an_index_of_its_own() -> None:
         played.extend(prompt.index for prompt in prompts)
         return [Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0, -1], reward=1.0) for _ in prompts]
 
-    trainer = SimpleNamespace(state=SimpleNamespace(global_step=0))
+    trainer = trainer_at(1.0)
     with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=noted), [Prompt("Hi")]) as rollout_func:
         for _ in range(2):
             rollout_func(["Hi", "Hi"], trainer)

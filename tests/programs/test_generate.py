@@ -616,7 +616,7 @@ async def test_an_exception_of_a_function_costs_the_rollout() -> None:
     assert sample.failure is not None
     assert (sample.status, sample.turns, sample.failure.kind) == (Status.FAILED, 1, "GenerateFailure")
     assert "agent agent raised KeyError: 'planted'" in sample.failure.message
-    assert "test_program_integration.py" in sample.failure.message
+    assert "test_generate.py" in sample.failure.message
 
 
 async def test_a_function_is_cancelled_at_a_limit() -> None:

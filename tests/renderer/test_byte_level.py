@@ -37,8 +37,9 @@ def test_real_tokenizers_have_a_table(name: str, tokenizer: Callable[..., Any]) 
     real = tokenizer(name)
     table = ByteTable.of(real)
     assert table is not None
+    size = len(real)  # reads the vocabulary with tokenizers 0.22
     for step in (1, 7, 101, 9973):
-        ids = [(step * number) % len(real) for number in range(5000)]
+        ids = [(step * number) % size for number in range(5000)]
         assert table.decode(ids) == decoded(real, ids)
         assert table.decode(np.array(ids, np.int32)) == decoded(real, ids)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,71 @@ def test_a_file_that_was_lengthened_and_never_filled_is_a_torn_tail(tmp_path: Pa
     segment = last_segment(tmp_path)
     segment.write_bytes(segment.read_bytes() + bytes(100))
     assert len(list(read_journal(tmp_path))) == 2
+
+
+def sealing(path: Path, **options: Any) -> list[Entry]:
+    """A journal with a seal after its third and its sixth record, and three records behind them."""
+    with Journal(path, **options) as journal:
+        for number in range(9):
+            journal.append("sample", {"number": number}, columns(3 + number))
+            if number in (2, 5):
+                journal.append("sealed", {"batch": number // 3})
+            journal.flush()
+    return list(read_journal(path))
+
+
+def test_a_tail_that_begins_with_its_segment_is_cut_whole(tmp_path: Path) -> None:
+    """The last segment is empty then, and the next record follows those of the segment before."""
+    entries = sealing(tmp_path, segment_bytes=400)
+    segment = last_segment(tmp_path)
+    inside = sum(entry.offset.segment == entries[-1].offset.segment for entry in entries)
+    assert "sealed" not in {entry.kind for entry in entries[-inside:]}
+    data = segment.read_bytes()
+    segment.write_bytes(bytes(30) + data[30:])
+    with Journal(tmp_path, batches=2) as journal:
+        assert journal.torn is not None
+        assert (journal.torn.file, journal.torn.offset, journal.torn.records) == (segment.name, 0, inside)
+        journal.append("group", {"number": "next"})
+    kept = [entry.fields for entry in entries[:-inside]]
+    assert [entry.fields for entry in read_journal(tmp_path)] == [*kept, {"number": "next"}]
+
+
+def test_damage_in_an_earlier_segment_is_no_torn_tail(tmp_path: Path) -> None:
+    """It was synced before the next segment had a name."""
+    entries = sealing(tmp_path, segment_bytes=400)
+    earlier = sorted(tmp_path.glob("segment-*"))[-2]
+    behind = next(entry for entry in entries if entry.offset.segment == entries[-1].offset.segment - 1)
+    data = bytearray(earlier.read_bytes())
+    data[behind.offset.offset + 30] ^= 1
+    earlier.write_bytes(data)
+    with pytest.raises(JournalError, match=f"{earlier.name}, offset {behind.offset.offset}: damaged"):
+        Journal(tmp_path, batches=0)
+
+
+def test_a_length_in_junk_hides_no_seal(tmp_path: Path) -> None:
+    """The header in the damaged bytes is sound and its length covers the rest of the file, but its payload is not."""
+    entries = sealing(tmp_path)
+    segment = last_segment(tmp_path)
+    data = segment.read_bytes()
+    start, stop = (entry.offset.offset for entry in entries[:2])
+    for length in (0, 40, len(data) - start - 40, 2**32 - 1):
+        signed = struct.pack("<2sBBIQI", b"rJ", 5, 1, length, 999, 0)
+        forged = bytes(8) + signed + struct.pack("<I", zlib.crc32(signed))
+        segment.write_bytes(data[:start] + forged + bytes(stop - start - len(forged)) + data[stop:])
+        with pytest.raises(JournalError, match=f"offset {start}: damaged"):
+            Journal(tmp_path, batches=1)
+
+
+def test_a_record_of_a_later_version_is_not_cut(tmp_path: Path) -> None:
+    """Its checksum fits, so that it is no damage."""
+    sealing(tmp_path)
+    segment = last_segment(tmp_path)
+    signed = struct.pack("<2sBBIQI", b"rJ", 5, 2, 0, 12, 0)
+    data = segment.read_bytes() + signed + struct.pack("<I", zlib.crc32(signed))
+    segment.write_bytes(data)
+    with pytest.raises(JournalError, match="a record of version 2"):
+        Journal(tmp_path, batches=2)
+    assert segment.read_bytes() == data
 
 
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:

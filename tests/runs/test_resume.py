@@ -14,6 +14,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import attrs
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from rollouts.errors import ConfigError, JournalError
 from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
+from rollouts.runs.checksums import CHECKSUM, sealed
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.reader import load_run
@@ -122,6 +124,13 @@ def stored(path: Path) -> dict[int, list[tuple[int, Any, str]]]:
     return found
 
 
+def count_batches(run: Path, batches: int) -> None:
+    """Change the number of batches in ``run.json``."""
+    info = msgspec.json.decode((run / "run.json").read_bytes())
+    del info[CHECKSUM]
+    (run / "run.json").write_bytes(sealed(msgspec.json.encode({**info, "batches": batches})))
+
+
 class Photographed(Journal):
     """Copies the run's folder before and after each write, and half way through it."""
 
@@ -200,6 +209,7 @@ async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(
         path = tmp_path / "cut"
         shutil.copytree(tmp_path / "whole", path)
         (path / "journal" / segment.name).write_bytes(data[:size])
+        count_batches(path, len(RunHistory.read(path / "journal").sealed))
         if number % 300:
             opened = reopen(path, description, buffer())
             opened.run_journal.journal.close()

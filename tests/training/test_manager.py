@@ -301,3 +301,19 @@ async def test_a_saved_state_does_not_change_with_the_manager() -> None:
         await manager.generate_batch()
         manager.run_metrics.count("kept", "", [3, 4], [0.0, 1.0])
         assert state["totals"]["lengths"] == lengths
+
+
+async def test_groups_that_are_put_back_stop() -> None:
+    """Their prompts are in the buffer again, and the other groups continue."""
+    policy = Policy()
+    policy.delayed = {2: anyio.Event(), 3: anyio.Event()}
+    async with manager_of(policy, ahead=2) as manager:
+        await manager.generate_batch()
+        assert manager.accounting.in_flight == 2
+        await manager.put_back({2, 99})
+        assert (manager.accounting.in_flight, manager.accounting.returned) == (1, 1)
+        assert [prompt.group_index for prompt in manager.data_buffer.get_prompts(1)] == [2]
+        policy.delayed.pop(3).set()
+        samples = await manager.generate_batch()
+        assert {sample.group_index for sample in samples} > {3}
+        manager.accounting.check()

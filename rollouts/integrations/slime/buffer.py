@@ -62,9 +62,13 @@ class TrainerBuffer(DataBuffer):
         self._next = 0
         self._waiting: list[int] = []
         self._again: list[list[Any]] = []
+        self.held: list[list[Any]] = []
+        """Groups of an earlier call that a buffer filter has not chosen yet, with their finished rollouts."""
+        self.chosen: list[list[Any]] = []
+        """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        back = len(self._waiting) + len(self._again)
+        back = len(self._waiting) + len(self._again) + len(self.chosen) + len(self.held)
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:
@@ -109,9 +113,14 @@ class TrainerBuffer(DataBuffer):
     def drain(self) -> list[tuple[int | None, list[Any]]]:
         """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
         waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
-        again = [(None, group) for group in self._again]
-        self._waiting, self._again = [], []
+        again = [(None, group) for group in (*self._again, *self.chosen, *self.held)]
+        self._waiting, self._again, self.chosen, self.held = [], [], [], []
         return [*waiting, *again]
+
+    def withdraw(self, group_index: int) -> None:
+        """Forget a group that a buffer filter took out of the rollouts."""
+        self.taken.pop(group_index)
+        self._waiting = [index for index in self._waiting if index != group_index]
 
     def _take(self) -> Prompt:
         if self._waiting:
@@ -119,7 +128,7 @@ class TrainerBuffer(DataBuffer):
             self.taken[index].begun = self.rollout_id
         else:
             index, self._next = self._next, self._next + 1
-            again = bool(self._again)
+            again = bool(self._again) and not self.chosen
             self.taken[index] = Taken(self._again.pop(0) if again else self._new_group(), begun=self.rollout_id)
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
@@ -130,6 +139,8 @@ class TrainerBuffer(DataBuffer):
         return Prompt(shown_prompt(first), label=first.label, metadata=_metadata_of(first), group_index=index)
 
     def _new_group(self) -> list[Any]:
+        if self.chosen:
+            return self.chosen.pop(0)
         groups = self.source.get_samples(1)
         if not groups:
             raise DataExhausted(f"{type(self.source).__name__} has no more groups")

@@ -2,7 +2,8 @@
 
 Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
 groups in the buffer, and groups in flight. slime's own data source saves its cursor only. Our rollout function alone
-reports which groups are in flight: with another one, the buffer is all that is saved.
+reports which groups are in flight: with another one, the buffer is all that is saved. A sample of the data set with a
+value that cannot be loaded safely is refused when it is taken, so a checkpoint never fails by a value.
 
 It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import logging
 import os
 import pickle
 import re
@@ -21,13 +23,32 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import filters
+from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.images import restored, stored
 from rollouts.integrations.slime.records import family, records
+from rollouts.integrations.slime.saved_values import SAFE, check_plain, only_plain
 from rollouts.integrations.slime.settings import load_function
 
 __all__ = ["CheckpointedDataSource"]
 
+_LOG = logging.getLogger(__name__)
 _PLAIN = "tensors, arrays and plain data only"
+_NAMED = 5
+"""Values that a warning names."""
+_GIVEN = {
+    "group_index",
+    "index",
+    "rollout_id",
+    "prompt",
+    "multimodal_inputs",
+    "apply_chat_template_kwargs",
+    "label",
+    "metadata",
+    "generate_function_path",
+    "custom_rm_path",
+    "train_metadata",
+}
+"""The fields of a sample that is played again, since a column of its rollout is not plain data."""
 
 
 class CheckpointedDataSource:
@@ -57,10 +78,17 @@ class CheckpointedDataSource:
         return getattr(self.inner, name)
 
     def get_samples(self, num_samples: int) -> list[list[Any]]:
-        """Take groups from the buffer first, then from the data set."""
+        """Take groups from the buffer first, then from the data set.
+
+        Raises:
+            ConfigError: a sample of the data set has a value that no checkpoint can have.
+        """
         groups = self.buffer_filter(self.args, None, self.buffer, num_samples) if self.buffer else []
         if len(groups) < num_samples:
-            groups = [*groups, *self.inner.get_samples(num_samples - len(groups))]
+            new = self.inner.get_samples(num_samples - len(groups))
+            for sample in leaves(list(new)):
+                check_plain(sample)
+            groups = [*groups, *new]
         if self.in_progress is not None:
             self._out += groups
         return groups
@@ -84,7 +112,11 @@ class CheckpointedDataSource:
         self._out = [group for group in self._out if _key(group) not in ended]
 
     def save(self, rollout_id: int) -> None:
-        """Save the cursor of the data set, and every group that is in no batch yet."""
+        """Save the cursor of the data set, and every group that is in no batch yet.
+
+        What a function has set on a sample and is not plain data is left out, with a warning; a rollout with such a
+        value in a column is saved without its response, and is played again.
+        """
         import torch
 
         self.inner.save(rollout_id)
@@ -94,7 +126,21 @@ class CheckpointedDataSource:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         written = io.BytesIO()
         images: dict[str, bytes] = {}
-        torch.save({"groups": [[stored(sample.to_dict(), images) for sample in group] for group in groups]}, written)
+        left_out: list[str] = []
+        columns = records().sample.__dataclass_fields__.keys() - _GIVEN
+
+        def plain(sample: Any) -> dict[str, Any]:
+            data, lost = only_plain(stored(sample.to_dict(), images))
+            left_out.extend(f"slime sample {sample.index}.{place}" for place in lost)
+            if columns & {re.split(r"[\[ ]", place, maxsplit=1)[0] for place in lost}:
+                data = {name: data[name] for name in _GIVEN if name in data} | {"status": "pending"}
+            return data
+
+        torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, written)
+        if left_out:
+            named = ", ".join(left_out[:_NAMED])
+            more = len(left_out) - _NAMED
+            _LOG.warning("%s: left out, since it is not plain data: %s%s", path, named, f", {more} more" * (more > 0))
         written.seek(0)
         try:
             _read(written)  # what could not be loaded is found now
@@ -131,7 +177,7 @@ def _read(file: Any) -> Any:
         np.float32(0).__reduce__()[0],
         codecs.encode,
     ]
-    with torch.serialization.safe_globals([*arrays, *dtypes]):
+    with torch.serialization.safe_globals([*arrays, *dtypes, *SAFE]):
         return torch.load(file, weights_only=True)
 
 

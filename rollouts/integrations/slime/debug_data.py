@@ -15,12 +15,15 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
 from rollouts.runs.folder import check_output, read_rows, run_files
+from rollouts.training.rows import check_temperature
 from rollouts.training.types import Sample
 
 __all__ = ["export_run", "write_debug_data"]
 
 
-def export_run(run: str | Path, out: str | Path, *, overwrite: bool = False) -> list[Path]:
+def export_run(
+    run: str | Path, out: str | Path, *, overwrite: bool = False, temperature: float | None = None
+) -> list[Path]:
     """Write the batches of a run.
 
     Args:
@@ -28,13 +31,14 @@ def export_run(run: str | Path, out: str | Path, *, overwrite: bool = False) -> 
         out: the file. With ``{rollout_id}`` in it, one file per batch, and one batch at a time in memory; else one file
             with all batches, all in memory.
         overwrite: replace existing files.
+        temperature: slime's ``--rollout-temperature``, by which its trainer divides logits.
 
     Returns:
         The paths of the files.
 
     Raises:
-        ConfigError: the run is missing or has no batch, a sample cannot be trained on, ``out`` exists or is among the
-            files of a run, or torch is not installed.
+        ConfigError: the run is missing or has no batch, a sample cannot be trained on, or was sampled at another
+            temperature, ``out`` exists or is among the files of a run, or torch is not installed.
     """
     template = str(out)
     batch_count = sum(outcome == "kept" for outcome, _ in run_files(run))
@@ -46,23 +50,29 @@ def export_run(run: str | Path, out: str | Path, *, overwrite: bool = False) -> 
     )
     if "{rollout_id}" in template:  # one batch at a time
         paths = [
-            write_debug_data(samples, Path(template.format(rollout_id=number)), rollout_id=number)
+            write_debug_data(
+                samples, Path(template.format(rollout_id=number)), rollout_id=number, temperature=temperature
+            )
             for number, samples in batches
         ]
     else:
         whole = [sample for _, samples in batches for sample in samples]
-        paths = [write_debug_data(whole, Path(template))] if whole else []
+        paths = [write_debug_data(whole, Path(template), temperature=temperature)] if whole else []
     if not paths:
         raise ConfigError.of("run", str(run), "a run with at least one batch")
     return paths
 
 
-def write_debug_data(samples: Sequence[Sample], path: Path, *, rollout_id: int = 0) -> Path:
+def write_debug_data(
+    samples: Sequence[Sample], path: Path, *, rollout_id: int = 0, temperature: float | None = None
+) -> Path:
     """Write one file atomically.
 
     Raises:
-        ConfigError: a sample cannot be trained on, or torch is not installed.
+        ConfigError: a sample cannot be trained on, or was sampled at another temperature, or torch is not installed.
     """
+    for sample in samples:
+        check_temperature(sample, "slime", temperature)
     try:
         import torch
     except ImportError:

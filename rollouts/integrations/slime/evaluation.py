@@ -23,7 +23,7 @@ from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
-from rollouts.integrations.slime.images import shown_prompt
+from rollouts.integrations.slime.images import shown_prompt, shows_images
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import family
 from rollouts.integrations.slime.settings import NO_GROUP_RM, EvalSet, Settings
@@ -59,7 +59,7 @@ async def evaluate(
     async def play(entry: EvalSet) -> None:
         played = pipeline.for_evaluation(entry, rollout_id)
         with at(f"evaluation {entry.name}"):
-            if entry.multimodal_keys:
+            if await anyio.to_thread.run_sync(_are_slimes, entry, settings):
                 played.rows = await anyio.to_thread.run_sync(load_image_rows, entry, settings)
                 prompts = [_prompt_of(row, entry) for row in played.rows]
             else:
@@ -139,6 +139,33 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
     return prompts
 
 
+def _are_slimes(entry: EvalSet, settings: Settings) -> bool:
+    """Whether slime's own class loads the rows: prompts of messages, with a model that has a processor.
+
+    Rows of text stay with :func:`load_eval_prompts`, since slime's class refuses them for a model with a processor.
+
+    Raises:
+        ConfigError: rows have images inside their messages, and slime is not installed to load them.
+    """
+    if entry.multimodal_keys:
+        return True
+    prompts = [row.get(entry.input_key) for row in _rows(entry.path)]
+    if not entry.apply_chat_template and not any(isinstance(prompt, list) for prompt in prompts):
+        return False
+    try:
+        return _processor(family().package, settings.endpoint.model) is not None
+    except ImportError as error:
+        if not any(map(shows_images, prompts)):
+            return False
+        expected = f"no images inside messages without {family().package}, whose data set loads them ({error})"
+        raise ConfigError.of(f"eval data set {entry.name}", entry.path, expected) from None
+
+
+@functools.lru_cache(maxsize=2)
+def _processor(package: str, model: str) -> Any:
+    return importlib.import_module(f"{package}.utils.processing_utils").load_processor(model, trust_remote_code=True)
+
+
 def load_image_rows(entry: EvalSet, settings: Settings) -> list[Any]:
     """Load a data set with images as slime's own class does; with a recipe, its prompts are messages.
 
@@ -147,11 +174,11 @@ def load_image_rows(entry: EvalSet, settings: Settings) -> list[Any]:
     """
     package = family().package
     try:
-        data, processing = (importlib.import_module(f"{package}.utils.{name}") for name in ("data", "processing_utils"))
+        data = importlib.import_module(f"{package}.utils.data")
+        processor = _processor(package, settings.endpoint.model)
     except ImportError as error:
         expected = f"none without {package}, whose data set reads images ({error})"
         raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected) from None
-    processor = processing.load_processor(settings.endpoint.model, trust_remote_code=True)
     if processor is None:
         expected = f"a model with a processor; {settings.endpoint.model} has none"
         raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected)

@@ -13,7 +13,7 @@ from rollouts.dtypes import Image
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.integrations.slime.records import family
 
-__all__ = ["check_media", "check_prompt_ids", "has_images", "restored", "shown_prompt", "stored"]
+__all__ = ["check_media", "check_prompt_ids", "has_images", "restored", "shown_prompt", "shows_images", "stored"]
 
 
 def has_images(record: Any) -> bool:
@@ -78,6 +78,11 @@ def shown_prompt(record: Any) -> Any:
         return {"type": "image", "image": left.pop(0)} if _is_image(part) else part
 
     return [{**chat, "content": [shown(part) for part in _parts(chat)] or chat["content"]} for chat in record.prompt]
+
+
+def shows_images(prompt: Any) -> bool:
+    """Whether a prompt has images inside its messages."""
+    return isinstance(prompt, list) and any(_is_image(part) for chat in prompt for part in _parts(chat))
 
 
 def _parts(chat: Any) -> list[Any]:

@@ -7,7 +7,7 @@ size, in order, the results equal slime's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,8 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
         The raw rewards and the normalised ones: two lists as long as ``samples``.
 
     Raises:
-        ConfigError: only some samples have a ``group_index``.
+        ConfigError: only some samples have a ``group_index``; or rewards are divided by the deviation, and samples of
+            one rollout have unlike rewards, which the deviation of the rollouts does not describe.
     """
     raw = [float(plain_reward(sample, args)) for sample in samples]
     estimator = getattr(args, "advantage_estimator", "grpo")
@@ -48,20 +49,38 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
         groups.setdefault(sample.group_index, []).append(position)
     rewards = [0.0] * len(raw)
     for positions in groups.values():
-        mean, spread = _statistics([(samples[position], raw[position]) for position in positions])
+        kept = _kept([(samples[position], raw[position]) for position in positions])
+        if scale:
+            _check_alike(kept)
+        mean, spread = _statistics(kept)
         for position in positions:
             centred = np.float32(raw[position]) - mean
             rewards[position] = float(centred / (spread + np.float32(_EPSILON)) if scale else centred)
     return raw, rewards
 
 
-def _statistics(group: Sequence[tuple[Any, float]]) -> tuple[np.float32, np.float32]:
-    """Mean and unbiased standard deviation over the rollouts of a group; the latter is 1 for a single rollout."""
+def _kept(group: Sequence[tuple[Any, float]]) -> dict[Any, list[float]]:
+    """The rewards of each rollout of a group, without those of removed samples."""
     rollouts: dict[Any, list[float]] = {}
     for number, (sample, reward) in enumerate(group):
         if not sample.remove_sample:
             key = ("alone", number) if sample.rollout_id is None else sample.rollout_id
             rollouts.setdefault(key, []).append(reward)
+    return rollouts
+
+
+def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
+    for key, rewards in rollouts.items():
+        if len(set(rewards)) > 1:
+            expected = (
+                "one reward, since rewards are divided by the deviation of the rollouts: samples of one rollout with"
+                " unlike rewards need --disable-grpo-std-normalization, or another reward post-processing"
+            )
+            raise ConfigError.of(f"rollout_id {key}: rewards", rewards, expected)
+
+
+def _statistics(rollouts: Mapping[Any, Sequence[float]]) -> tuple[np.float32, np.float32]:
+    """Mean and unbiased standard deviation over the rollouts of a group; the latter is 1 for a single rollout."""
     if not rollouts:
         return np.float32(0.0), np.float32(1.0)
     values = np.array([np.mean(rewards) for rewards in rollouts.values()], np.float32)

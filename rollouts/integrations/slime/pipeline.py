@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import anyio
 import anyio.to_thread
@@ -25,14 +25,14 @@ import msgspec
 
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
-from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, shortened
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.generate_wire import MissingField
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_ids import brings_ids, check_given_ids
+from rollouts.integrations.slime.given_ids import check_function, check_given, is_begun
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
@@ -50,6 +50,7 @@ from rollouts.programs.generate import generate_function_batch, generate_program
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe_files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
+from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
 __all__ = ["Pipeline", "find_recipe"]
@@ -130,6 +131,9 @@ class Pipeline:
             raise ConfigError.of(
                 "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
             )
+        if self.recipe is not None and settings.custom_generate is not None:
+            expected = "none with a recipe, which plays every prompt"
+            raise ConfigError.of("args.custom_generate_function_path", settings.custom_generate, expected)
         for data in settings.eval_sets:
             self._check_text(data)
 
@@ -203,7 +207,7 @@ class Pipeline:
             reward = SlimeReward(self.args, settings.custom_rm, key, self.record_of, any_reward=is_processed)
             options |= {"reward_fn": reward, "group_rm": settings.group_rm}
         if settings.filter_path is not None:
-            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.finished)
+            options["filter_fn"] = SlimeFilter.of(settings, self.args, self.unfiltered, self.read_reward)
         elif not settings.recipe_filter:
             options["filter_fn"] = None
         return attrs.evolve(base, **options) if base is not None else RolloutConfig(**options)
@@ -247,10 +251,12 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
-        if self._custom(data) is None and (taken is not None or self.rows):
-            given = self._template(prompt, data)
+        given = self._template(prompt, data) if taken is not None or self.rows else None
+        if given is not None and self._custom(data, given) is None:
             check_media(given, recipe=self.recipe is not None)
-            check_given_ids(given, recipe=self.recipe is not None)
+            check_given(given, recipe=self.recipe is not None)
+            if self.recipe is not None:
+                check_function(given)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -265,6 +271,8 @@ class Pipeline:
             try:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
+                    if data is None:
+                        check_temperature(sample, "slime", self.settings.params["temperature"])
                 if self.settings.sample_hooks:
                     samples[branch] = await self._hooked(sample, prompt, branch, data)
                 if self.teacher is not None and data is None:
@@ -305,7 +313,7 @@ class Pipeline:
                 evaluation=data is not None,
                 checked=sample.status not in _LOST,  # by generate
             )
-            record.reward = None
+            record.reward = self._given_reward(taken, number) if data is None else None
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
                 if self.rows:
@@ -321,8 +329,10 @@ class Pipeline:
         return record
 
     def finished(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
-        """slime's sample of ours, with the reward."""
+        """slime's sample of ours, with the reward; one that a filter of slime has had stays as the filter left it."""
         record = self.record_of(sample, taken, data=data)
+        if sample.trainer_record.owns_reward:
+            return record
         if data is None and self.settings.reward_is_processed and record.reward is not None:
             return record
         key = self.settings.reward_key
@@ -330,6 +340,47 @@ class Pipeline:
             record.reward = {key: sample.reward}
         elif reward_number(record.reward, self._reward_key(data)) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
+        return record
+
+    def _given_reward(self, taken: Taken | None, number: int) -> Any:
+        """The reward that the data source set, which slime does not replace; a recipe's own reward does."""
+        if taken is None or (self.recipe is not None and not self.settings.scored_by_slime):
+            return None
+        given = taken.group[number]
+        return given.reward if getattr(given.status, "value", "") in ("pending", "aborted") else None
+
+    def unfiltered(self, sample: Sample) -> Any:
+        """slime's sample of ours for a filter of slime: with the reward that it had before any filter."""
+        link = sample.trainer_record
+        if isinstance(link, SlimeRecord) and link.owns_reward:
+            link.sample.reward, link.owns_reward = link.unfiltered, False
+        record = self.finished(sample)
+        reward = record.reward
+        sample.trainer_record.unfiltered = dict(reward) if isinstance(reward, dict) else reward
+        return record
+
+    def read_reward(self, sample: Sample) -> None:
+        """Set the reward of ours to that of slime's sample, which owns it from now on.
+
+        Raises:
+            FilterFailure: it is not a finite number.
+        """
+        link = sample.trainer_record
+        link.owns_reward = True
+        reward, key, any_reward = link.sample.reward, self.settings.reward_key, self.settings.reward_is_processed
+        number = reward_number(reward, key, any_reward=any_reward)
+        if number is None or (key is not None and not any_reward and not isinstance(reward, dict)):
+            part = "" if key is None else f" under the key {key!r}"
+            place = f"{self.settings.filter_path}: reward of slime sample {link.sample.index}"
+            raise FilterFailure(f"{place}: got {shortened(reward)}; expected a finite number{part}")
+        sample.reward = number
+
+    def returned(self, sample: Sample, taken: Taken) -> Any:
+        """slime's sample of ours for its data source, from which it meets the filter again."""
+        record, link = self.finished(sample, taken), sample.trainer_record
+        if link.owns_reward:
+            record = copy.copy(record)  # ours may be in a batch before the process ends
+            record.reward = link.unfiltered
         return record
 
     def _reward_key(self, data: EvalSet | None) -> str | None:
@@ -340,15 +391,20 @@ class Pipeline:
         if self._custom(data) is None and not data.params["no_stop_trim"]:
             name = f"eval data set {data.name}.no_stop_trim"
             raise ConfigError.of(name, False, "true: the response keeps the text that ends it, as its tokens do")
+        function = _function_of(data, "generate_function_path")
+        if self.recipe is not None and function is not None:
+            name = f"eval data set {data.name}.custom_generate_function_path"
+            raise ConfigError.of(name, function, "none with a recipe, which plays every prompt")
         if self.recipe is not None and data.apply_chat_template and data.chat_template_kwargs:
             name = f"eval data set {data.name}.apply_chat_template_kwargs"
             raise ConfigError.of(name, data.chat_template_kwargs, "nothing with a recipe: its prompts are messages")
 
-    def _custom(self, data: EvalSet | None) -> str | None:
-        """The path of the custom generate function."""
+    def _custom(self, data: EvalSet | None, given: Any = None) -> str | None:
+        """The path of the custom generate function: that of slime's sample, of its data set, or of the launch."""
         if self.recipe is not None:
             return None
-        return _function_of(data, "generate_function_path") or self.settings.custom_generate
+        named = getattr(given, "generate_function_path", None) or _function_of(data, "generate_function_path")
+        return named or self.settings.custom_generate
 
     def _place(self, prompt: Prompt, data: EvalSet | None) -> tuple[Taken | None, int]:
         """The group of a rollout, and the rollout's number among those of its prompt."""
@@ -397,7 +453,6 @@ class Pipeline:
         self, params: Mapping[str, Any], sampling: SamplingParams, data: EvalSet | None, policy: Policy
     ) -> GenerateFn:
         settings = self.settings
-        path = self._custom(data)
         if self.recipe is not None:
             return self._recipe_generator(self.recipe.config.generate_fn, sampling, policy, evaluation=data is not None)
         with_slime = functools.partial(
@@ -414,10 +469,6 @@ class Pipeline:
         )
         resumes = settings.partial_rollout and data is None
         mask_earlier = resumes and settings.mask_earlier_versions
-        if path is not None:
-            return functools.partial(
-                with_slime, path=path, on_abort="resume" if resumes else "fail", mask_earlier=mask_earlier
-            )
         single_turn = functools.partial(
             generate_single_turn,
             policy=policy,
@@ -430,13 +481,17 @@ class Pipeline:
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
             (prompt,) = prompts
             given = self._template(prompt, data)
+            path = self._custom(data, given)
+            if path is not None:
+                on_abort: Literal["resume", "fail"] = "resume" if resumes else "fail"
+                return await with_slime(prompts, path=path, on_abort=on_abort, mask_earlier=mask_earlier)
             if has_images(given):
                 # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids.
                 samples = await with_slime(prompts, path=family().generate, on_abort="restart")
                 for sample in samples:
                     check_prompt_ids(slime_sample_of(sample))
                 return samples
-            if brings_ids(given):
+            if is_begun(given):
                 return await with_slime(
                     prompts,
                     path=family().generate,

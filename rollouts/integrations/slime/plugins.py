@@ -21,7 +21,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.extras import Replay
-from rollouts.integrations.slime.given_ids import check_given_ids
+from rollouts.integrations.slime.given_ids import check_given
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
@@ -59,7 +59,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     """
     pipeline = _pipeline(args)
     config = _recipe(pipeline).config
-    check_given_ids(sample, recipe=True)
+    check_given(sample, recipe=True)
     await pipeline.check()
     prompt = Prompt(
         sample.prompt,

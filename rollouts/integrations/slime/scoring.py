@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import attrs
@@ -61,9 +61,10 @@ class SlimeReward:
 
     async def _score_all(self, samples: list[Any]) -> None:
         values = await self._call(samples)
-        if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != len(samples):
+        rewards = _listed(values)
+        if rewards is None or len(rewards) != len(samples):
             raise RewardFailure(f"{self.path}: got {shortened(values)}; expected a list of {len(samples)} rewards")
-        for sample, value in zip(samples, values, strict=True):
+        for sample, value in zip(samples, rewards, strict=True):
             sample.reward = value
 
     async def _call(self, given: Any) -> Any:
@@ -108,15 +109,19 @@ class SlimeFilter:
     """The launch's dynamic sampling filter as our ``filter_fn``.
 
     It gets the samples of a group, as in slime: where a custom generate function returned a list for a rollout, that
-    list. The forks of a recipe's rollout are in the one flat list.
+    list. The forks of a recipe's rollout are in the one flat list. Rewards that it changes are trained as it left them.
     """
 
     args: Any
     path: str
     record_of: RecordOf
+    read_reward: Callable[[Sample], None]
+    """Reads our reward from slime's sample."""
 
     @classmethod
-    def of(cls, settings: Settings, args: Any, record_of: RecordOf) -> SlimeFilter:
+    def of(
+        cls, settings: Settings, args: Any, record_of: RecordOf, read_reward: Callable[[Sample], None]
+    ) -> SlimeFilter:
         """Load the filter.
 
         Raises:
@@ -126,7 +131,7 @@ class SlimeFilter:
         name = getattr(load_function(settings.filter_path), "__name__", settings.filter_path)
         if settings.n_samples_per_prompt == 1:
             refuse_groups_of_one(name)
-        return cls(args, settings.filter_path, record_of)
+        return cls(args, settings.filter_path, record_of, read_reward)
 
     @property
     def __name__(self) -> str:
@@ -142,7 +147,20 @@ class SlimeFilter:
                 group.append(record)
             elif not any(entry is rollout for entry in group):
                 group.append(rollout)
-        return load_function(self.path)(self.args, group)
+        answer = load_function(self.path)(self.args, group)
+        for sample in samples:
+            self.read_reward(sample)
+        return answer
+
+
+def _listed(values: Any) -> list[Any] | None:
+    """The rewards of a list, a generator, a NumPy array or a tensor; ``None`` for anything without an order."""
+    if isinstance(values, str | bytes | Mapping | Set):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
 
 
 def _reward_path(sample: Any) -> Any:

@@ -12,9 +12,10 @@ engines.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -30,7 +31,7 @@ from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
-from rollouts.integrations.slime.given_ids import brings_ids
+from rollouts.integrations.slime.given_ids import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
@@ -130,7 +131,6 @@ class TrainerRollouts:
     async def _train(self, rollout_id: int) -> Any:
         self.pipeline.rollout_id = self.buffer.rollout_id = rollout_id
         resumed = self.policy.resumed
-        self.policy.resume()
         problems: dict[str, float] = {}
         try:
             with at(f"rollout {rollout_id}"):
@@ -138,6 +138,8 @@ class TrainerRollouts:
                 stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
                 for group in stale:
                     self.buffer.play_again(group.group_index)
+                await self._filter_waiting()
+                self.policy.resume()
                 samples = await self.manager.generate_batch()
         finally:
             if not self.settings.carry_over:
@@ -185,6 +187,59 @@ class TrainerRollouts:
             self.manager.add_finished_rollouts(index, {})
         return len(surplus) + len(self.buffer.waiting)
 
+    # -- groups that wait between two calls --
+
+    async def _filter_waiting(self) -> None:
+        """Let slime's buffer filter choose which groups of earlier calls continue, before anything is sampled.
+
+        A group that it chose and left unchanged continues where it stopped. One that it changed begins with the samples
+        that the filter left; one that it left in the buffer waits for the next call; any other is never played.
+        """
+        if self.settings.buffer_filter is None or not self.settings.carry_over:
+            return
+        shown = {index: self._shown(index) for index in self._waiting()}
+        before = {index: [_state(sample) for sample in group] for index, group in shown.items()}
+        buffer = [*shown.values(), *self.buffer.held]
+        if not buffer:
+            return
+        choose, count = load_function(self.settings.buffer_filter), self.manager.config.groups_in_work
+        chosen = list(choose(self.args, None, buffer, count))
+        taken = {id(group) for group in chosen}
+        in_place = {index for index, group in shown.items() if id(group) in taken and _unchanged(group, before[index])}
+        continued = {id(shown[index]) for index in in_place}
+        self.buffer.chosen += [group for group in chosen if id(group) not in continued]
+        self.buffer.held = buffer
+        await self._take_out(shown.keys() - in_place, shown)
+
+    def _waiting(self) -> list[int]:
+        """The groups of earlier calls: ready, or in flight and paused."""
+        settled = {group.group_index for group in self._settled if group.outcome != "kept"}
+        return sorted(self.buffer.taken.keys() - settled)
+
+    def _shown(self, index: int) -> list[Any]:
+        """A waiting group as slime's samples; an unfinished rollout is aborted, without the tokens so far."""
+        taken = self.buffer.taken[index]
+        group = self._in_progress(taken.group)
+        for number, sample in enumerate(group):
+            if getattr(sample.status, "value", "") in ("pending", "aborted"):
+                group[number] = copy.copy(sample)
+                group[number].metadata = dict(sample.metadata or {})
+                group[number].status = records().sample.Status.ABORTED
+                _set_start(group[number], taken.begun)
+        return group
+
+    async def _take_out(self, indices: Set[int], shown: Mapping[int, list[Any]]) -> None:
+        """Take groups out of the rollouts; those that are in no list of the buffer any more are lost."""
+        await self.manager.put_back(indices)
+        self.manager.withdraw(lambda group: group.group_index in indices)
+        wanted = {id(group) for group in (*self.buffer.chosen, *self.buffer.held)}
+        for index in indices:
+            group = self.buffer.taken[index].group
+            self.buffer.withdraw(index)
+            self.manager.add_finished_rollouts(index, {})
+            if id(shown[index]) not in wanted and hasattr(self.data_source, "done"):
+                self.data_source.done([group])
+
     # -- groups --
 
     def _assemble(self, samples: list[Sample]) -> list[Any]:
@@ -227,7 +282,7 @@ class TrainerRollouts:
         group = list(taken.group)
         for number, samples in finished.items():
             if len(samples) == 1 and samples[0].reward is not None:  # slime's buffer cannot contain a fork
-                group[number] = self.pipeline.finished(samples[0], taken)
+                group[number] = self.pipeline.returned(samples[0], taken)
                 _set_start(group[number], taken.begun)
         return group
 
@@ -235,7 +290,7 @@ class TrainerRollouts:
         """Add the rollouts of a new group that are already finished, e.g. from a checkpoint."""
         finished: dict[int, list[Sample]] = {}
         for number, given in enumerate(group):
-            if brings_ids(given):
+            if is_begun(given):
                 with self._lock:
                     self._staleness.observe(map(str, given.weight_versions), earlier=True)
             if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
@@ -257,6 +312,9 @@ class TrainerRollouts:
     def _in_progress(self, group: list[Any]) -> list[Any]:
         """A group in flight for the checkpoint: with its finished rollouts."""
         ready = {each.group_index: each for each in self.manager.ready_groups}
+        for waiting in (*self.buffer.chosen, *self.buffer.held):
+            if waiting[0].group_index is not None and waiting[0].group_index == group[0].group_index:
+                return waiting
         for index, taken in list(self.buffer.taken.items()):
             if taken.group[0] is group[0]:
                 finished = self.manager.finished_rollouts(index)
@@ -319,6 +377,8 @@ class TrainerRollouts:
         for group in settled:
             if group.outcome == "kept":
                 continue
+            if group.group_index not in self.buffer.taken:
+                continue  # a buffer filter took it out
             if group.reason == _STALE:
                 self.buffer.play_again(group.group_index)
             else:
@@ -364,6 +424,25 @@ def _set_start(record: Any, begun: int) -> None:
     if record.metadata is None:
         record.metadata = {}
     record.metadata.setdefault("start_rollout_id", begun)
+
+
+def _state(sample: Any) -> dict[str, Any]:
+    """The attributes of slime's sample, with copies of its lists and dicts."""
+    return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in vars(sample).items()}
+
+
+def _unchanged(group: list[Any], before: list[dict[str, Any]]) -> bool:
+    """Whether samples have the attributes of an earlier :func:`_state`."""
+    states = [_state(sample) for sample in group]
+    return len(states) == len(before) and all(
+        state.keys() == old.keys() and all(_same(state[name], old[name]) for name in state)
+        for state, old in zip(states, before, strict=True)
+    )
+
+
+def _same(value: Any, before: Any) -> bool:
+    """Whether a value is the same; tensors and other objects by identity."""
+    return value is before or (isinstance(value, list | dict | str | int | float) and bool(value == before))
 
 
 def _is_of_list(sample: Sample) -> bool:

@@ -149,6 +149,8 @@ class Settings:
     reward_key: str | None
     reward_is_processed: bool
     """Whether a function of the launch turns rewards into numbers after the rollouts, so that any reward is valid."""
+    buffer_filter: str | None
+    """slime's ``--buffer-filter-path``, which its data source has, too."""
     filter_path: str | None
     recipe_filter: bool
     """Whether the recipe's filter acts where the launch names none."""
@@ -237,6 +239,7 @@ class Settings:
             group_rm=bool(get("group_rm", False)),
             reward_key=get("reward_key"),
             reward_is_processed=any(get(name) is not None for name in _REWARD_PROCESSING),
+            buffer_filter=get("buffer_filter_path"),
             filter_path=get("dynamic_sampling_filter_path"),
             recipe_filter=bool(get("rollouts_recipe_filter", False)),
             sample_hooks=tuple(get("rollout_sample_hook_path", ())),
@@ -309,6 +312,10 @@ def _refuse(args: Any, get: Any) -> None:
         "group_rm": (
             bool(get("group_rm", False) and get("eval_datasets") and get("eval_interval") is not None),
             NO_GROUP_RM,
+        ),
+        "buffer_filter_path": (
+            bool(get("buffer_filter_path") and get("rollouts_fully_async", False)),
+            "none with rollouts_fully_async: its groups never wait between calls",
         ),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),

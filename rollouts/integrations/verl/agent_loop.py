@@ -124,7 +124,7 @@ class RolloutsLoop:
             sampling,
             scored=False,
         )
-        outputs = to_outputs(rows, scored=False)
+        outputs = to_outputs(rows, scored=False, temperature=sampling.temperature)
         if len(outputs) > 1 and "session_id" not in row:
             raise ConfigError.of("history", "fork", '"append" or "error": only verl V1 takes several rows a rollout')
         return outputs if len(outputs) > 1 else outputs[0]

@@ -19,14 +19,28 @@ import anyio
 import numpy as np
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, check_fields, reward_of, row_images, split, trimmed, version_column
+from rollouts.training.rows import (
+    by_rollout,
+    check_fields,
+    check_temperature,
+    reward_of_branches,
+    row_images,
+    split,
+    trimmed,
+    version_column,
+)
 from rollouts.training.types import Sample
 
 __all__ = ["put_group", "to_data_proto", "to_outputs", "worker", "write_batch"]
 
 
-def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored: bool = True) -> list[Any]:
+def to_outputs(
+    samples: Sequence[Sample], *, version: int | None = None, scored: bool = True, temperature: float | None = None
+) -> list[Any]:
     """The branches of one rollout as verl's ``AgentLoopOutput``, in order.
+
+    Branches with unlike rewards are refused: verl V1 gives all of them the advantage of the last
+    (verl 0.9.1, trainer/ppo/v1/utils.py: compute_advantage_for_multi_trajectories).
 
     verl makes the arrays of the images in ``multi_modal_data`` again, with its own processor.
 
@@ -34,11 +48,16 @@ def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored:
         samples: of one rollout.
         version: the version of all tokens, where theirs are no numbers.
         scored: whether each needs a reward; verl's own reward function scores an output without one.
+        temperature: verl's ``rollout.temperature``, by which its trainer divides logits.
 
     Raises:
-        ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward or with a
-            field that verl lacks.
+        ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
+            at another temperature or with a field that verl lacks; or branches with unlike rewards.
     """
+    given = scored or any(sample.reward is not None for sample in samples)
+    reward = reward_of_branches(samples) if given else None
+    for sample in samples:
+        check_temperature(sample, "verl", temperature)
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     outputs = []
@@ -52,7 +71,7 @@ def to_outputs(samples: Sequence[Sample], *, version: int | None = None, scored:
                 response_ids=row.response.tolist(),
                 response_mask=row.mask.astype(np.int8).tolist(),
                 response_logprobs=row.logprobs.tolist(),
-                reward_score=reward_of(sample) if scored or sample.reward is not None else None,
+                reward_score=reward,
                 multi_modal_data=trimmed(sample).multimodal_inputs,
                 num_turns=sum(message.get("role") != "system" for message in sample.messages),
                 metrics=AgentLoopMetrics(
@@ -78,7 +97,7 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
 
     Args:
         samples: finished and scored; none of a rollout that forked, which v0 cannot tell from a group.
-        worker: see :func:`worker`; its lengths pad the rows.
+        worker: see :func:`worker`; its lengths pad the rows, and its temperature is that of verl's trainer.
         version: as for :func:`to_outputs`.
 
     Raises:
@@ -88,7 +107,7 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
     lengths = worker.rollout_config.prompt_length, worker.rollout_config.response_length
     padded, rollouts = [], set()
     for sample in samples:
-        (output,) = to_outputs([sample], version=version)
+        (output,) = to_outputs([sample], version=version, temperature=worker.rollout_config.temperature)
         got = len(output.prompt_ids), len(output.response_ids)
         if got[0] > lengths[0] or got[1] > lengths[1]:
             raise ConfigError.of(f"{sample!r}: prompt and response", got, f"at most {lengths}, verl's lengths")
@@ -169,7 +188,9 @@ async def put_group(
 
     if "_" in uid:
         raise ConfigError.of("uid", uid, "a key without an underscore: verl would find no rows of it")
-    rollouts = [to_outputs(branches, version=version) for branches in by_rollout(samples)]
+    of_verl = worker.rollout_config.val_kwargs if partition == "val" else worker.rollout_config
+    options = {"version": version, "temperature": of_verl.temperature}
+    rollouts = [to_outputs(branches, **options) for branches in by_rollout(samples)]
     for sample, output in zip(itertools.chain(*by_rollout(samples)), itertools.chain(*rollouts), strict=True):
         _check_images(sample, output, worker)
     first = samples[0]
@@ -187,7 +208,9 @@ async def put_group(
     await transfer_queue.async_kv_put(key=uid, partition_id=partition, tag=tag)
 
 
-def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = None) -> None:
+def write_batch(
+    samples: Sequence[Sample], path: Path, *, version: int | None = None, temperature: float | None = None
+) -> None:
     """Write a batch as a ``DataProto``, padded to its own longest prompt and response: ``DataProto.load_from_disk``.
 
     Raises:
@@ -198,7 +221,7 @@ def write_batch(samples: Sequence[Sample], path: Path, *, version: int | None = 
 
     rows = [split(sample) for sample in samples]
     lengths = max(len(row.prompt) for row in rows), max(len(row.response) for row in rows)
-    rollout = SimpleNamespace(prompt_length=lengths[0], response_length=lengths[1])
+    rollout = SimpleNamespace(prompt_length=lengths[0], response_length=lengths[1], temperature=temperature)
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     made = worker(AgentLoopWorker, config, _Padding())
     data = anyio.run(functools.partial(to_data_proto, samples, made, version=version))

@@ -208,8 +208,8 @@ class _Head:
             "names": self._span_names.values,
             "row": [row for row, _, _, _ in self._spans],
             "name": [name for _, name, _, _ in self._spans],
-            "began": [round(10_000 * (began - origin)) for _, _, began, _ in self._spans],
-            "lasted": [round(10_000 * seconds) for _, _, _, seconds in self._spans],
+            "began": [_tenths(began - origin) for _, _, began, _ in self._spans],
+            "lasted": [_tenths(seconds) for _, _, _, seconds in self._spans],
         }
 
     # -- tokens and messages --
@@ -300,6 +300,11 @@ def _last_text(prompt: Sequence[Any]) -> str:
     """The last message of a prompt that is a conversation."""
     last = prompt[-1] if prompt else {}
     return chat_text(last.get("content") if isinstance(last, Mapping) else getattr(last, "content", last))
+
+
+def _tenths(seconds: float) -> int:
+    """Tenths of a millisecond; 0 for a time that no clock shows, such as an infinite one."""
+    return round(10_000 * seconds) if abs(seconds) < 1e12 else 0
 
 
 def _trained_logprobs(sample: Sample) -> Any:

@@ -14,7 +14,7 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import METRICS, read_info, read_rows
+from rollouts.runs.folder import METRICS, batches_written, read_info, read_rows
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.verify import Report, verify_run
 from rollouts.training.evaluation import task_key
@@ -79,7 +79,7 @@ def open_source(path: str | Path, *, verify: bool = True) -> Source:
         info = _object((path / "eval.json").read_bytes(), path / "eval.json")
         return Source(path, info, [], lambda: _tasks(path), None)
     info = read_info(path)
-    metrics = list(_lines(path / METRICS))
+    metrics = list(itertools.islice(_lines(path / METRICS), batches_written(info)))
     return Source(path, info, metrics, lambda: _groups(path), verify_run(path) if verify else None)
 
 
@@ -105,7 +105,7 @@ def _tasks(path: Path) -> Iterator[Entry]:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of lines; a last line that is not whole is left out."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
@@ -116,5 +116,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _object(text: bytes, path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: corrupted, not JSON ({error})") from None

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from anyio.from_thread import start_blocking_portal
@@ -22,6 +23,7 @@ from anyio.from_thread import start_blocking_portal
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.integrations.slime import close_rollouts
 from rollouts.testing.server import StubServer
+from scripts.benches.slime_job import EmptyEngines
 
 SLIME = os.environ.get("SLIME_PATH")
 
@@ -42,6 +44,16 @@ def slime_path() -> Path:
     if not SLIME:
         pytest.skip("SLIME_PATH names no checkout of slime")
     return Path(SLIME)
+
+
+@pytest.fixture(scope="session")
+def manager_class(slime_path: Path) -> Any:
+    """slime's ``RolloutManager`` without Ray around it."""
+    sys.meta_path.append(EmptyEngines())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("slime.ray.rollout")
+    return module.RolloutManager.__ray_metadata__.modified_class
 
 
 @pytest.fixture(scope="session")

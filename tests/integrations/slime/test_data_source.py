@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,28 @@ def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:
     again.load(1)
     here, there = ([(s.index, s.tokens, s.reward) for s in leaves(it.buffer)] for it in (source, again))
     assert sorted(here) == sorted(there)
+
+
+def penalises(args: Any, group: list[Any], **_: Any) -> bool:
+    """A dynamic filter with a penalty, as one for long responses."""
+    for sample in group:
+        sample.reward -= 0.25
+    return True
+
+
+def test_a_filter_changes_a_reward_once_over_a_checkpoint(tmp_path: Path) -> None:
+    """Accepted groups of a checkpoint meet the filter again, with the rewards that they had before it."""
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=4.0)
+    args = with_source(launch, tmp_path, dynamic_sampling_filter_path=f"{__name__}.penalises")
+    source = CheckpointedDataSource(args)
+    before = list(leaves([generate_rollout_batch(args, number, source).samples for number in range(2)]))
+    source.save(1)
+    close_rollouts()
+    again = CheckpointedDataSource(args)
+    again.load(1)
+    assert {sample.reward for sample in leaves(again.buffer)} >= {0.0, 1.0}
+    after = list(leaves([generate_rollout_batch(args, number, again).samples for number in range(2, 5)]))
+    assert {sample.reward for sample in (*before, *after)} == {-0.25, 0.75}
 
 
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
@@ -174,20 +199,84 @@ class Harmful:
 
 
 def test_28_a_checkpoint_that_contains_code_is_refused(tmp_path: Path) -> None:
-    """Loading names the file and the object, and runs nothing; saving refuses what loading would."""
+    """Loading names the file and the object, and runs nothing."""
     torch = pytest.importorskip("torch")
-    launch = Launch(batch_size=3, n=2)
-    source = CheckpointedDataSource(with_source(launch, tmp_path))
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
     source.inner.save(0)
     file = tmp_path / "rollout" / "rollouts_buffer_0.pt"
     file.parent.mkdir()
     torch.save({"groups": [[Harmful()]]}, file)
     with pytest.raises(ConfigError, match=r"rollouts_buffer_0\.pt: got .*open.*; expected .*plain data only"):
         source.load(0)
-    source.buffer = source.inner.get_samples(1)
-    source.buffer[0][0].metadata = {"seen": Harmful()}
-    with pytest.raises(ConfigError, match=r"the samples contain .*open"):
-        source.save(1)
+
+
+class WithSandboxes(Cursor):
+    """A data set whose rows have an object in their metadata."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        groups[0][1].metadata["task"] = {"files": [1, Harmful()]}
+        return groups
+
+
+def test_a_value_that_no_checkpoint_can_have_is_refused_when_it_is_taken(tmp_path: Path) -> None:
+    """With the sample, its field and the value: not at the first checkpoint, hours later."""
+    args = with_source(Launch(), tmp_path)
+    args.rollouts_inner_data_source_path = f"{__name__}.WithSandboxes"
+    named = r"slime sample 1\.metadata\['task'\]\['files'\]\[1\]: got .*Harmful.*; expected .*plain data only"
+    with pytest.raises(ConfigError, match=named):
+        CheckpointedDataSource(args).get_samples(1)
+
+
+def test_an_attribute_that_is_not_plain_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a function has set on a sample ends no training run: the warning names it, and all else is saved."""
+    pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.add_samples(source.get_samples(1))
+    source.buffer[0][0].env = Harmful()
+    source.buffer[0][0].calls = 3
+    source.buffer[0][1].metadata |= {"seen": Harmful(), "step": {"at": 1, "by": [Harmful()]}}
+    source.save(1)
+    for named in (
+        "slime sample 0.env (Harmful)",
+        "sample 1.metadata['seen'] (H",
+        "sample 1.metadata['step']['by'][0] (H",
+    ):
+        assert named in caplog.text
+    again = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    again.load(1)
+    first, second = again.get_samples(1)[0]
+    assert (first.calls, hasattr(first, "env")) == (3, False)
+    assert second.metadata == {"row": 0, "step": {"at": 1}}
+
+
+def test_a_rollout_whose_column_cannot_be_saved_is_played_again(tmp_path: Path) -> None:
+    """It is never restored without that column."""
+    pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.add_samples(source.get_samples(1))
+    for sample in source.buffer[0]:
+        sample.tokens, sample.response, sample.response_length = [1, 2], "a", 1
+        sample.reward, sample.status = 1.0, type(sample).Status.COMPLETED
+    source.buffer[0][1].multimodal_train_inputs = {"pixels": Harmful()}
+    source.save(1)
+    source.load(1)
+    kept, again = source.buffer[0]
+    assert (kept.tokens, kept.reward) == ([1, 2], 1.0)
+    assert again == type(again)(group_index=0, index=1, prompt="prompt 0", label="0", metadata={"row": 0})
+
+
+def test_the_values_of_parquet_columns_stay_in_a_checkpoint(tmp_path: Path) -> None:
+    """Times and decimals are data."""
+    pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.add_samples(source.get_samples(1))
+    noon = datetime.datetime(2026, 8, 21, 12, tzinfo=datetime.UTC)
+    values = {"at": noon, "day": noon.date(), "took": datetime.timedelta(1), "cost": decimal.Decimal("1.5"), "c": 1j}
+    source.buffer[0][0].metadata = values | {"clock": noon.time(), "counts": Counter("aab")}
+    source.save(1)
+    source.load(1)
+    assert source.buffer[0][0].metadata == values | {"clock": noon.time(), "counts": Counter("aab")}
 
 
 def test_28_arrays_and_tensors_stay_in_a_checkpoint(tmp_path: Path) -> None:

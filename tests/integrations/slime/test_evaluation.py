@@ -248,6 +248,18 @@ def test_what_a_data_set_cannot_have_is_refused(tmp_path: Path, fields: dict[str
         generate_rollout_batch(args, 0, launch.source(), evaluation=True)
 
 
+def test_images_inside_messages_are_not_left_out(tmp_path: Path) -> None:
+    """Where slime is not installed to load them, the data set is refused by name."""
+    if records().is_slime:
+        pytest.skip("slime is installed")
+    entry = data_set(tmp_path, "one", 1)
+    chat = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    Path(entry.path).write_bytes(msgspec.json.encode({"q": chat, "a": "1"}))
+    launch = Launch()
+    with pytest.raises(ConfigError, match=r"eval data set one: .* expected no images inside messages without slime"):
+        generate_rollout_batch(launch.args(eval_datasets=[entry]), 0, launch.source(), evaluation=True)
+
+
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     """The file, or the row and the key."""
     entry = data_set(tmp_path, "one", 1, input_key="question")

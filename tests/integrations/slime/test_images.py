@@ -37,7 +37,7 @@ from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import made_sample
 from tests.integrations.slime.test_parity import DEFAULTS, start_slime
-from tests.integrations.slime.test_with_slime import Trainer, manager_class  # noqa: F401 - a fixture
+from tests.integrations.slime.test_with_slime import Trainer
 
 pytest.importorskip("torch")
 
@@ -280,6 +280,28 @@ class TestParity:
             inputs = sample.multimodal_train_inputs
             assert (None if inputs is None else len(inputs["pixel_values"])) == [1, 2, None][number // 2]
 
+    @pytest.mark.parametrize("recipe", [False, True], ids=["single turn", "recipe"])
+    @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+    def test_images_inside_messages_are_loaded_as_in_slime(
+        self, bench: Bench, tmp_path: Path, evaluation: bool, recipe: bool
+    ) -> None:
+        """Without ``--multimodal-keys``: the same requests and samples; a recipe's samples have the same tokens."""
+        rows = tmp_path / "rows.jsonl"
+        shown = [{"type": "image", "image": in_base64(colour(10))}, {"type": "text", "text": "Find x."}]
+        chats = [shown, "No image at all.", [*shown, shown[0]]]
+        data = [{"problem": [{"role": "user", "content": chat}], "answer": str(at)} for at, chat in enumerate(chats)]
+        rows.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in data))
+        bench = attrs.evolve(bench, rows=rows)
+        theirs, ours = bench.both(evaluation=evaluation, multimodal_keys=None)
+        assert ours.requests == theirs.requests
+        assert ours.fields() == theirs.fields()
+        assert sorted(len(images or ()) for _, images, *_ in ours.requests) == [0, 0, 1, 1, 2, 2]
+        if recipe:
+            flags = {"rollouts_recipe": f"{__name__}.recipe", "rollouts_recipe_options": {}}
+            args = bench.args(multimodal_keys=None, apply_chat_template=False, **flags)
+            played = bench.play(generate_rollout_batch, args, evaluation=evaluation)
+            assert [sample.tokens for sample in played.samples] == [sample.tokens for sample in theirs.samples]
+
     def test_the_multi_turn_example_is_played_as_in_slime(self, bench: Bench) -> None:
         """Its generate function gets slime's sample with its images, and what it returns is the sample of the batch."""
         theirs, ours = bench.both(evaluation=False, **FLAGS)
@@ -339,7 +361,7 @@ class TestParity:
         for mine, other in zip(ours.fields(), theirs.fields(), strict=True):
             assert {name: mine[name] for name in names} == {name: other[name] for name in names}
 
-    def test_slimes_conversion_ships_the_tensors(self, bench: Bench, manager_class: Any) -> None:  # noqa: F811
+    def test_slimes_conversion_ships_the_tensors(self, bench: Bench, manager_class: Any) -> None:
         """The train data have the tensors of each sample, and nothing for a sample of text."""
         flags = {"rollouts_recipe": f"{__name__}.recipe", "rollouts_recipe_options": {}, "apply_chat_template": False}
         trainer = {"global_batch_size": 6, "advantage_estimator": "grpo", "rewards_normalization": False}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import base64
 import copy
+import functools
 import gc
 import importlib
 import itertools
@@ -36,6 +37,7 @@ from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import Source, set_every_field
+from tests.integrations.slime.test_with_slime import Trainer
 
 pytestmark = [
     pytest.mark.extra,
@@ -415,6 +417,192 @@ def test_a_data_sets_own_reward_gets_one_sample(bench: Bench) -> None:
 
 async def of_one(args: Any, sample: Any, **_: Any) -> float:
     return float(sample.index)
+
+
+# -- every field, set by others than our rollout function ------------------------------------------------------------
+
+
+BEGUN: dict[str, Any] = {
+    "tokens": [5, 6, 7, 20, 21],
+    "response": "so far",
+    "response_length": 2,
+    "loss_mask": [1, 0],
+    "rollout_log_probs": [-0.5, -0.25],
+}
+"""The columns of a response so far, which slime continues."""
+
+GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "group_index": lambda sample: {"group_index": sample.group_index + 40},
+    "index": lambda sample: {"index": sample.index + 40},
+    "rollout_id": lambda sample: {"rollout_id": sample.index + 70},
+    "prompt": lambda sample: {"prompt": f"another prompt {sample.index}"},
+    "tokens": lambda sample: {"tokens": [5, 6, 7]},
+    "multimodal_inputs": lambda sample: {"multimodal_inputs": {"images": None, "videos": None}},
+    "multimodal_train_inputs": lambda sample: {"multimodal_train_inputs": {"rows": sample.index}},
+    "multimodal_train_input_id": lambda sample: {"multimodal_train_input_id": "id"},
+    "apply_chat_template_kwargs": lambda sample: {"apply_chat_template_kwargs": {"calm": True}},
+    "response": lambda sample: {"response": "so far"},
+    "response_length": lambda sample: BEGUN,
+    "label": lambda sample: {"label": {"answer": sample.index}},
+    "reward": lambda sample: {"reward": 0.25 * sample.index},
+    "loss_mask": lambda sample: BEGUN | {"loss_mask": [0, 0]},
+    "weight_versions": lambda sample: {"weight_versions": ["6"]},
+    "rollout_log_probs": lambda sample: BEGUN | {"rollout_log_probs": [-4.0, -8.0]},
+    "rollout_top_p_token_ids": lambda sample: BEGUN | TOP_P_SETS,
+    "rollout_top_p_token_offsets": lambda sample: BEGUN | TOP_P_SETS,
+    "rollout_routed_experts": lambda sample: BEGUN | {"rollout_routed_experts": [[[1], [2]]] * 4},
+    "remove_sample": lambda sample: {"remove_sample": sample.index == 1},
+    "teacher_log_probs": lambda sample: {"teacher_log_probs": [-0.5]},
+    "status": lambda sample: {"status": type(sample).Status.ABORTED},
+    "metadata": lambda sample: {"metadata": {"raw_reward": 3.0, "round_number": 2, "source_name": "maths"}},
+    "generate_function_path": lambda sample: {"generate_function_path": f"{HERE}.of_a_row"},
+    "custom_rm_path": lambda sample: {"custom_rm_path": f"{HERE}.other_score"},
+    "train_metadata": lambda sample: {"train_metadata": {"loss": "another"}},
+    "session_id": lambda sample: {"session_id": "a session"},
+    "non_generation_time": lambda sample: {"non_generation_time": 1.5},
+    "spec_info": lambda sample: {"spec_info": type(sample).SpecInfo(spec_verify_ct=5)},
+    "prefix_cache_info": lambda sample: {"prefix_cache_info": type(sample).PrefixCacheInfo(cached_tokens=7)},
+}
+"""What a data source sets for each field of slime's sample, and with it the fields without which it has no meaning."""
+
+TOP_P_SETS: dict[str, Any] = {"rollout_top_p_token_ids": [20, 21, 3], "rollout_top_p_token_offsets": [0, 1, 3]}
+
+GIVEN_FLAGS: dict[str, dict[str, Any]] = {
+    "rollout_top_p_token_ids": {"rollout_top_p": 0.9},
+    "rollout_top_p_token_offsets": {"rollout_top_p": 0.9},
+    "rollout_routed_experts": {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 1},
+    "session_id": {"router_policy": "consistent_hashing"},
+    "spec_info": {"sglang_speculative_algorithm": "EAGLE"},
+}
+
+
+async def of_a_row(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """A generate function that a sample names: it sends a request of its own, and sets every field."""
+    generate = importlib.import_module("slime.rollout.sglang_rollout").generate
+    await generate(args, copy.deepcopy(sample), dict(sampling_params))
+    await custom(args, sample, sampling_params)
+    sample.rollout_routed_experts = [[[1], [2]]] * 3
+    return sample
+
+
+class Giving(Source):
+    """A data source whose samples have one field set."""
+
+    def __init__(self, n_samples_per_prompt: int, field: str) -> None:
+        super().__init__(n_samples_per_prompt)
+        self.field = field
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            for name, value in copy.deepcopy(GIVEN[self.field](sample)).items():
+                setattr(sample, name, value)
+        return groups
+
+
+def test_every_field_of_a_given_sample_is_in_the_table(slime_path: Path) -> None:
+    """A field that a later slime adds has to be compared."""
+    assert GIVEN.keys() == records().sample.__dataclass_fields__.keys()
+
+
+@pytest.mark.parametrize("field", GIVEN)
+def test_a_field_of_a_given_sample_has_slimes_effect(bench: Bench, manager_class: Any, field: str) -> None:
+    """Equal requests, equal samples, equal train data, for a data source that sets the field."""
+    flags = {**GIVEN_FLAGS.get(field, {}), "source": functools.partial(Giving, field=field)}
+    theirs, ours = bench.both(evaluation=False, **flags)
+    check_equal(ours, theirs)
+    check_train_data(manager_class, bench, ours, theirs, **flags)
+
+
+def writes(args: Any, sample: Any) -> None:
+    """Write every field, other values to each sample."""
+    kept = {"prompt", "session_id", "index", "group_index", "rollout_id", "generate_function_path", "custom_rm_path"}
+    args.seen.append((sample.index, sample.reward, sample.response))
+    set_every_field(sample, kept=kept)
+    sample.prompt, sample.session_id = "another prompt", "another session"
+    sample.rollout_routed_experts = [[[1], [2]]] * 3
+    sample.generate_function_path, sample.custom_rm_path = "another.function", "another.reward"
+    sample.index, sample.group_index, sample.rollout_id = 40 + sample.index, 50, 60 + sample.index
+    sample.reward = {"score": 0.25 * sample.index, "acc": 1.0} if args.reward_key else 0.25 * sample.index
+    sample.another_attribute = "kept"
+
+
+async def hook_writes(args: Any, sample: Any, **_: Any) -> None:
+    writes(args, sample)
+    sample.custom_rm_path = None
+
+
+async def reward_writes(args: Any, sample: Any, **_: Any) -> Any:
+    writes(args, sample)
+    return sample.reward
+
+
+def filter_writes(args: Any, group: list[Any], **_: Any) -> Any:
+    for sample in group:
+        writes(args, sample)
+    return records().filter_output(keep=True)
+
+
+def sample_filter_writes(args: Any, groups: list[Any]) -> None:
+    for sample in leaves(groups):
+        writes(args, sample)
+
+
+def all_samples_write(args: Any, groups: list[Any], get_samples: Any) -> None:
+    sample_filter_writes(args, groups)
+
+
+WRITERS: dict[str, Any] = {
+    "rollout_sample_hook_path": [f"{HERE}.hook_writes"],
+    "custom_rm_path": f"{HERE}.reward_writes",
+    "dynamic_sampling_filter_path": f"{HERE}.filter_writes",
+    "rollout_sample_filter_path": f"{HERE}.sample_filter_writes",
+    "rollout_all_samples_process_path": f"{HERE}.all_samples_write",
+}
+"""The functions of a launch that get samples, each writing every field of them."""
+
+
+@pytest.mark.parametrize("reward_key", [None, "score"], ids=["number", "dict"])
+@pytest.mark.parametrize("flag", WRITERS)
+def test_what_a_function_writes_is_what_is_trained(
+    bench: Bench, manager_class: Any, flag: str, reward_key: str | None
+) -> None:
+    """Every field, the reward too, reaches the samples and slime's train data as the function left it."""
+    flags = {"reward_key": reward_key, flag: WRITERS[flag]}
+    theirs, ours = bench.both(evaluation=False, **flags)
+    check_equal(ours, theirs)
+    check_train_data(manager_class, bench, ours, theirs, **flags)
+    assert {sample.another_attribute for sample in ours.samples} == {"kept"}
+
+
+def test_the_metrics_have_the_reward_that_a_filter_wrote(bench: Bench) -> None:
+    """A penalty of the filter is in the mean of the batch, as it is in slime's train data."""
+    args = bench.args(dynamic_sampling_filter_path=f"{HERE}.penalises")
+    output = generate_rollout_batch(args, 0, Source(args.n_samples_per_prompt))
+    assert [sample.reward for sample in leaves(output.samples)] == [-0.25, 0.75] * 2
+    assert output.metrics["rollouts/reward/mean"] == 0.25
+
+
+def penalises(args: Any, group: list[Any], **_: Any) -> bool:
+    for sample in group:
+        sample.reward -= 0.25
+    return True
+
+
+def check_train_data(manager_class: Any, bench: Bench, ours: Played, theirs: Played, **flags: Any) -> None:
+    """slime's own conversion gives the same data of both."""
+    normalised = {"advantage_estimator": "grpo", "rewards_normalization": True, "grpo_std_normalization": True}
+    trainer = Trainer(manager_class, bench.args(**normalised, **flags))
+    mine, other = (trainer.convert(copy.deepcopy(played.samples)) for played in (ours, theirs))
+    assert mine.keys() == other.keys()
+    for data in (mine, other):  # names of rollouts, of which slime numbers those without one
+        data["rollout_ids"] = [data["rollout_ids"].index(name) for name in data["rollout_ids"]]
+    for name, column in mine.items():
+        assert list(map(plain, column)) == list(map(plain, other[name])), name
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 # -- every flag -------------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Request
 from rollouts.testing.server import StubServer
-from rollouts.training import check_reward_nonzero_std
-from tests.integrations.slime.launches import DEFAULT, Launch, Source
+from rollouts.training import Sample, check_reward_nonzero_std
+from tests.integrations.slime.launches import DEFAULT, Launch, Source, made_sample
 from tests.integrations.slime.launches import recipe as launch_recipe
 from tests.integrations.slime.test_evaluation import data_set
 from tests.integrations.slime.test_returned_samples import filled, plain_args
@@ -168,6 +168,20 @@ async def test_a_text_has_the_temperature_of_its_completion() -> None:
     assert [one.temperature for one in sample.completions] == [0.7]
 
 
+def test_a_reply_of_another_temperature_is_refused() -> None:
+    """slime divides logits by ``--rollout-temperature``; a recipe's own function may sample at another one."""
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        sample = made_sample(prompt)
+        tempered = [attrs.evolve(one, temperature=0.7) for one in sample.completions]
+        return [attrs.evolve(sample, completions=tempered)]
+
+    launch = Launch(play=play)
+    with pytest.raises(GenerateFailure, match=r"temperature: got 0\.7; expected 1, by which slime divides logits"):
+        generate_rollout_batch(launch.args(rollouts_max_attempts=1), 0, launch.source())
+    assert generate_rollout_batch(launch.args(rollout_temperature=0.7), 0, launch.source()).samples
+
+
 class Pictures(Source):
     """Prompts with media, without a flag of the launch that says so."""
 
@@ -218,7 +232,7 @@ class WithIds(Pictures):
 @pytest.mark.parametrize(
     ("recipe", "media", "expected"),
     [
-        (True, None, "no ids with a recipe, which renders the prompt itself"),
+        (True, None, "nothing with a recipe, which renders the prompt itself"),
         (False, {"images": ["raw"]}, "no response with images: slime sends the text of the prompt alone"),
     ],
 )
@@ -231,12 +245,43 @@ def test_ids_of_samples_that_are_not_sent_are_refused(serve: Serve, recipe: bool
     assert stub.requests == []
 
 
+class WithFunctions(Source):
+    """Samples that name a generate function, as rows of several tasks do."""
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        groups = super().get_samples(num_samples)
+        for sample in leaves(groups):
+            sample.generate_function_path = f"{__name__}.fails"
+        return groups
+
+
+@pytest.mark.parametrize(
+    ("source", "flags", "named"),
+    [
+        (WithFunctions, {}, r"slime sample \d\.generate_function_path"),
+        (Source, {"custom_generate_function_path": f"{__name__}.fails"}, r"args\.custom_generate_function_path"),
+        (
+            Source,
+            {"eval_datasets": [Namespace(name="one", path="", custom_generate_function_path=f"{__name__}.fails")]},
+            r"eval data set one\.custom_generate_function_path",
+        ),
+    ],
+    ids=["sample", "launch", "data set"],
+)
+def test_a_generate_function_is_refused_with_a_recipe(source: Any, flags: dict[str, Any], named: str) -> None:
+    """Either would have to be ignored: of a sample, of the launch, or of a data set of its evaluation."""
+    launch = Launch()
+    with pytest.raises(ConfigError, match=rf"{named}: .* expected none with a recipe"):
+        generate_rollout_batch(launch.args(**flags), 0, source(launch.n))
+    assert not launch.played
+
+
 def test_ids_of_samples_need_slimes_own_function(serve: Serve) -> None:
     """It continues them; where slime is not installed, they are refused before a request."""
     if records().is_slime:
         pytest.skip("slime is installed")
     stub = serve()
-    with pytest.raises(ConfigError, match=r"slime sample \d\.tokens: got '3 ids'; expected no ids without slime"):
+    with pytest.raises(ConfigError, match=r"slime sample \d\.tokens: got '3 ids'; expected nothing without slime"):
         generate_rollout_batch(single_turn(stub), 0, WithIds(None))
     assert stub.requests == []
 

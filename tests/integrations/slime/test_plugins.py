@@ -139,7 +139,7 @@ async def test_an_evaluation_has_its_own_bound_of_the_context(evaluation: bool) 
 
 async def test_a_sample_with_ids_is_refused() -> None:
     """The recipe renders its prompt: the ids that the sample brings would not be sent."""
-    with pytest.raises(ConfigError, match=r"slime sample 3\.tokens: got '2 ids'; expected no ids with a recipe"):
+    with pytest.raises(ConfigError, match=r"slime sample 3\.tokens: got '2 ids'; expected nothing with a recipe"):
         await generate(Launch(play=_alone).args(), asked(tokens=[5, 6]), dict(SAMPLING))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import anyio
 import msgspec
+import numpy as np
 import pytest
 
 from rollouts.errors import ConfigError, GenerateFailure
@@ -315,6 +316,39 @@ def test_a_rollout_that_fans_out_is_scored_as_a_list() -> None:
     assert args.calls == [[0, 2]] * 4
     assert [sample.reward for sample in output] == [10.0, 0.5, 12.0] * 4
     assert {id(sample) for sample in output} == {id(sample) for sample in args.made}
+
+
+async def ranks_in_an_array(args: Any, samples: list[Any], **_: Any) -> Any:
+    return np.asarray(await ranks(args, samples), np.float32)
+
+
+async def ranks_one_by_one(args: Any, samples: list[Any], **_: Any) -> Any:
+    return iter(await ranks(args, samples))
+
+
+@pytest.mark.parametrize("group_rm", [False, True], ids=["fan-out", "group"])
+@pytest.mark.parametrize("reward", ["ranks_in_an_array", "ranks_one_by_one"])
+def test_rewards_of_a_list_may_be_an_array_or_a_generator(reward: str, group_rm: bool) -> None:
+    """As slime takes them, of a rollout that fans out and of a group with ``--group-rm``."""
+    function = "numbered" if group_rm else "fans_out"
+    output = run(plain_args(function, custom_rm_path=f"{__name__}.{reward}", group_rm=group_rm))
+    assert [sample.reward for sample in output] == ([10.0, 11.0] * 2 if group_rm else [10.0, 0.5, 12.0] * 4)
+
+
+async def numbered(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    sample.number = sample.index % 2
+    return filled(sample)
+
+
+async def ranks_without_an_order(args: Any, samples: list[Any], **_: Any) -> Any:
+    return {1.0, 2.0}
+
+
+def test_rewards_without_an_order_are_refused() -> None:
+    """A set or a dict does not say which sample a reward belongs to."""
+    args = plain_args("numbered", custom_rm_path=f"{__name__}.ranks_without_an_order", group_rm=True)
+    with pytest.raises(GenerateFailure, match=r"got \{1\.0, 2\.0\}; expected a list of 2 rewards"):
+        run(args)
 
 
 def judges_lists(args: Any, group: list[Any], **_: Any) -> Any:

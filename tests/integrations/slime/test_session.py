@@ -16,6 +16,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.filters import pop_first
 from rollouts.integrations.slime.records import records
 from rollouts.training import Prompt, Sample, check_reward_nonzero_std
 from tests.integrations.slime.launches import DEFAULT, Launch, Source, made_sample
@@ -234,6 +235,109 @@ def test_what_was_carried_says_where_it_began() -> None:
             begun = sample.metadata.get("start_rollout_id")
             assert begun is None or begun < rollout_id
             assert begun is not None or sample.weight_versions == [str(rollout_id)] * 2
+
+
+# -- the buffer filter ------------------------------------------------------------------------------------------------
+
+
+class Unequal(Launch):
+    """A launch whose rollouts finish in the order of their groups; those of some groups never do by themselves."""
+
+    slow: frozenset[int] = frozenset()
+
+    async def made(self, prompt: Prompt) -> list[Sample]:
+        assert prompt.group_index is not None
+        begins_again = str(prompt.prompt).startswith("changed")
+        if prompt.group_index in self.slow and (prompt.index or 0) % 2 and not begins_again:
+            await anyio.sleep_forever()
+        return [made_sample(prompt)]
+
+
+def filtered(filter_name: str, slow: frozenset[int], calls: int) -> tuple[Unequal, Source, Namespace, list[list[Any]]]:
+    """Make calls with a buffer filter; return the groups of each batch, too."""
+    launch = Unequal(batch_size=2, n=2)
+    launch.play, launch.slow = launch.made, slow
+    flags = {"over_sampling_batch_size": 4, "partial_rollout": True, "buffer_filter_path": f"{__name__}.{filter_name}"}
+    args, source = launch.args(**DEFAULT | flags, seen=[]), launch.source()
+    batches = []
+    for rollout_id in range(calls):
+        output = generate_rollout_batch(args, rollout_id, source)
+        batches.append(output.samples)
+    return launch, source, args, batches
+
+
+def sees(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """Take every group, and note the call."""
+    seen = [
+        (group[0].group_index, [(s.status.value, s.reward, s.metadata["start_rollout_id"]) for s in group])
+        for group in buffer
+    ]
+    args.seen.append((rollout_id, num_samples, sorted(seen)))
+    return pop_first(args, rollout_id, buffer, num_samples)
+
+
+def test_the_buffer_filter_gets_what_a_call_left_over() -> None:
+    """With slime's arguments, at each call with waiting groups; what it takes continues where it stopped."""
+    launch, _, args, batches = filtered("sees", frozenset({0, 1}), 2)
+    assert [group[0].group_index for group in batches[0]] == [2, 3]
+    half = [("completed", 0.0, 0), ("aborted", None, 0)]
+    assert args.seen == [(None, 4, [(0, half), (1, half)])]
+    assert [launch.played[number] for number in (0, 1)] == [2, 2]  # no rollout began again
+
+
+def drops(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """Empty the buffer, and take nothing."""
+    args.seen += [group[0].group_index for group in buffer]
+    buffer.clear()
+    return []
+
+
+def test_a_group_that_the_buffer_filter_removed_is_gone() -> None:
+    """It is in no later batch, is not played again, and does not return to the data source."""
+    launch, source, args, batches = filtered("drops", frozenset({0, 1}), 3)
+    assert args.seen[:2] == [0, 1]
+    assert not {0, 1} & {sample.group_index for sample in leaves(batches)}
+    assert [launch.played[number] for number in (0, 1)] == [2, 2]
+    close_rollouts()
+    assert not {0, 1} & {group[0].group_index for group in source.added}
+
+
+def keeps_back(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """Take the group with the highest number, and leave the others."""
+    args.seen.append([group[0].group_index for group in buffer])
+    return [buffer.pop(max(range(len(buffer)), key=lambda at: buffer[at][0].group_index))]
+
+
+def test_a_group_that_the_buffer_filter_leaves_waits() -> None:
+    """It is offered again in the next call, keeps its finished rollouts, and returns to the data source at the end."""
+    _, source, args, _ = filtered("keeps_back", frozenset({0}), 3)
+    assert [0 in seen for seen in args.seen] == [True, True]
+    close_rollouts()
+    (left,) = [group for group in source.added if group[0].group_index == 0]
+    assert [sample.reward for sample in left] == [0.0, None]
+
+
+def renames(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+    """Give every unfinished rollout another prompt."""
+    for group in buffer:
+        group[1].prompt = f"changed {group[1].prompt}"
+    return pop_first(args, rollout_id, buffer, num_samples)
+
+
+def test_what_the_buffer_filter_writes_is_played() -> None:
+    """A changed sample is what its rollout begins with; its finished sibling is kept."""
+    _, _, _, batches = filtered("renames", frozenset({0, 1}), 3)
+    (group,) = [group for batch in batches for group in batch if group[0].group_index == 0]
+    assert [sample.prompt for sample in group] == ["prompt 0", "changed prompt 0"]
+    assert [sample.metadata["start_rollout_id"] for sample in group] == [0, 0]
+
+
+def test_a_buffer_filter_is_refused_where_no_group_waits() -> None:
+    """Fully asynchronous groups never stop between two calls."""
+    launch = Launch()
+    args = launch.args(rollouts_fully_async=True, buffer_filter_path=f"{__name__}.sees")
+    with pytest.raises(ConfigError, match=r"args\.buffer_filter_path: .* expected none with rollouts_fully_async"):
+        generate_rollout_batch(args, 0, launch.source())
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import OWN_KEYS
 from rollouts.renderer import Renderer
 from rollouts.training import Prompt, Sample
-from scripts.benches.slime_job import EmptyEngines
 from tests.integrations.slime.launches import Launch, made_sample
 from tests.processors import CHATML, FAMILIES, build_processor, load_tokenizer_of, own_text, picture
 
@@ -34,16 +32,6 @@ pytestmark = pytest.mark.extra
 
 ROOT = Path(__file__).parents[3]
 DOOR = "rollouts.integrations.slime"
-
-
-@pytest.fixture(scope="session")
-def manager_class(slime_path: Path) -> Any:
-    """slime's ``RolloutManager`` without Ray around it."""
-    sys.meta_path.append(EmptyEngines())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = importlib.import_module("slime.ray.rollout")
-    return module.RolloutManager.__ray_metadata__.modified_class
 
 
 class Trainer:

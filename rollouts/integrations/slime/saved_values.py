@@ -1,0 +1,90 @@
+"""Which values of slime's samples a checkpoint can have: data whose loading runs no code.
+
+Invariant: what :func:`only_plain` returns can be saved and loaded, and what it left out is named. Values that are not
+plain are never converted to something else. It writes no file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rollouts.errors import ConfigError, shortened
+
+__all__ = ["SAFE", "check_plain", "only_plain"]
+
+_TIMES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
+SAFE: tuple[type, ...] = (*_TIMES, decimal.Decimal)
+"""Types of values that Parquet columns have and torch does not load by itself."""
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, *SAFE)
+_SEQUENCES = (list, tuple, set)
+_MAPPINGS = (dict, OrderedDict, Counter)
+
+
+def check_plain(record: Any) -> None:
+    """Check that a checkpoint can have every field of slime's sample.
+
+    Raises:
+        ConfigError: it names the sample, the first field with another value, and the value.
+    """
+    for place, value in _others(_entries(record)):
+        expected = "tensors, arrays and plain data only: a checkpoint cannot have this value"
+        raise ConfigError.of(f"slime sample {record.index}.{place}", shortened(value), expected)
+
+
+def only_plain(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The dict of slime's sample without the values that a checkpoint cannot have, and the places of these."""
+    lost = [f"{place} ({type(value).__name__})" for place, value in _others(data)]
+    return (_without_others(data) if lost else dict(data)), lost
+
+
+def _entries(record: Any) -> dict[str, Any]:
+    """The fields and attributes of a sample; its images are saved as PNG, and its status and counters as plain data."""
+    entries: dict[str, Any] = record.to_dict()
+    media = entries.get("multimodal_inputs")
+    if isinstance(media, Mapping):
+        entries["multimodal_inputs"] = {name: value for name, value in media.items() if name != "images"}
+    return entries
+
+
+def _others(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The values within ``value`` that are not plain, with their places."""
+    if type(value) in _MAPPINGS:
+        for name, entry in value.items():
+            inside = f"{place}[{name!r}]" if place else str(name)
+            yield from _others(name, inside)
+            yield from _others(entry, inside)
+    elif type(value) in _SEQUENCES:
+        for number, entry in enumerate(value):
+            if type(entry) not in _SCALARS:  # most sequences are columns of numbers
+                yield from _others(entry, f"{place}[{number}]")
+    elif not _is_plain(value):
+        yield place, value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, np.ndarray | np.generic):
+        return not value.dtype.hasobject
+    torch = sys.modules.get("torch")  # a sample can have a tensor only where torch is loaded
+    if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.Size):
+        return True
+    if isinstance(value, datetime.datetime | datetime.time):
+        return type(value) in SAFE and (value.tzinfo is None or type(value.tzinfo) in SAFE)
+    return type(value) in _SCALARS
+
+
+def _without_others(value: Any) -> Any:
+    """A copy of a mapping without the entries that contain other values."""
+    kept: dict[Any, Any] = {}
+    for name, entry in value.items():
+        if type(entry) in _MAPPINGS:
+            kept[name] = _without_others(entry)
+        elif not any(_others({name: entry})):
+            kept[name] = entry
+    return kept

@@ -1,0 +1,208 @@
+"""Every door to a trainer: a sample keeps its own reward, and was sampled at the trainer's temperature."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from rollouts.commands import main
+from rollouts.errors import ConfigError
+from rollouts.integrations import areal, nemo_rl, openrlhf, prime_rl, rllm, skyrl, tinker, trl
+from rollouts.integrations.exports import EXPORTERS, export_batches
+from rollouts.integrations.slime import normalise_rewards
+from rollouts.integrations.slime.convert import to_slime
+from rollouts.integrations.slime.debug_data import write_debug_data
+from rollouts.integrations.verl.rows import to_outputs
+from rollouts.runs.writer import RunWriter
+from rollouts.training import RolloutConfig, Sample
+from rollouts.training.batch import group_advantages
+from rollouts.training.rows import by_rollout
+from tests.trainer_samples import scored_groups
+
+Door = Callable[..., list[float]]
+"""The rewards of the rows that a door makes of samples, in their order."""
+
+
+def unlike() -> list[Sample]:
+    """A group of two rollouts of two branches each, whose rewards are 1 and -1."""
+    rollouts = [branches for branches in by_rollout(scored_groups(1, 4, forks=True)) if len(branches) > 1]
+    for branches in rollouts:
+        for branch, reward in zip(branches, (1.0, -1.0), strict=True):
+            branch.reward = reward
+    return [*itertools.chain(*rollouts)]
+
+
+def of_advantages(samples: Sequence[Sample]) -> list[float]:
+    return list(group_advantages(samples).tolist())
+
+
+def of_slime(samples: Sequence[Sample]) -> list[float]:
+    return [to_slime(sample).reward for sample in samples]
+
+
+def of_slime_centred(samples: Sequence[Sample]) -> list[float]:
+    args = Namespace(advantage_estimator="grpo", grpo_std_normalization=False, reward_key=None)
+    return normalise_rewards(args, [to_slime(sample) for sample in samples])[1]
+
+
+def of_slime_scaled(samples: Sequence[Sample]) -> list[float]:
+    args = Namespace(advantage_estimator="grpo", reward_key=None)
+    return normalise_rewards(args, [to_slime(sample) for sample in samples])[1]
+
+
+def of_skyrl(samples: Sequence[Sample], **options: Any) -> list[float]:
+    ids = [*range(len(by_rollout(samples)))]
+    return list(skyrl.to_generator_output(samples, step_wise=True, trajectory_ids=ids, **options)["rewards"])
+
+
+def of_tinker(samples: Sequence[Sample]) -> list[float]:
+    rows = [tinker.datum_columns(sample, sample.reward or 0.0) for sample in samples]
+    return [float(row["advantages"][row["mask"] > 0][0]) for row in rows]
+
+
+def of_tinker_cookbook(samples: Sequence[Sample]) -> list[float]:
+    return list(tinker.to_trajectory_group(samples).final_rewards_G)
+
+
+def of_verl(samples: Sequence[Sample], **options: Any) -> list[float]:
+    return [one.reward_score for branches in by_rollout(samples) for one in to_outputs(branches, **options)]
+
+
+def of_areal(samples: Sequence[Sample], **options: Any) -> list[float]:
+    return list(areal.to_tensors(samples, **options)["rewards"].tolist())
+
+
+def of_prime_rl(samples: Sequence[Sample]) -> list[float]:
+    rows = [prime_rl.training_columns(sample, sample.reward or 0.0, env_name="sums") for sample in samples]
+    return [row["advantages"][row["mask"].index(True)] for row in rows]
+
+
+def of_nemo(samples: Sequence[Sample], **options: Any) -> list[float]:
+    pytest.importorskip("torch")
+    return list(nemo_rl.to_batch(samples, **options)["total_reward"].tolist())
+
+
+def of_openrlhf(samples: Sequence[Sample], **options: Any) -> list[float]:
+    return [openrlhf.to_response(sample, **options)["reward"] for sample in samples]
+
+
+def of_rllm(samples: Sequence[Sample], **options: Any) -> list[float]:
+    return [one.trajectories[0].reward for one in rllm.to_episodes(samples, **options)]
+
+
+def of_trl(samples: Sequence[Sample], **options: Any) -> list[float]:
+    return [trl.to_row(sample, 0.0, **options).metrics["reward"] for sample in samples]
+
+
+async def generate(prompts: Any) -> list[Sample]:
+    return []
+
+
+def of_trl_rollout_func(samples: Sequence[Sample], temperature: float = 1.0) -> list[float]:
+    made = trl.RolloutFunc(RolloutConfig(batch_size=1, generate_fn=generate), [])
+    return [made._row(sample, temperature)["env_reward"] for sample in samples]
+
+
+def of_debug_data(samples: Sequence[Sample], **options: Any) -> list[float]:
+    torch = pytest.importorskip("torch")
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_debug_data(samples, Path(folder) / "0.pt", **options)
+        return [row["reward"] for row in torch.load(file)["samples"]]
+
+
+OWN_REWARD = [
+    of_slime, of_slime_centred, of_debug_data, of_tinker, of_prime_rl, of_openrlhf, of_trl, of_trl_rollout_func,
+    pytest.param(of_areal, marks=pytest.mark.trainer),
+]  # fmt: skip
+SHARED_REWARD = [of_advantages, of_slime_scaled, of_skyrl, of_tinker_cookbook, of_verl, of_rllm, of_nemo]
+ONE_TEMPERATURE = [
+    of_debug_data, of_skyrl, of_tinker, of_tinker_cookbook, of_verl, of_areal, of_nemo, of_openrlhf, of_rllm, of_trl,
+    of_trl_rollout_func,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("door", OWN_REWARD)
+def test_a_row_has_the_reward_of_its_sample(door: Door) -> None:
+    """Also where samples of one rollout have unlike rewards: the players of a zero-sum game."""
+    if door is of_areal:
+        pytest.importorskip("areal")
+    assert door(unlike()) == [1.0, -1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("door", SHARED_REWARD)
+def test_unlike_rewards_are_refused_where_a_rollout_has_one(door: Door) -> None:
+    """By name; before, rows had the reward of the last branch, or a deviation that was not of the rewards."""
+    with pytest.raises(ConfigError, match=r"samples of one rollout with unlike rewards|takes no forks"):
+        door(unlike())
+
+
+@pytest.mark.parametrize("door", ONE_TEMPERATURE)
+def test_a_sample_of_another_temperature_is_refused(door: Door) -> None:
+    """Its logprobs are of another distribution than the trainer's."""
+    with pytest.raises(ConfigError, match=r"completions\[0\]\.temperature: got 0\.7; expected 1, by which .* divides"):
+        door(scored_groups(1, 2, temperature=0.7))
+
+
+@pytest.mark.parametrize("door", [of_debug_data, of_skyrl, of_nemo, of_openrlhf, of_trl, of_trl_rollout_func])
+def test_the_temperature_of_the_trainer_is_named(door: Door) -> None:
+    """A sample of that temperature is a row; one of another is not."""
+    samples = scored_groups(1, 2, temperature=0.7)
+    assert door(samples, temperature=0.7) == [sample.reward for sample in samples]
+    with pytest.raises(ConfigError, match=r"got 0\.7; expected 0\.5, by which"):
+        door(samples, temperature=0.5)
+
+
+def test_a_record_without_a_temperature_is_not_compared() -> None:
+    """As in runs of earlier versions."""
+    (sample,) = scored_groups(1, 1, temperature=0.7)
+    sample = attrs.evolve(sample, completions=[attrs.evolve(one, temperature=None) for one in sample.completions])
+    assert of_trl([sample]) == [sample.reward]
+
+
+def stored(path: Path) -> Path:
+    writer = RunWriter(path, {"recipe": "test"})
+    writer.write_batch(scored_groups(1, 2, temperature=0.7), {})
+    writer.finish("finished")
+    return path
+
+
+@pytest.mark.parametrize("trainer", ["skyrl", "openrlhf", "nemo", "slime"])
+def test_an_export_names_the_temperature_of_the_trainer(
+    trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--temperature``; without it a run that was sampled at another than 1 is refused, and says how to name it."""
+    if trainer in ("nemo", "slime"):
+        pytest.importorskip("torch")
+    run = stored(tmp_path / "run")
+    command = ["export", str(run), "--to", trainer, str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "got 0.7; expected 1" in (refusal := capsys.readouterr().err)
+    assert "--temperature of rollouts export" in refusal
+    assert not (tmp_path / "out").exists()
+    assert main([*command, "--temperature", "0.7"]) == 0
+
+
+@pytest.mark.parametrize("name", [name for name, one in EXPORTERS.items() if one.no_temperature])
+def test_a_trainer_without_a_temperature_is_named_none(name: str, tmp_path: Path) -> None:
+    """prime-rl has that of each token, tinker has none."""
+    with pytest.raises(ConfigError, match=f"temperature: got 0.7; expected none with --to {name}"):
+        export_batches(stored(tmp_path / "run"), tmp_path / "out", name, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("loss_multiplier", 0.5), ("advantages", 1.0), ("teacher_log_probs", -1.0)]
+)
+@pytest.mark.parametrize("door", [of_trl, of_trl_rollout_func])
+def test_a_field_that_trl_lacks_is_refused(door: Door, name: str, value: float) -> None:
+    """By both of its hooks: it would be lost."""
+    (sample,) = scored_groups(1, 1)
+    setattr(sample, name, value if name == "loss_multiplier" else [value if one else 0.0 for one in sample.loss_mask])
+    with pytest.raises(ConfigError, match=f"{name}: got .*TRL has no field for it"):
+        door([sample])
