@@ -22,30 +22,17 @@ from rollouts.inference.completions import BrokenNumbers
 from rollouts.inference.outages import ServerUnreachable
 from rollouts.inference.routing import Worker
 from rollouts.inference.sending import Sender
-from rollouts.inference.servers import Servers
-from rollouts.inference.totals import Totals
-from rollouts.inference.unreachable import Reachability
 from rollouts.inference.wire_errors import Overloaded
 
-__all__ = ["Attempts", "Client"]
-
-
-@attrs.frozen(eq=False)
-class Client:
-    """The parts of a policy that its calls share."""
-
-    servers: Servers
-    reachability: Reachability
-    sender: Sender
-    totals: Totals
-    backoff: Callable[[int], float]
+__all__ = ["Attempts"]
 
 
 @attrs.define(eq=False)
 class Attempts:
     """The attempts of one call."""
 
-    _client: Client
+    _sender: Sender
+    _backoff: Callable[[int], float]
     _call: Call
     _worker: Worker
     """The worker of the next attempt."""
@@ -60,7 +47,7 @@ class Attempts:
         Raises:
             EndpointError: the error of an attempt that is not repeated.
         """
-        client, call, new_connection = self._client, self._call, False
+        sender, call, new_connection = self._sender, self._call, False
         try:
             while True:
                 try:
@@ -68,8 +55,8 @@ class Attempts:
                         await self._abort(*call.running)
                     worker = self._worker = call.pinned_worker or self._worker
                     if worker.unreachable:
-                        await client.reachability.check_return(worker)
-                    return await client.sender.send(call, worker, new_connection=new_connection)
+                        await sender.reachability.check_return(worker)
+                    return await sender.send(call, worker, new_connection=new_connection)
                 except BrokenNumbers:
                     raise
                 except EndpointUnavailable as error:
@@ -79,7 +66,7 @@ class Attempts:
                 if following is None:
                     return call.interrupted()
                 self._worker = following
-                client.totals.retries += 1
+                sender.totals.retries += 1
         finally:
             if call.running is not None:
                 with anyio.CancelScope(shield=True):
@@ -102,7 +89,7 @@ class Attempts:
         Raises:
             EndpointUnavailable: too many attempts failed.
         """
-        workers, call = self._client.servers.workers, self._call
+        workers, call = self._sender.servers.workers, self._call
         if isinstance(error, ConnectionLost):
             if error.stale and not self._reconnected:
                 self._reconnected = True
@@ -110,15 +97,15 @@ class Attempts:
             if await self._has_died():
                 return workers.reassign(self._worker, call.route)
         if self._is_outage(error):
-            return await self._client.reachability.wait_for_server(call, self._worker, error)
+            return await self._sender.reachability.wait_for_server(call, self._worker, error)
         self._failures += 1
-        if self._failures > self._client.servers.endpoint.max_retries:
+        if self._failures > self._sender.servers.endpoint.max_retries:
             raise EndpointUnavailable(f"gave up after {self._failures} attempts: {error}") from error
         failed = self._worker if call.running is None else call.running[0]  # the abort may have failed
         worker = workers.reassign(failed, call.route)
         what = f"pause after {self._failures} failed attempts at {worker.name}"
         with boundary(EndpointUnavailable, what, kind="a_pause"):
-            await anyio.sleep(self._client.backoff(self._failures))
+            await anyio.sleep(self._backoff(self._failures))
         return worker
 
     async def _has_died(self) -> bool:
@@ -134,14 +121,14 @@ class Attempts:
 
     def _is_outage(self, error: EndpointUnavailable) -> bool:
         """Whether an error shows that no server can serve the call now."""
-        if self._call.running is not None and self._client.servers.any_reachable:
+        if self._call.running is not None and self._sender.servers.any_reachable:
             return False  # its abort failed at one server, and others serve
         return isinstance(error, ConnectFailed | ServerUnreachable | Overloaded)
 
     async def _abort(self, worker: Worker, rid: str) -> None:
         """Abort the generation of this call; raises EndpointUnavailable if it may still be running."""
-        listens = await self._client.servers.abort(worker, rid)
+        listens = await self._sender.servers.abort(worker, rid)
         self._call.running = None
-        self._client.totals.aborts += 1
+        self._sender.totals.aborts += 1
         if not listens:
-            self._client.reachability.died(self._call, worker)
+            self._sender.reachability.died(self._call, worker)

@@ -19,11 +19,11 @@ __all__ = [
     "CompletionRequest",
     "ExtrasRequest",
     "Policy",
+    "PolicyWrapper",
     "ServerInfo",
     "check_takes_images",
     "describe_as",
     "describe_once",
-    "takes_images",
     "wait_for_servers",
 ]
 
@@ -101,19 +101,35 @@ class Policy(Protocol):
         ...
 
 
-def takes_images(policy: Policy) -> bool:
-    """Whether a policy accepts ``images``."""
-    return bool(getattr(policy, "takes_images", False))
-
-
 def check_takes_images(policy: Policy) -> None:
     """Refuse images for a policy that does not accept them.
 
     Raises:
         ConfigError: it does not.
     """
-    if not takes_images(policy):
+    if not getattr(policy, "takes_images", False):
         raise ConfigError.of("images", policy, "none: requests of this policy have no images")
+
+
+class PolicyWrapper:
+    """A policy that samples through ``inner``; a subclass defines :meth:`complete`."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether requests may have images."""
+        return bool(getattr(self.inner, "takes_images", False))
+
+    async def describe(self) -> ServerInfo:
+        return await self.inner.describe()
+
+    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+        await wait_for_servers(self.inner, error)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
 
 
 async def wait_for_servers(policy: Policy, error: EndpointUnavailable) -> None:

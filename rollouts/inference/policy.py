@@ -24,7 +24,7 @@ import numpy as np
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Completion, Endpoint, ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import EndpointUnavailable
-from rollouts.inference.attempts import Attempts, Client
+from rollouts.inference.attempts import Attempts
 from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
 from rollouts.inference.call import Call
 from rollouts.inference.discovery import merged
@@ -85,7 +85,7 @@ class ServerPolicy:
         self._workers = self.servers.workers
         self._reachability = Reachability(self.servers, backoff, poll_seconds)
         self._sender = Sender(self.servers, self._reachability, self.totals)
-        self._client = Client(self.servers, self._reachability, self._sender, self.totals, backoff)
+        self._backoff = backoff
         self._namespaces = Namespaces()
         self._unread_vocab_size = vocab_size if callable(vocab_size) else None
         self._reading_lock = anyio.Lock()
@@ -162,7 +162,7 @@ class ServerPolicy:
             await self._read_vocab_size(self._unread_vocab_size)
         call = self._call_of(request)
         worker = self._workers.worker_for(call.route)
-        attempts = Attempts(self._client, call, worker)
+        attempts = Attempts(self._sender, self._backoff, call, worker)
         try:
             what, seconds = f"POST {worker.name}{self.PROTOCOL.ROUTE}", self.endpoint.request_seconds
             with boundary(EndpointUnavailable, what, seconds=seconds, shown="the model", kind="generation"):

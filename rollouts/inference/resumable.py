@@ -26,10 +26,8 @@ from rollouts.inference.base import (
     CompletionRequest,
     ExtrasRequest,
     Policy,
-    ServerInfo,
+    PolicyWrapper,
     describe_as,
-    takes_images,
-    wait_for_servers,
 )
 from rollouts.inference.reply_parts import Decode, rest_of, until_stop
 
@@ -48,11 +46,11 @@ class InterruptiblePolicy(Policy, Protocol):
     async def interrupt(self) -> None: ...
 
 
-class SessionRecorder:
+class SessionRecorder(PolicyWrapper):
     """A policy that also lists the session names (routing keys) of its calls, in order of first use."""
 
     def __init__(self, inner: Policy) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.sessions: list[str] = []
         describe_as(self, inner)
 
@@ -63,21 +61,8 @@ class SessionRecorder:
             self.sessions.append(name)
         return await self.inner.complete(request)
 
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
 
-    async def describe(self) -> ServerInfo:
-        return await self.inner.describe()  # describe_once(self) holds the lock of ``inner``
-
-    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
-        await wait_for_servers(self.inner, error)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
-
-
-class ResumablePolicy:
+class ResumablePolicy(PolicyWrapper):
     """Adds pause and resume to a policy.
 
     Args:
@@ -100,11 +85,12 @@ class ResumablePolicy:
         extras: ExtrasRequest | None = None,
         backoff_seconds: float = 0.5,
     ) -> None:
+        super().__init__(inner)
         self._backoff_seconds = backoff_seconds
         self._extras = extras
         self._routed: OrderedDict[str, int] = OrderedDict()
         """Number of positions of each session whose routed experts are known."""
-        self.inner = inner
+        self.inner: InterruptiblePolicy = inner
         self.decode = decode
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
@@ -117,10 +103,6 @@ class ResumablePolicy:
     def __repr__(self) -> str:
         state = "paused" if self.paused else "open"
         return f"<ResumablePolicy {state}: {self.in_flight} in flight, {self.resumed} resumed>"
-
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
 
     @property
     def paused(self) -> bool:
@@ -259,15 +241,6 @@ class ResumablePolicy:
             with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
                 while self._opened is not None:
                     await self._opened.wait()
-
-    async def describe(self) -> ServerInfo:
-        return await self.inner.describe()
-
-    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
-        await wait_for_servers(self.inner, error)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
 
 
 def _joined(parts: list[Completion]) -> Completion:

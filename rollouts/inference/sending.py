@@ -43,10 +43,10 @@ class Sender:
     """Sends the requests for tokens of one policy."""
 
     def __init__(self, servers: Servers, reachability: Reachability, totals: Totals) -> None:
-        self._servers = servers
+        self.servers = servers
         self._protocol = servers.protocol
-        self._reachability = reachability
-        self._totals = totals
+        self.reachability = reachability
+        self.totals = totals
         self._long_reply_lock = anyio.Lock(fast_acquire=True)
         self.on_completion: Callable[[Completion, str], None] | None = None
         """Called with every completion and the name of its server."""
@@ -68,21 +68,19 @@ class Sender:
         return self._send_limited(call, worker, new_connection)
 
     async def _send_limited(self, call: Call, worker: Worker, new_connection: bool) -> Completion:
-        await self._servers.query_load(worker)
+        await self.servers.query_load(worker)
         async with worker.limiter:
             completion = await self._send(call, worker, new_connection)
-        await self._servers.query_load(worker)
+        await self.servers.query_load(worker)
         return completion
 
     async def _send(self, call: Call, worker: Worker, new_connection: bool) -> Completion:
         # SGLang aborts by prefix (SGLang 0.5.23, managers/scheduler.py: abort_request): no rid is a prefix of another.
         rid = os.urandom(16).hex()
         request = call.request
-        body, start = self._protocol.request_body(
-            rid, call.ids, call.options, call.namespace, request.extras, call.images
-        )
+        body, start = self._protocol.request_body(rid, call)
         call.ids.move_into(body, start)
-        self._totals.requests += 1
+        self.totals.requests += 1
         worker.in_flight += 1
         self.running[rid] = worker
         worker.unanswered[rid] = sent = time.monotonic()
@@ -90,7 +88,7 @@ class Sender:
         try:
             await self._protocol.check_server(worker, request.sampling)
             call.running = (worker, rid)
-            status, payload = await self._servers.transport.post(
+            status, payload = await self.servers.transport.post(
                 f"{worker.url}{self._protocol.ROUTE}",
                 body,
                 call.headers,
@@ -105,7 +103,7 @@ class Sender:
             worker.in_flight -= 1
             del self.running[rid]
         worker.unanswered.pop(rid, None)
-        self._reachability.any_answered = True
+        self.reachability.any_answered = True
         try:
             if status != 200:
                 raise self._refusal(call, worker, status, payload)
@@ -120,7 +118,7 @@ class Sender:
             completion = await anyio.to_thread.run_sync(read) if large else read()
             check_obeyed(completion, request.sampling, request.stop_token_ids)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
-            self._servers.hide_keys(error)
+            self.servers.hide_keys(error)
             raise
         self._record(completion, worker)
         return completion
@@ -152,8 +150,8 @@ class Sender:
         worker.suspect_until, worker.answered = 0.0, time.monotonic()
         if len(worker.unanswered) > worker.in_flight:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
-        self._reachability.completed(completion)
-        self._totals.add(completion)
+        self.reachability.completed(completion)
+        self.totals.add(completion)
         if self.on_completion is not None:
             self.on_completion(completion, worker.name)
 

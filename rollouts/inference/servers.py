@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import anyio
@@ -21,12 +21,12 @@ from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, w
 from rollouts.errors import EndpointError, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.routing import Worker, Workers
-from rollouts.inference.token_json import EncodedIds
 
 __all__ = ["ServerProtocol", "Servers"]
 
@@ -58,15 +58,7 @@ class ServerProtocol(abc.ABC):
         """
 
     @abc.abstractmethod
-    def request_body(
-        self,
-        rid: str,
-        ids: EncodedIds,
-        options: bytes,
-        namespace: str,
-        extras: ExtrasRequest | None,
-        images: Sequence[bytes],
-    ) -> tuple[bytes, int]:
+    def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         """Return the body of one attempt, and the offset of the ids in it."""
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ This module knows which routes of SGLang a policy needs; ``generate_wire.py`` kn
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import anyio
 
@@ -17,7 +17,8 @@ from rollouts.dtypes import Completion, SamplingParams, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_probe, generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import describe_server
 from rollouts.inference.generate_probe import ReportedLogprobs
@@ -25,7 +26,6 @@ from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
-from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.wire_errors import error_of, message_of
 
 __all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
@@ -49,16 +49,8 @@ class SGLangProtocol(ServerProtocol):
     def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
-    def request_body(
-        self,
-        rid: str,
-        ids: EncodedIds,
-        options: bytes,
-        namespace: str,
-        extras: ExtrasRequest | None,
-        images: Sequence[bytes],
-    ) -> tuple[bytes, int]:
-        return generate_wire.request_body(rid, ids, options, namespace, extras, images)
+    def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
+        return generate_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.images)
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-SMG-Routing-Key": session}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import anyio
 
@@ -20,7 +20,8 @@ from rollouts.errors import EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
 from rollouts.inference.limiter import Load
@@ -28,7 +29,6 @@ from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
-from rollouts.inference.token_json import EncodedIds
 from rollouts.inference.vllm_wire import LogprobsMode
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
@@ -76,17 +76,9 @@ class VLLMProtocol(ServerProtocol):
     def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
-    def request_body(
-        self,
-        rid: str,
-        ids: EncodedIds,
-        options: bytes,
-        namespace: str,
-        extras: ExtrasRequest | None,
-        images: Sequence[bytes],
-    ) -> tuple[bytes, int]:
-        assert not images, "complete refuses images"
-        return vllm_wire.request_body(rid, ids, options, namespace, extras)
+    def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
+        assert not call.images, "complete refuses images"
+        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras)
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}

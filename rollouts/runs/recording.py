@@ -49,7 +49,7 @@ from rollouts.errors import (
     Kind,
     ReplayDiverged,
 )
-from rollouts.inference.base import CompletionRequest, Policy, ServerInfo, describe_once, takes_images
+from rollouts.inference.base import CompletionRequest, Policy, PolicyWrapper, ServerInfo, describe_once
 from rollouts.runs.folder import RECORDING, is_growing
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Columns, Entry, Journal, JournalReader, Offset, read_entry
@@ -201,17 +201,13 @@ class _RecordingResumable(_RecordingEnvironment):
         self._record("restore")
 
 
-class _RecordingPolicy:
+class _RecordingPolicy(PolicyWrapper):
     def __init__(self, inner: Policy, recorder: _AttemptRecorder) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._recorder = recorder
 
     def __repr__(self) -> str:
         return f"<recorded {self.inner!r}>"
-
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         sent = _fields_of(request)
@@ -229,9 +225,6 @@ class _RecordingPolicy:
 
     async def describe(self) -> ServerInfo:
         return await describe_once(self.inner)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
 
 
 def _fields_of(request: CompletionRequest) -> dict[str, Any]:

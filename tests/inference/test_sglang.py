@@ -572,7 +572,7 @@ def test_an_unclosed_pool_is_closed_with_its_loop(client: Client, runner: Any) -
     """Without a warning, which would be an error; the next loop has its own pool."""
     first, second = use_shared(client, runner), use_shared(client, runner)
     assert first is not second
-    assert "closed" in repr(first._transport)
+    assert "closed" in repr(first.servers.transport)
 
 
 def test_a_policy_can_be_used_in_consecutive_loops(client: Client) -> None:
