@@ -2,9 +2,10 @@
 
 Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
 :class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
-that opened it and is closed with it. What is received of a response is bounded, for one read as a whole by the caller.
+that opened it and is closed with it. The size of a response is bounded; the caller sets the bound of a response that is
+read as a whole.
 
-The only deadline set here is that of connecting; callers use anyio scopes. Redirects, cookies and proxies are not
+The only deadline set here is the one for connecting; callers use anyio scopes. Redirects, cookies and proxies are not
 supported. The client does not know what the payloads mean.
 """
 
@@ -28,7 +29,7 @@ from rollouts.http.request import request_head
 __all__ = ["ConnectFailed", "ConnectionLost", "HttpClient", "ProtocolError", "Response"]
 
 KEEPALIVE_SECONDS = 4.0
-"""Shorter than the 5 seconds after which SGLang's server closes an idle connection."""
+"""Less than the 5 seconds after which servers close idle connections (SGLang 0.5.23, SGLANG_TIMEOUT_KEEP_ALIVE)."""
 
 
 class ConnectFailed(EndpointUnavailable):
@@ -257,7 +258,7 @@ class HttpClient:
         return _Exchange(self, method, url, headers, body, new_connection)
 
     async def pool(self) -> Pool:
-        """Return the pool; raises ConfigError in another event loop than the one that opened it."""
+        """Return the pool; raises ConfigError in any event loop but the one that opened it."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")

@@ -37,7 +37,7 @@ class ConnectionState(IntEnum):
 NEW, IDLE, ACTIVE, MUST_CLOSE, CLOSED, ERROR = ConnectionState  # as globals: they are read for every event
 
 HEADERS, DATA, END_OF_MESSAGE = range(3)
-"""What :meth:`Connection.wait_for` waits for: status and headers, more of the body, or the complete response."""
+"""Parts that :meth:`Connection.wait_for` waits for: status and headers, more of the body, or the complete response."""
 
 HIGH_WATER = 1 << 18
 """Unread bytes above which a streamed response pauses reading from the socket."""
@@ -48,7 +48,7 @@ MAX_RESPONSE_BYTES = 1 << 26
 _MAX_HEAD_BYTES = 1 << 18
 _MAX_JOINED_BODY = 1 << 20
 """A body of at most so many bytes (some 170,000 ids) is joined with its head for one write, which costs less than two.
-A longer one is written uncopied."""
+A longer body is written without a copy."""
 
 
 class Connection(asyncio.BufferedProtocol):

@@ -44,7 +44,7 @@ class ExtrasRequest:
     """The :class:`~rollouts.dtypes.Extras` that a completion needs."""
 
     experts_width: int | None = None
-    """Numbers of routed experts for each position, layers times top-k; ``None`` for none."""
+    """Numbers of routed experts for each position, layers times top-k; ``None`` if they are not needed."""
     experts_start: int = 0
     """The first position whose routed experts are needed; at most the number of prompt ids."""
     top_p_sets: bool = False
@@ -66,7 +66,7 @@ class CompletionRequest:
     route: str = ""
     """Name of sequences that share a beginning; their requests go to one worker. By default the session."""
     extras: ExtrasRequest | None = None
-    """What the completion needs beyond tokens and logprobs; a reply without it is refused."""
+    """Columns that the completion needs beyond tokens and logprobs; a reply without them is refused."""
     images: Sequence[ImageSpan] = ()
     """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
 
@@ -133,7 +133,7 @@ class PolicyWrapper:
 
 
 async def wait_for_servers(policy: Policy, error: EndpointUnavailable) -> None:
-    """Wait until a server of a policy answers again; raise ``error`` if the policy has no such wait.
+    """Wait until a server of a policy answers again; raise ``error`` if the policy cannot wait.
 
     Raises:
         EndpointAway: no server answered for ``outage_seconds``.

@@ -48,7 +48,7 @@ class Outage:
 
     @property
     def is_on(self) -> bool:
-        """Whether a request waited and none was answered since."""
+        """Whether a request waited, and no request was answered since."""
         return self._since is not None
 
     @contextlib.contextmanager
@@ -104,11 +104,11 @@ class Outage:
 
 
 class ServedWeights:
-    """The weights that servers of one endpoint have reported, to recognise a restarted server that lost its own."""
+    """The weights that servers of one endpoint have reported, to recognise a restarted server that lost its weights."""
 
     def __init__(self) -> None:
         self._versions: dict[str, None] = {}
-        """In the order in which they were seen; each reply is looked up among them."""
+        """In the order in which they were seen."""
         self._described: tuple[str | None, str | None] = (None, None)
         """Model and version of the first description."""
 

@@ -4,7 +4,7 @@ Invariant: one call of :meth:`ServerPolicy.complete` runs at most one generation
 that is cancelled, late or out of retries aborts its generation. The parts of a call: ``sending.py`` sends one attempt,
 ``attempts.py`` chooses the step after an error, ``unreachable.py`` waits for servers.
 
-This module knows tokens, but no messages, environments or samples, and no server's format.
+This module knows tokens. It does not know messages, environments, samples, or the format of a server.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ServerPolicy:
             EndpointUnavailable: no valid response within ``request_seconds`` and ``max_retries``.
             EndpointRefused: the server refuses this request, or its reply cannot be trained or is not about these ids.
             ContextOverflow: prompt and ``max_new_tokens`` exceed the model's context.
-            ConfigError: an id is outside the vocabulary, or the protocol has no images; nothing was sent.
+            ConfigError: an id is outside the vocabulary, or the protocol does not support images; nothing was sent.
         """
         if request.images:
             check_takes_images(self)
@@ -210,11 +210,11 @@ class ServerPolicy:
         return EncodedIds(ids.pieces, len(tokens), digest)
 
     def _options(self, request: CompletionRequest) -> bytes:
-        """Encode the options; those of the last call are reused if they are equal."""
+        """Encode the options; the bytes of the last call are reused if the options are equal."""
         top_p_sets = request.extras is not None and request.extras.top_p_sets
         key = (request.sampling, request.stop_token_ids, top_p_sets)
         last, options = self._last_options
-        if key != last:  # compares the same objects without looking into them
+        if key != last:  # compares identical objects without comparing their fields
             protocol = self.servers.protocol
             options = protocol.request_options(request.sampling, request.stop_token_ids, top_p_sets=top_p_sets)
             self._last_options = key, options

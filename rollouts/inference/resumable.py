@@ -69,9 +69,9 @@ class ResumablePolicy(PolicyWrapper):
         inner: policy that samples.
         decode: the text of ids, special tokens included; needed for stop strings, which may span an interruption.
         at_most: maximum requests in flight, or a limiter that is shared with another policy; ``None`` for no limit.
-        stop_token_ids: ids that end a reply, in addition to those of each call.
-        extras: what each completion needs beyond tokens and logprobs; ``inner`` must accept it. Routed experts are
-            requested once for each position of a session.
+        stop_token_ids: ids that end a reply, in addition to the stop ids of each call.
+        extras: columns that each completion needs beyond tokens and logprobs; ``inner`` must accept them. Routed
+            experts are requested once for each position of a session.
         backoff_seconds: delay between attempts if a server aborts before the first token.
     """
 
@@ -244,7 +244,7 @@ class ResumablePolicy(PolicyWrapper):
 
 
 def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of one reply; prompt fields are those of the first request."""
+    """Join the parts of one reply; prompt fields are from the first request."""
     versions: list[VersionSpan] = []
     start = 0
     for part in parts:

@@ -94,7 +94,7 @@ class Workers:
         return sum(worker.in_flight for worker in self.all)
 
     def worker_for(self, session: str) -> Worker:
-        """Return the worker of a session; the least loaded one for a new session or none."""
+        """Return the worker of a session; the least loaded worker for a new session or no session."""
         if len(self.all) == 1:
             return self.all[0]
         worker = self._sessions.get(session)
@@ -114,7 +114,7 @@ class Workers:
         return worker.load > SKEW_FACTOR * least + SKEW_REQUESTS
 
     def reassign(self, worker: Worker, session: str) -> Worker:
-        """Move a session away from a worker on which it failed; a single worker is returned itself."""
+        """Move a session away from a worker on which it failed; a single worker keeps it."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker
 

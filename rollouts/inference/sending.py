@@ -75,7 +75,8 @@ class Sender:
         return completion
 
     async def _send(self, call: Call, worker: Worker, new_connection: bool) -> Completion:
-        # SGLang aborts by prefix (SGLang 0.5.23, managers/scheduler.py: abort_request): no rid is a prefix of another.
+        # Fixed width: an abort also ends requests whose rid begins with its rid (SGLang 0.5.23, managers/scheduler.py:
+        # abort_request).
         rid = os.urandom(16).hex()
         request = call.request
         body, start = self._protocol.request_body(rid, call)

@@ -35,7 +35,7 @@ LOAD_SECONDS = 2.0
 
 
 class ServerProtocol(abc.ABC):
-    """Format and routes of one kind of server, and what it remembers of each server."""
+    """Format and routes of one kind of server, and the facts known of each server."""
 
     ROUTE: ClassVar[str]
     """Path to which requests for a completion are sent."""

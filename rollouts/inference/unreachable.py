@@ -1,7 +1,7 @@
 """Servers that are unreachable: the waits for them, their return, and the requests that crash them.
 
-Invariant: a worker that is unreachable gets no request before it has described itself with the expected weights. It
-becomes unreachable when it refuses a connection, when an abort shows that it died, or when it is missing from a
+Invariant: a worker that is unreachable does not get requests before it has described itself with the expected weights.
+It becomes unreachable when it refuses a connection, when an abort shows that it died, or when it is missing from a
 description of all servers; only :meth:`Reachability.check_return` makes it reachable again.
 
 This module does not send requests for tokens and does not count attempts.
@@ -56,7 +56,7 @@ class Reachability:
         return f"<Reachability of {self._servers!r}: {self.outage!r}>"
 
     def interrupt(self) -> None:
-        """End the waits of calls that have no generation running."""
+        """End the waits of calls without a running generation."""
         self._interrupted.set()
         self._interrupted = anyio.Event()
 

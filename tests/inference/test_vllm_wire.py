@@ -199,7 +199,7 @@ def test_two_certain_ids_prove_processed_logprobs() -> None:
     assert mode_of(-6.0, -7.0, -0.3) == "raw"
     with pytest.raises(EndpointRefused, match=r"--logprobs-mode: a logprob of 12.5 came; expected at most 0"):
         mode_of(-6.0, -7.0, 12.5)
-    with pytest.raises(EndpointRefused, match="--logprobs-mode: got 0 logprobs; expected that of one id"):
+    with pytest.raises(EndpointRefused, match="--logprobs-mode: got 0 logprobs; expected the logprob of one id"):
         probed_logprob(reply(content=[], token_ids=[]))
 
 
