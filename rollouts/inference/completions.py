@@ -20,6 +20,7 @@ import numpy as np
 from rollouts.dtypes import (
     LOGPROB_TOLERANCE,
     Completion,
+    Extras,
     LogprobColumn,
     SamplingParams,
     TokenColumn,
@@ -39,6 +40,7 @@ __all__ = [
     "Version",
     "check_obeyed",
     "check_values",
+    "completion_of",
     "max_response_bytes",
     "packed_logprobs",
     "version_spans",
@@ -182,3 +184,38 @@ def version_spans(spans: Sequence[Span] | None, unnamed: str) -> tuple[VersionSp
         for span in spans or ()
         if span.start != span.end
     )
+
+
+def completion_of(
+    request: SentRequest,
+    tokens: TokenColumn,
+    logprobs: LogprobColumn,
+    *,
+    finish_reason: str,
+    versions: Sequence[VersionSpan],
+    cached_tokens: int,
+    extras: Extras | None,
+) -> Completion:
+    """Build the completion of a response; everything except its versions was checked.
+
+    Raises:
+        EndpointRefused: the versions do not cover the tokens.
+    """
+    try:
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=sys.intern(finish_reason),  # type: ignore[arg-type]
+            versions=versions,
+            prompt_tokens=request.ids.count,
+            prompt_digest=request.ids.digest,
+            request_id=request.rid,
+            cached_tokens=cached_tokens,
+            seconds=request.seconds,
+            waited=request.waited,
+            server=request.server,
+            logprobs_of="tempered",
+            extras=extras,
+        )
+    except ValueError as error:
+        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None

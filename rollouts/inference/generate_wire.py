@@ -40,6 +40,7 @@ from rollouts.inference.completions import (
     Span,
     Version,
     check_values,
+    completion_of,
     packed_logprobs,
     version_spans,
 )
@@ -237,24 +238,15 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
         hint = ". Does it truncate prompts? Start it without --allow-auto-truncate" if prompt_tokens < ids.count else ""
         raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}{hint}")
-    try:
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
-            versions=_versions(meta, len(tokens)),
-            prompt_tokens=ids.count,
-            prompt_digest=ids.digest,
-            request_id=request.rid,
-            cached_tokens=meta.cached_tokens or 0,
-            seconds=request.seconds,
-            waited=request.waited,
-            server=request.server,
-            logprobs_of="tempered",
-            extras=None if request.extras is None else _extras(meta, request, len(tokens), request.extras),
-        )
-    except ValueError as error:  # everything but the versions was checked above
-        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+    return completion_of(
+        request,
+        tokens,
+        logprobs,
+        finish_reason=finish.type,
+        versions=_versions(meta, len(tokens)),
+        cached_tokens=meta.cached_tokens or 0,
+        extras=None if request.extras is None else _extras(meta, request, len(tokens), request.extras),
+    )
 
 
 def _check_images(counted: int | None, prompt_token_ids: msgspec.Raw, sent: SentRequest) -> None:

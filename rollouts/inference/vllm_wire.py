@@ -12,7 +12,6 @@ This module does no I/O and does not know retries.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -30,6 +29,7 @@ from rollouts.inference.completions import (
     SentRequest,
     Span,
     check_values,
+    completion_of,
     packed_logprobs,
     version_spans,
 )
@@ -294,24 +294,15 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         "completion_tokens": float(len(sampled)),
         "cached_tokens": float(cached),
     }
-    try:
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=sys.intern(finish),  # type: ignore[arg-type]  # narrowed above
-            versions=_versions(choice) if sampled else (),
-            prompt_tokens=ids.count,
-            prompt_digest=ids.digest,
-            request_id=request.rid,
-            cached_tokens=cached,
-            seconds=request.seconds,
-            waited=request.waited,
-            server=request.server,
-            logprobs_of="tempered",
-            extras=None if request.extras is None else Extras((numbers,)),
-        )
-    except ValueError as error:  # everything but the versions was checked above
-        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+    return completion_of(
+        request,
+        tokens,
+        logprobs,
+        finish_reason=finish,
+        versions=_versions(choice) if sampled else (),
+        cached_tokens=cached,
+        extras=None if request.extras is None else Extras((numbers,)),
+    )
 
 
 def _check_prompt(reply: _Reply, ids: EncodedIds) -> None:

@@ -134,7 +134,7 @@ async def test_the_connection_of_a_cancelled_request_is_not_reused(transport: Ht
 
 
 async def test_a_closed_client_can_be_used_again(transport: HttpClient) -> None:
-    """The next use opens a new pool; closing twice is no error."""
+    """The next use opens a new pool; closing twice is not an error."""
     async with StubServer() as server:
         for _ in range(2):
             await transport.post(f"{server.url}/generate", BODY, {})
@@ -223,7 +223,7 @@ async def test_headers_arrive_at_the_server(transport: HttpClient) -> None:
 
 
 async def test_idle_connections_do_not_stay_open() -> None:
-    """They are closed after ``idle_seconds``, and none is used after it."""
+    """They are closed after ``idle_seconds`` and not used after it."""
     ended: list[anyio.Event] = [anyio.Event() for _ in range(3)]
     visits = 0
 
@@ -376,7 +376,7 @@ async def test_connecting_has_a_deadline() -> None:
 
 
 async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> None:
-    """Hardening 24: what is received is bounded by what was asked for, and the connection is closed."""
+    """Hardening 24: a longer response than requested is not received, and the connection is closed."""
     sent = 0
 
     async def endless(visit: Visit) -> None:

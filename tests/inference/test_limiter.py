@@ -53,7 +53,7 @@ async def test_a_full_cache_is_congestion_though_nothing_queues() -> None:
 
 
 async def test_a_limit_for_which_no_request_waits_does_not_grow() -> None:
-    """Its growth would have no reason in the load."""
+    """Nothing in the load would justify its growth."""
     adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
     assert await limits_after(adaptive, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
 

@@ -1,4 +1,4 @@
-"""Servers that are away: requests wait, deadlines stand still, and no prompt is lost."""
+"""Unreachable servers: requests wait, deadlines stand still, and no prompt is lost."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_patience_ends(client: Client, server: Restartable) -> None:
 
 
 async def test_a_full_queue_fails_no_request(client: Client) -> None:
-    """It is asked again as often as needed, also without retries."""
+    """The request is sent again as often as needed, also without retries."""
     full: list[Fault] = ["error_503", "abort_503"] * 20
     async with StubServer(faults=full) as stub, policy_of(stub.url) as policy:
         assert len((await client.complete(policy)).tokens) == 3
@@ -160,7 +160,7 @@ async def test_a_session_moves_while_another_server_serves(client: Client, serve
 
 
 async def test_an_interrupt_answers_requests_that_wait(client: Client, server: Restartable) -> None:
-    """Without tokens, so that a trainer can pause generation while its servers are away."""
+    """Without tokens, so that a trainer can pause generation while its servers are unreachable."""
     async with policy_of(server.url) as inner:
         policy = ResumablePolicy(inner)
         await client.complete(inner)
@@ -196,7 +196,7 @@ async def test_a_wrong_url_is_an_error_of_the_description_at_once() -> None:
 
 
 async def test_a_request_waits_for_a_server_that_never_answered(client: Client, gone: Restartable) -> None:
-    """As for one that answered before."""
+    """As for a server that answered before."""
     answers: list[Completion] = []
 
     async def ask() -> None:
@@ -389,7 +389,7 @@ def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message:
 
 
 async def test_a_request_whose_server_died_alone_with_it_goes_to_no_other(client: Client) -> None:
-    """It waits for its own server, while others serve; a second death refuses it."""
+    """It waits for that server while others serve; a second death refuses it."""
     died = anyio.Event()
 
     async def die(request: Any) -> None:
@@ -436,7 +436,7 @@ def config_of(client: Client, policy: SGLangPolicy) -> RolloutConfig:
 
 
 async def test_no_group_starts_while_a_server_is_away(client: Client, server: Restartable) -> None:
-    """And none fails: the batch is filled after the restart."""
+    """No rollout fails: the batch is filled after the restart."""
     async with policy_of(server.url) as policy:
         await client.complete(policy)
         await server.stop()
@@ -474,7 +474,7 @@ def length(sample: Sample) -> float:
 
 
 def agents(policy: SGLangPolicy) -> RolloutConfig:
-    """Agents of one turn, as a Python program starts them: nothing has asked the server before."""
+    """Agents of one turn, as a Python program starts them: they send the first requests to the server."""
     options = {
         "environment_cls": SingleTurnEnvironment,
         "tokenizer": renderer_for(DEMO_MODEL),
@@ -507,7 +507,7 @@ async def test_no_prompt_is_lost_if_the_server_starts_after_the_run(gone: Restar
 async def test_no_prompt_is_lost_if_the_server_dies_between_preflight_and_the_first_request(
     server: Restartable,
 ) -> None:
-    """It answered once, and its description is asked for again when the first rollout starts."""
+    """It answered once, and its description is requested again when the first rollout starts."""
     async with policy_of(server.url) as policy:
         await policy.describe()
         await server.stop()

@@ -119,7 +119,7 @@ async def test_a_weight_update_does_not_expire_deadlines() -> None:
 
 
 async def test_a_pause_by_another_thread_is_known() -> None:
-    """A trainer may run in its own thread."""
+    """A trainer may run in another thread."""
     pause = Pause("http://there", "there")
     clocks = pause.entered()
     with deadline(60):

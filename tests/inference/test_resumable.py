@@ -71,7 +71,7 @@ class CountingPolicy:
 
 
 async def test_an_interrupted_reply_continues_from_its_own_ids() -> None:
-    """Three parts, three versions, one completion: every id once, with its own logprob."""
+    """Three parts, three versions, one completion: every id once, with the logprob of its sampling."""
     inner = CountingPolicy()
     policy = ResumablePolicy(inner)
     stops = {7, 9}
@@ -185,7 +185,7 @@ async def test_the_sessions_of_calls_are_recorded() -> None:
 
 
 async def test_recorders_of_one_policy_describe_its_server_once() -> None:
-    """Each rollout has a recorder of its own; the server is asked once, also if all begin at the same time."""
+    """Each rollout has a recorder; the server is queried once, also if all begin at the same time."""
     asked = 0
 
     class Described(CountingPolicy):
@@ -237,7 +237,7 @@ async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:
 
 
 async def test_the_parts_of_a_reply_have_its_route() -> None:
-    """A completion that goes on after an interruption stays on the route of its sequence."""
+    """A completion that continues after an interruption stays on the route of its sequence."""
     inner = CountingPolicy()
     inner.abort_at_once = 1
     policy = ResumablePolicy(inner, backoff_seconds=0)

@@ -71,7 +71,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worst(completion: Completion, teacher: Teacher, temperature: float = 1.0) -> float:
-    """Largest difference of a reply's logprobs from those of the weights."""
+    """Largest difference between a reply's logprobs and the logprobs of the weights."""
     ids = np.concatenate([PROMPT, completion.tokens])
     exact = teacher.logprobs(ids, np.arange(len(PROMPT), len(ids)), temperature)
     return float(np.abs(exact - completion.logprobs).max())
@@ -118,7 +118,7 @@ async def test_greedy_replies_are_those_of_the_embedded_engine(server: VLLMServe
 
 
 async def test_a_session_names_itself_and_finds_its_prefix(server: VLLMServer) -> None:
-    """The header of vLLM, and that of a router; the key goes along."""
+    """The header of vLLM and the header of a router, with the key."""
     async with policy_at(server.url, api_key="secret") as policy:
         first = await policy.complete(CompletionRequest(PROMPT, SHORT, session="one"))
         longer = np.concatenate([PROMPT, first.tokens])
@@ -132,7 +132,7 @@ async def test_a_session_names_itself_and_finds_its_prefix(server: VLLMServer) -
 
 
 async def test_a_wrong_key_is_named(server: VLLMServer) -> None:
-    """At the first look at the server."""
+    """At the first request to the server."""
     server.key = "right"
     async with policy_at(server.url, api_key="wrong") as policy:
         with pytest.raises(EndpointRefused, match=r"status 401: Unauthorized. Check Endpoint.api_key"):
@@ -227,14 +227,14 @@ async def test_the_mode_is_probed_before_the_first_request() -> None:
 
 
 async def test_a_server_of_logits_is_refused() -> None:
-    """Whatever the parameters are."""
+    """For any sampling parameters."""
     async with vllm_server(mode="logits") as server, policy_at(server.url) as policy:
         with pytest.raises(EndpointRefused, match=r"the server's --logprobs-mode: a logprob of .* came"):
             await policy.describe()
 
 
 async def test_a_server_without_ids_names_its_flag() -> None:
-    """A plain ``vllm serve`` is refused when it is first asked, with the flag that it lacks."""
+    """A plain ``vllm serve`` is refused at the first request, with the flag that it lacks."""
     async with vllm_server(scale_out=False) as server, policy_at(server.url) as policy:
         with pytest.raises(EndpointRefused, match="Restart vllm serve with --enable-scale-out"):
             await policy.describe()
@@ -337,7 +337,7 @@ async def test_a_pause_by_another_client_is_waited_for(rejects: bool) -> None:
 async def test_an_update_under_load_is_exact(
     server: VLLMServer, moved: Path, teacher: Teacher, mode: WhileRunning
 ) -> None:
-    """Every token is of the version that it names; the cache is cleared before the server goes on."""
+    """Every token is of the version that it names; the cache is cleared before the server continues."""
     replies: list[Completion] = []
     async with policy_at(server.url) as policy:
 
@@ -375,7 +375,7 @@ async def test_an_update_under_load_is_exact(
 async def test_an_update_in_place_isolates_new_conversations(
     server: VLLMServer, moved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The cache keeps K/V of the old weights; a conversation that begins later has a salt, and reads none of it."""
+    """The cache keeps K/V of the old weights; a conversation that begins later has a salt, and does not read them."""
     async with policy_at(server.url) as policy:
         await policy.complete(CompletionRequest(PROMPT, SHORT, session="before"))
         await update_weights(endpoint_at(server.url), moved, "v1", while_running="in_place")
@@ -441,7 +441,7 @@ async def test_an_update_needs_the_development_mode() -> None:
 
 
 async def test_tied_embeddings_are_not_updated_on_a_cpu(moved: Path, tmp_path: Path) -> None:
-    """vLLM would load all but the output head there; a head of its own is loaded."""
+    """vLLM would load all but the output head there; a separate head is loaded."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -506,7 +506,7 @@ async def test_a_server_that_comes_back_is_probed_again() -> None:
 
 
 def test_the_load_is_read_from_metrics() -> None:
-    """Over all engines; another text is no load."""
+    """Over all engines; any other response is not a load."""
     text = b"""# HELP
 vllm:num_requests_running{engine="0",model_name="demo"} 3.0
 vllm:num_requests_running{engine="1",model_name="demo"} 4.0

@@ -293,7 +293,7 @@ async def test_in_place_warns_that_new_conversations_read_the_old_cache(caplog: 
 
 
 def test_a_conversation_keeps_the_namespace_that_it_began_with() -> None:
-    """One that begins during the update has its own: its first K/V may be of either weights."""
+    """A conversation that begins during the update has a separate namespace: its first K/V may be of either weights."""
     there, sessions = "http://namespaces", Namespaces()
     assert sessions.of("before", there) == ""
     with isolated([there], "1"):
@@ -325,7 +325,7 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
 
 
 async def test_a_router_is_updated_through_its_workers() -> None:
-    """It has no control routes; all its workers are updated, and checked."""
+    """It lacks control routes; all its workers are updated and checked."""
     one, two = Busy(), Busy()
     async with JsonServer(one) as first, JsonServer(two) as second:
         async with StubServer(workers=[first.url, second.url]) as router:

@@ -1,4 +1,4 @@
-"""The server of prebuilt responses: responses and faults equal those of StubServer."""
+"""The server of prebuilt responses: responses and faults equal the ones of StubServer."""
 
 from __future__ import annotations
 
