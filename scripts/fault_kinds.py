@@ -33,7 +33,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
 from rollouts.errors import ConfigError, DataExhausted, RolloutsError, TokenMismatchError
 from rollouts.programs import ModelServer
-from rollouts.recipe import Recipe, agent_recipe, function_recipe
+from rollouts.programs.recipe import function_recipe
+from rollouts.recipe import Recipe, agent_recipe
 from rollouts.renderer import renderer_for
 from rollouts.runs.reader import load_run
 from rollouts.runs.resume import begin

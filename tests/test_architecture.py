@@ -126,6 +126,8 @@ LAW_BOOKS = {
     "renderer/dialects/test_outcomes.py",
     "planning/test_advice.py",
     "programs/launchers/test_launches.py",
+    "renderer/test_bridge_text.py",
+    "runs/test_run_journal_laws.py",
     "training/test_fail_fast.py",
 }
 """Tests that mirror no single module."""

@@ -738,6 +738,48 @@ async def test_a_filter_that_accepts_nothing_ends_the_batch() -> None:
     manager.accounting.check()
 
 
+@pytest.mark.parametrize("patience", [2, 5])
+async def test_an_accepted_group_ends_the_row_of_rejected_ones(patience: int) -> None:
+    """3.3.1 ``patience`` groups in a row: a run whose filter rejects fewer before each that it accepts never ends."""
+
+    def last_of_a_row(samples: Sequence[Sample]) -> bool:
+        assert samples[0].group_index is not None
+        return samples[0].group_index % patience == patience - 1
+
+    one_at_a_time = {"batch_size": 1, "over_sampling_factor": 1, "patience": patience}
+    manager = manager_of(answer_at_once, filter_fn=last_of_a_row, **one_at_a_time)
+    for _ in range(6):
+        await manager.generate_batch()
+    assert manager.accounting.dropped == 6 * (patience - 1)
+
+
+async def test_patience_ends_with_the_last_group_of_the_row() -> None:
+    """3.3.2 With one group at a time, exactly ``patience`` groups are rejected, also after accepted ones."""
+    sizes = {"batch_size": 1, "over_sampling_factor": 1, "patience": 3}
+    manager = manager_of(answer_at_once, filter_fn=lambda samples: samples[0].group_index == 2, **sizes)
+    await manager.generate_batch()
+    with pytest.raises(FilterFailure, match="accepted none of the last 3 groups"):
+        await manager.generate_batch()
+    assert manager.accounting.dropped == 2 + 3
+    with pytest.raises(FilterFailure, match="accepted none of the last 3 groups"):
+        await manager.generate_batch()
+    assert manager.accounting.dropped == 2 + 3 + 3
+
+
+async def test_the_rewards_of_earlier_rows_are_not_reported() -> None:
+    """3.3.3 Groups rejected before the last accepted one do not belong to the row that ends the run."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (request,) = prompts
+        return [sample_for(request, reward=0.25 if request.group_index == 0 else 0.5)]
+
+    sizes = {"batch_size": 1, "over_sampling_factor": 1, "patience": 3}
+    manager = manager_of(generate, filter_fn=lambda samples: samples[0].group_index == 1, **sizes)
+    await manager.generate_batch()
+    with pytest.raises(FilterFailure, match=r"every reward was 0\.5, so there is nothing to learn"):
+        await manager.generate_batch()
+
+
 async def test_causes_are_reset_after_they_were_reported() -> None:
     """3.4 A run that continues after an error does not report old failures as new."""
     broken = True

@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 
 from rollouts.agent import run_agent
+from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
@@ -77,6 +78,22 @@ async def test_calls_that_cannot_run_are_answered_in_order(renderer: Renderer, i
     assert trajectory.metrics["unknown_tool_calls"] == 1
 
 
+async def test_further_messages_follow_the_results_of_the_calls(renderer: Renderer, ids: Any) -> None:
+    """Results and errors stand in the order of the calls, whatever the order of the step; then the rest, in its own."""
+
+    class Talkative(CalculatorEnvironment):
+        async def step(self, reply: Message) -> StepResult:
+            first, last = reply.tool_calls
+            said = [Message("user", "one"), Message("tool", "last", tool_call_id=last.id), Message("user", "two")]
+            return StepResult([*said, Message("tool", "first", tool_call_id=first.id), Message("user", "three")])
+
+    text = "\n".join([call("add", a=1, b=2), call("fly"), call("add", a=2, b=2)])
+    trajectory = await play(renderer, [ids(text + "<|im_end|>"), ids("ok<|im_end|>")], Talkative, limits=Limits(2))
+    shown = [message.content for message in trajectory.messages[3:-1]]
+    assert shown[1].startswith("Error: there is no tool 'fly'")
+    assert [*shown[:1], *shown[2:]] == ["first", "last", "one", "two", "three"]
+
+
 async def test_an_environment_without_tools_tells_the_model_so(renderer: Renderer, ids: Any) -> None:
     """A tool call where there are no tools goes back as a user message, and is counted."""
     replies = [ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")]
@@ -84,6 +101,40 @@ async def test_an_environment_without_tools_tells_the_model_so(renderer: Rendere
     assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
     assert "there is no tool 'add'; there are no tools here" in trajectory.messages[2].content
     assert trajectory.metrics["unknown_tool_calls"] == 1
+
+
+async def test_the_requests_of_an_episode_share_a_session_that_no_other_has(renderer: Renderer, ids: Any) -> None:
+    """A server that routes by it finds the tokens of the episode's last request cached."""
+    found = []
+    for _ in range(2):
+        policy = ScriptedPolicy([ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")])
+        await run_agent(Prompt("?", index=0), CalculatorEnvironment, policy, renderer, sampling=SamplingParams())
+        found.append([session for session, _ in policy.sessions])
+    assert all(len(set(sessions)) == 1 and sessions[0] for sessions in found)
+    assert found[0][0] != found[1][0]
+
+
+async def test_the_seconds_of_the_environment_are_those_of_its_calls(renderer: Renderer, ids: Any) -> None:
+    """Its metric is the sum over start and steps, each of which is in the times."""
+    trajectory = await play(renderer, [ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")])
+    spans = [span for span in trajectory.times if span.activity == "environment"]
+    assert [span.name for span in spans] == [f"CalculatorEnvironment.{name}" for name in ("start", "step", "step")]
+    assert trajectory.metrics["environment_seconds"] == pytest.approx(sum(span.seconds for span in spans), abs=1e-3)
+    assert trajectory.metrics["environment_seconds"] > 0
+
+
+async def test_a_wait_for_a_step_names_the_tools_that_run(renderer: Renderer, ids: Any) -> None:
+    """Each once; a step without calls, or without tools, has the name of the method."""
+    shown: list[str] = []
+
+    class Nosy(CalculatorEnvironment):
+        async def step(self, reply: Message) -> StepResult:
+            shown.extend(wait.shown for wait in waits())
+            return await super().step(reply)
+
+    both = "\n".join([call("add", a=1, b=2), call("multiply", a=1, b=2), call("add", a=3, b=4), call("fly")])
+    await play(renderer, [ids(both + "<|im_end|>"), ids("3<|im_end|>")], Nosy)
+    assert shown == ["tool add, multiply", "Nosy.step"]
 
 
 async def test_call_ids_are_unique_over_the_episode(renderer: Renderer, ids: Any) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import attrs
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -202,21 +203,23 @@ async def test_the_limits_hold_within_a_turn() -> None:
     assert short.messages[-1].content == FIRST + FOUND[0]
 
 
+class Seeds(ScriptedPolicy):
+    """A script of texts; keeps the seed of each request."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__([PLAIN.encode(text) for text in texts])
+        self.seeds: list[int | None] = []
+
+    async def complete(self, request: CompletionRequest) -> Any:
+        self.seeds.append(request.sampling.seed)
+        return await super().complete(request)
+
+
 async def test_seeds_differ_within_a_turn() -> None:
     """Each completion of a turn has its own seed, the same in each run."""
-
-    class Seeds(ScriptedPolicy):
-        def __init__(self) -> None:
-            super().__init__([PLAIN.encode(text) for text in (FIRST, SECOND, ANSWER)])
-            self.seeds: list[int | None] = []
-
-        async def complete(self, request: CompletionRequest) -> Any:
-            self.seeds.append(request.sampling.seed)
-            return await super().complete(request)
-
     found = []
     for _ in range(2):
-        policy = Seeds()
+        policy = Seeds(FIRST, SECOND, ANSWER)
         await run_agent(Prompt([QUESTION], index=0), Searching, policy, PLAIN, sampling=SamplingParams(seed=3))
         found.append(policy.seeds)
     assert found[0] == found[1]
@@ -348,7 +351,7 @@ def plain_turn(turn: Turn) -> Turn:
 
 @pytest.mark.parametrize("after", [1, 2, 3])
 async def test_an_interrupted_turn_goes_on(after: int) -> None:
-    """Resumed after each continuation, and after the messages that follow: all columns and messages are equal."""
+    """Resumed after each continuation, and after the messages that follow: columns, messages and seeds are equal."""
 
     class Both(Searching):
         async def step(self, reply: Message) -> StepResult:
@@ -361,7 +364,8 @@ async def test_an_interrupted_turn_goes_on(after: int) -> None:
     turns: list[Turn] = []
 
     async def play_logged(policy: ScriptedPolicy, log: TurnLog) -> Trajectory:
-        return await run_agent(Prompt([QUESTION], index=0, turn_log=log), Both, policy, PLAIN, sampling=SAMPLING)
+        sampling = attrs.evolve(SAMPLING, seed=5)
+        return await run_agent(Prompt([QUESTION], index=0, turn_log=log), Both, policy, PLAIN, sampling=sampling)
 
     async def save(turn: Turn | None) -> None:
         assert turn is not None
@@ -372,16 +376,31 @@ async def test_an_interrupted_turn_goes_on(after: int) -> None:
     async def ignore(turn: Turn | None) -> None:
         return None
 
-    whole = await play_logged(script(*texts), TurnLog(ignore))
+    uninterrupted, rest = Seeds(*texts), Seeds(*texts[after:])
+    whole = await play_logged(uninterrupted, TurnLog(ignore))
     await play_logged(script(*texts), TurnLog(save))
-    resumed = await play_logged(script(*texts[after:]), TurnLog(ignore, turns))
+    resumed = await play_logged(rest, TurnLog(ignore, turns))
     assert resumed.failure is None
+    assert rest.seeds == uninterrupted.seeds[after:]
     assert resumed.tokens.tolist() == whole.tokens.tolist()
     assert resumed.mask.tolist() == whole.mask.tolist()
     assert resumed.messages == whole.messages
     assert [call.continues for call in resumed.completions] == [False, True, True, False]
     assert resumed.metrics["turns_before_resume"] == after
     assert resumed.metrics["continuations"] == whole.metrics["continuations"] == 2
+
+
+async def test_a_logged_turn_has_the_number_of_replies() -> None:
+    """One for each assistant message, also for the one that the prompt began: later seeds depend on it."""
+    turns: list[Turn] = []
+
+    async def save(turn: Turn | None) -> None:
+        assert turn is not None
+        turns.append(turn)
+
+    prompt = Prompt([QUESTION, Message("assistant", "Well.")], index=0, turn_log=TurnLog(save))
+    await run_agent(prompt, Searching, script(" " + FIRST, SECOND, ANSWER), PLAIN, sampling=SAMPLING)
+    assert [turn.fields["replies"] for turn in turns] == [1, 1]
 
 
 def options_of(policy: ScriptedPolicy) -> dict[str, Any]:

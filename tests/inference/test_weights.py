@@ -31,11 +31,12 @@ def endpoint_at(url: str) -> Endpoint:
     return Endpoint(base_url=url, sampling=SamplingParams(max_new_tokens=400))
 
 
+LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
+
+
 async def long_reply(policy: SGLangPolicy) -> Completion:
     """Sample a long reply."""
-    return await policy.complete(
-        CompletionRequest(PROMPT, SamplingParams(max_new_tokens=900, temperature=3.0), session="one")
-    )
+    return await policy.complete(CompletionRequest(PROMPT, LONG, session="one"))
 
 
 async def test_later_tokens_carry_the_new_version() -> None:
@@ -175,6 +176,7 @@ async def test_an_unflushed_cache_is_flushed_after_the_update() -> None:
 async def sampling(policy: SGLangPolicy, url: str) -> None:
     """Wait until a request of the policy runs on the server."""
     transport = HttpClient(connect_seconds=5)
+    await policy.check_sampling(LONG)  # the request that runs is not its probe
     with anyio.fail_after(30):
         while not policy.in_flight or b'"num_running_reqs":0' in (await transport.get(f"{url}/v1/loads", {}))[1]:
             await anyio.lowlevel.checkpoint()

@@ -215,6 +215,19 @@ def test_a_record_of_a_later_version_is_not_cut(tmp_path: Path) -> None:
     assert segment.read_bytes() == data
 
 
+def test_a_record_that_ends_early_is_refused_where_it_is_read_alone(tmp_path: Path) -> None:
+    """Inside its header, behind it, and one byte before its end; whole, it is read with its place."""
+    last = written(tmp_path, 3)[-1]
+    segment = last_segment(tmp_path)
+    data = segment.read_bytes()
+    read = read_entry(tmp_path, last.offset)
+    assert (read.fields, read.offset, read.sequence) == (last.fields, last.offset, last.sequence)
+    for size in (last.offset.offset, last.offset.offset + 5, last.offset.offset + 28, len(data) - 1):
+        segment.write_bytes(data[:size])
+        with pytest.raises(JournalError, match=rf"{segment.name}, offset {last.offset.offset}: the record ends early"):
+            read_entry(tmp_path, last.offset)
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     """Two processes must not resume one run."""
     with Journal(tmp_path), pytest.raises(ConfigError, match="no other process"):
@@ -292,6 +305,26 @@ class SlowDisk(Journal):
     def _to_disk(self, *_: int) -> None:
         self.asked.set()
         assert self.answers.wait(10)
+
+
+class Watched(Journal):
+    """A journal that knows which threads write."""
+
+    def flush(self) -> None:
+        self.threads = [*getattr(self, "threads", []), threading.current_thread()]
+        super().flush()
+
+
+async def test_a_large_commit_is_written_in_a_thread(tmp_path: Path) -> None:
+    """Up to 1 MiB on the event loop, the columns included; more would hold up the other rollouts."""
+    here = threading.current_thread()
+    with Watched(tmp_path) as journal:
+        for tokens, records in ((1000, 1), (70_000, 1), (70_000, 2), (1000, 1)):
+            for _ in range(records):
+                journal.append("sample", {"text": "x"}, columns(tokens))
+            await journal.commit()
+        assert [thread is here for thread in journal.threads] == [True, True, False, True]
+    assert len(list(read_journal(tmp_path))) == 5
 
 
 def test_nothing_but_a_sync_waits_for_the_disk(tmp_path: Path) -> None:

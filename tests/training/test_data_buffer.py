@@ -164,6 +164,43 @@ def test_only_what_is_out_comes_back(wrong: str) -> None:
     assert (buffer.save_state(), repr(buffer)) == before
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+    count=st.integers(0, 16),
+    unsettled=st.sets(st.integers(0, 15)),
+)
+def test_a_buffer_goes_on_after_the_groups_that_a_run_has_used(
+    size: int, seed: int | None, count: int, unsettled: set[int]
+) -> None:
+    """As one that has handed them out, and got back those that are unsettled."""
+    buffer = DataBuffer(texts(size), seed=seed)
+    for prompt in buffer.get_prompts(count):
+        if prompt.group_index not in unsettled:
+            buffer.settle(prompt)
+    other = DataBuffer(texts(size), seed=seed)
+    other.get_prompts(size + 1)
+    other.go_on_after(count, {number for number in unsettled if number < count})
+    assert other.save_state() == buffer.save_state()
+    buffer.load_state(buffer.save_state())
+    assert taken(other, 2 * size) == taken(buffer, 2 * size)
+
+
+def test_a_prompt_that_was_put_back_is_taken_by_its_group_index() -> None:
+    """It is out then: it may be put back, and does not come out a second time."""
+    buffer = DataBuffer(texts(5))
+    prompts = buffer.get_prompts(4)
+    buffer.put_back(prompts[1:])
+    assert buffer.take_by_index(2) == prompts[2]
+    for number in (2, 0, 9):
+        with pytest.raises(ConfigError, match=rf"take_by_index\(group_index\): got {number}; expected one that was"):
+            buffer.take_by_index(number)
+    assert taken(buffer, 2) == [(1, "p1"), (3, "p3")]
+    buffer.put_back([prompts[2]])
+    assert taken(buffer, 2) == [(2, "p2"), (4, "p4")]
+
+
 def test_fewer_prompts_than_wanted_takes_none() -> None:
     """All or nothing, and the message says what is left."""
     buffer = DataBuffer(texts(3), epochs=1)
@@ -338,6 +375,25 @@ def test_held_out_prompts_are_never_handed_out() -> None:
     assert [prompt for _, prompt in taken(buffer, 1)] == ["a"]
     with pytest.raises(DataExhausted):
         buffer.get_prompts(1)
+
+
+def test_duplicates_have_equal_labels_in_any_order_of_their_keys() -> None:
+    """A prompt with another label is another prompt."""
+    labels = [{"a": 1, "b": 2}, {"a": 2, "b": 2}, {"b": 2, "a": 1}]
+    buffer = DataBuffer([{"prompt": "x", "label": label} for label in labels])
+    assert [prompt.label for prompt in buffer.hold_out(1)] == [{"a": 2, "b": 2}]
+    assert [prompt.label for prompt in buffer.prompts] == [labels[0], labels[2]]
+
+
+def test_what_was_out_before_a_state_was_loaded_cannot_be_put_back() -> None:
+    """It comes out again, if the state says so."""
+    buffer = DataBuffer(texts(3))
+    state = buffer.save_state()
+    out = buffer.get_prompts(2)
+    buffer.load_state(state)
+    with pytest.raises(ConfigError, match="prompts that were taken from this buffer and are out"):
+        buffer.put_back(out)
+    assert taken(buffer, 3) == [(0, "p0"), (1, "p1"), (2, "p2")]
 
 
 def test_holding_out_leaves_something_and_comes_first() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import pytest
 
 from rollouts.agent import run_agent
+from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Message, SamplingParams
 from rollouts.engine import DEMO_MODEL
@@ -28,8 +29,9 @@ from rollouts.errors import (
 )
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
-from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
+from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, RolloutConfig, Sample
 from rollouts.training.failures import FailurePolicy, FailureStats
+from rollouts.training.metrics import Accounting
 from tests.stored_runs import some_sample
 
 
@@ -111,6 +113,55 @@ async def test_each_cause_has_its_own_number_of_attempts() -> None:
     assert generate.calls.count((1, 0)) == 4
     assert manager.accounting.failed == 0
     assert manager.metrics["lost/endpoint"] == 3
+
+
+class Log:
+    """A rollout log that keeps the events in order."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    async def save(self, turn: Turn | None) -> None:
+        raise AssertionError("no turn is played")
+
+    def taken(self, prompt: Prompt) -> None:
+        self.events.append(("taken", prompt.group_index))
+
+    def turn_log(self, index: int) -> TurnLog:
+        self.events.append(("begins", index))
+        return TurnLog(self.save)
+
+    def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
+        assert samples[0].failure is not None
+        self.events.append(("lost", index, attempt, samples[0].failure.kind))
+
+    async def finished(self, samples: Sequence[Sample]) -> None:
+        self.events.append(("finished", samples[0].index))
+
+    async def settled(self, group: Group) -> None:
+        self.events.append(("settled", group.group_index, group.outcome))
+
+    def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
+        self.events.append(("sealed", number, list(groups), accounting.in_batch))
+
+
+async def test_a_log_has_each_attempt_before_the_next_one_begins() -> None:
+    """A lost one with its number and failure, a sound one as finished, a rollout that is lost for good as neither."""
+    generate = Recorded(
+        lambda prompt, tries: OSError("no") if not prompt.index or (tries < 2 and prompt.index == 2) else None
+    )
+    log, sizes = Log(), {"batch_size": 2, "n_samples_per_prompt": 1, "over_sampling_factor": 1.0, "max_attempts": 2}
+    config = RolloutConfig(generate_fn=generate, **sizes)
+    await AsyncRolloutManager(config, DataBuffer(["a", "b", "c", "d"]), rollout_log=log).generate_batch()
+    of_group = {
+        number: [event for event in log.events if event[1] == number and event[0] != "sealed"] for number in range(3)
+    }
+    lost = [("begins", 0), ("lost", 0, 1, "GenerateFailure"), ("begins", 0), ("lost", 0, 2, "GenerateFailure")]
+    assert of_group[0] == [("taken", 0), *lost, ("settled", 0, "failed")]
+    assert of_group[1] == [("taken", 1), ("begins", 1), ("finished", 1), ("settled", 1, "kept")]
+    second = [("begins", 2), ("lost", 2, 1, "GenerateFailure"), ("begins", 2), ("finished", 2)]
+    assert of_group[2] == [("taken", 2), *second, ("settled", 2, "kept")]
+    assert log.events[-1] == ("sealed", 0, [1, 2], 2)
 
 
 async def test_a_lost_rollout_is_replaced_by_a_newly_sampled_one() -> None:

@@ -11,6 +11,8 @@ import attrs
 import pytest
 from anyio.lowlevel import checkpoint
 
+from rollouts.concurrency.boundary import waits
+from rollouts.concurrency.deadlines import listed_pause
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, RolloutConfig, Sample, Status
@@ -260,6 +262,25 @@ async def test_a_group_that_the_batch_needs_is_kept() -> None:
     assert wide.accounting.dropped == 2
 
 
+async def test_no_group_starts_while_a_server_is_away() -> None:
+    """A batch waits, without taking a prompt, and is filled once the server is back."""
+    manager, sizes = AsyncRolloutManager(plain(), DataBuffer(["a", "b"])), []
+
+    async def fill() -> None:
+        sizes.append(len(await manager.generate_batch()))
+
+    async with anyio.create_task_group() as tasks:
+        with listed_pause("the server is away", lambda: 0, blocks_new_work=True):
+            tasks.start_soon(fill)
+            await settled()
+            assert manager.accounting.taken == 0
+            assert [wait.what for wait in waits()] == ["no group starts while a server is away"]
+        with listed_pause("another pause", lambda: 0), anyio.fail_after(30):
+            while not sizes:  # noqa: ASYNC110 - the manager looks once a second
+                await anyio.sleep(0.01)
+    assert sizes == [4]
+
+
 async def test_withdrawn_groups_are_counted() -> None:
     """They leave as dropped, with their samples, and the sum still adds up."""
     manager = AsyncRolloutManager(plain(over_sampling_factor=3.0), DataBuffer(["a", "b"]))
@@ -273,6 +294,7 @@ async def test_withdrawn_groups_are_counted() -> None:
         assert [group.group_index for group in manager.ready_groups] == ready[:1]
         manager.accounting.check()
     assert manager.accounting.dropped == len(ready) - 1
+    assert manager.run_metrics.reasons == {"stale": len(ready) - 1}
 
 
 async def test_rollouts_that_were_finished_elsewhere_are_taken_over() -> None:

@@ -63,6 +63,16 @@ def test_versions_that_are_observed_are_in_the_order_of_their_numbers() -> None:
     seen.observe(["b"])
     seen.observe(["a", "b"], earlier=True)
     assert seen.age_of(["b", "a"]) == 1
+    seen.observe(["c"])
+    assert [seen.age_of([version]) for version in ("a", "b", "c")] == [2, 1, 0]
+
+
+def test_the_trainer_has_no_batch_at_first() -> None:
+    """Then groups of one more batch may start than the bound says."""
+    staleness = Staleness(max_staleness=1, policy="pace")
+    assert staleness.room(pending=0, batch_size=4) == 8
+    staleness.training = True
+    assert staleness.room(pending=0, batch_size=4) == 4
 
 
 def test_a_name_is_announced_once() -> None:
@@ -105,6 +115,13 @@ def test_pace_waits_for_a_group_that_would_come_too_late() -> None:
     assert staleness.choose(ready, {0: 1}, 2) is None
     assert staleness.choose(ready, {0: 2}, 2) == ready
     assert staleness.choose([*ready, group(0, "a")], {}, 2) == [group(0, "a"), ready[0]]
+
+
+def test_pace_looks_ahead_over_the_announcements_of_the_bound() -> None:
+    """Two groups of this version do not fit in the one batch before they are too old: the first must be in this one."""
+    staleness = announced("a", max_staleness=1, policy="pace")
+    assert staleness.choose([group(0, "a")], {1: 1, 2: 1}, 1) is None
+    assert staleness.choose([group(0, "a")], {1: 1}, 1) == [group(0, "a")]
 
 
 def test_nothing_is_waited_for_that_is_not_in_flight() -> None:
