@@ -23,6 +23,7 @@ from rollouts.environments import CalculatorEnvironment, StepResult, ToolEnviron
 from rollouts.environments.ors import ORSServer
 from rollouts.environments.python_tool import PythonLimits
 from rollouts.errors import ConfigError
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.ors_server.app import environment_server
@@ -258,7 +259,7 @@ def asked(fault: Fault | Answer, *, vocab_size: int | None = None, **options: An
             policy = SGLangPolicy(endpoint, vocab_size=vocab_size, backoff=lambda failures: 0.0)
             async with policy:
                 ids = np.arange(1, 6, dtype=np.int32)
-                return await policy.complete(ids, SamplingParams(max_new_tokens=16))
+                return await policy.complete(CompletionRequest(ids, SamplingParams(max_new_tokens=16)))
 
     return run
 

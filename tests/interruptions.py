@@ -17,7 +17,7 @@ import numpy as np
 from rollouts.dtypes import Completion, SamplingParams, TokenColumn, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.teacher import Teacher
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import CompletionRequest, ServerInfo
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
@@ -34,13 +34,14 @@ class Interrupted:
         """Numbers of tokens of the next parts."""
         self.minimum_delays_stops = inner.minimum_delays_stops
 
-    async def complete(self, tokens: TokenColumn, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
+        sampling = request.sampling
         count = self.left.pop(0) if self.left else sampling.max_new_tokens
         if count >= sampling.max_new_tokens:
-            return await self.inner.complete(tokens, sampling, **options)
+            return await self.inner.complete(request)
         least = min(sampling.min_new_tokens, count)
         part = attrs.evolve(sampling, max_new_tokens=count, min_new_tokens=least)
-        reply = await self.inner.complete(tokens, part, **options)
+        reply = await self.inner.complete(attrs.evolve(request, sampling=part))
         return attrs.evolve(reply, finish_reason="abort") if reply.finish_reason == "length" else reply
 
     async def interrupt(self) -> None:
@@ -58,7 +59,9 @@ async def interrupted(
 ) -> Completion:
     """One reply that is interrupted after each of these numbers of tokens, and resumed."""
     decode = options.pop("decode", None)
-    return await ResumablePolicy(Interrupted(policy, after), decode=decode).complete(tokens, sampling, **options)
+    return await ResumablePolicy(Interrupted(policy, after), decode=decode).complete(
+        CompletionRequest(tokens, sampling, **options)
+    )
 
 
 async def deviation_of_repeats(
@@ -104,7 +107,7 @@ async def check_stops_at_every_split(policy: ServerPolicy) -> None:
     ids = codec.encode("<|im_start|>user\nWhat is (52 + 19) * 7?<|im_end|>\n<|im_start|>assistant\n")
     for stop in ((', "multiply"',), (" is 36", "ply"), ("er is 3630. a", "nothing")):
         sampling = SamplingParams(temperature=0.0, max_new_tokens=24, stop=stop)
-        whole = await policy.complete(ids, sampling)
+        whole = await policy.complete(CompletionRequest(ids, sampling))
         count = len(whole.tokens)
         assert whole.finish_reason == "stop"
         assert 4 < count < 20

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import attrs
 
@@ -26,7 +25,7 @@ from rollouts.concurrency.times import now
 from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
 from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten
-from rollouts.inference.base import Policy, check_takes_images, images_option
+from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
 from rollouts.renderer.in_threads import bridged, in_thread, rendered
@@ -92,8 +91,7 @@ class Episode:
                 request = self._next_request()
                 if isinstance(request, StopReason):
                     return request
-                options = self._request_options()
-                completion = await self.policy.complete(self.trajectory.tokens, request.sampling, **options)
+                completion = await self.policy.complete(self._completion_request(request.sampling))
                 # 4. Parse the reply.
                 reply = self._add_reply(completion, request, tools)
                 # 5. Check the limits.
@@ -125,8 +123,7 @@ class Episode:
         request = self._next_request()
         if isinstance(request, StopReason):
             return None, request
-        options = self._request_options()
-        completion = await self.policy.complete(self.trajectory.tokens, request.sampling, **options)
+        completion = await self.policy.complete(self._completion_request(request.sampling))
         reply = self._add_reply(completion, request, tools)
         return reply, self._check_limits(request, reply, turn, tools)
 
@@ -243,9 +240,9 @@ class Episode:
         seed = self.replies.begin(length, self.budget.sampling.seed, self.prompt)
         return ReplyRequest(self.budget.sampling_of(tokens, seed), limit, now())
 
-    def _request_options(self) -> dict[str, Any]:
-        images = images_option(self.trajectory.images)
-        return {"stop_token_ids": self.renderer.stop_token_ids, "session": self.session, **images}
+    def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
+        tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
+        return CompletionRequest(tokens, sampling, stops, self.session, images=self.trajectory.images)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""

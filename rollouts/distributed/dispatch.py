@@ -1,15 +1,15 @@
 """The manager's side: distribute groups among worker processes, and replace workers that die.
 
-Invariant: the rollouts of one group go to one worker. Every requested rollout returns once or fails: one whose worker
-died fails with :class:`~rollouts.errors.GenerateFailure`, and the config's failure policy retries it. If a worker
-cannot be replaced, the others do its work. Scheduling, accounting, filter and journal belong to the manager.
+Invariant: the rollouts of one group go to one worker. Every requested rollout returns once or fails: a rollout whose
+worker died fails with :class:`~rollouts.errors.GenerateFailure`, and the config's failure policy retries it. If a
+worker cannot be replaced, the others do its work. Scheduling, accounting, filter and journal belong to the manager.
 
 A worker without a sign of life (stopped, or in a native deadlock) loses its rollouts to the other workers. The number
-of a request is a fencing number: a rollout that is given away gets another one, and a late result that carries the old
+of a request is a fencing number: a rollout that another worker gets has a new number, and a late result with the old
 number is refused.
 
-This module knows no transport: :mod:`processes` and :mod:`ray` each provide one. "Worker" means a process or actor that
-plays rollouts, never an inference server or a thread.
+This module does not know transports: :mod:`processes` and :mod:`ray` each provide one. "Worker" means a process or
+actor that plays rollouts, never an inference server or a thread.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LinkLost(RolloutsError):
 
 
 class WorkerSilent(GenerateFailure):
-    """The worker that played a rollout gave no sign of life; the rollout was given away."""
+    """The worker that played a rollout gave no sign of life; another worker gets the rollout."""
 
 
 class Link(Protocol):
@@ -149,13 +149,13 @@ class _Slot:
 
     def give_away(self, error: WorkerSilent) -> int:
         """Fail the pending requests, and cancel them in the worker when it reads again. Return their number."""
-        given = [number for number, pending in self.pending.items() if pending.error is None]
-        for number in given:
+        numbers = [number for number, pending in self.pending.items() if pending.error is None]
+        for number in numbers:
             self.pending[number].fail(error)
             if self.requests.pop(number, None) is None:
                 self.cancelled.append(number)
         self.wanted.set()
-        return len(given)
+        return len(numbers)
 
 
 class Dispatcher:

@@ -4,7 +4,7 @@ A worker receives orders (pickled :class:`Request` objects and cancellations) an
 
 Invariant: samples and turns are encoded as in the journal (``runs/record_bytes.py``): columns bit for bit, fields as
 plain data. Fields that a sample shares unchanged with its prompt are not sent back; :func:`received_sample` restores
-them. A label may be any value that pickle accepts. A message contains any number of requests, or of records.
+them. A label may be any value that pickle accepts. A message contains any number of requests, or any number of records.
 """
 
 from __future__ import annotations
@@ -110,13 +110,13 @@ def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | Non
 
 def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:
     """The sample of a record, with the fields that it shares with its prompt."""
-    own = {"prompt": prompt.prompt, "label": prompt.label}
+    complete = {"prompt": prompt.prompt, "label": prompt.label}
     if "metadata" not in fields:
-        own["metadata"] = dict(prompt.metadata)
+        complete["metadata"] = dict(prompt.metadata)
     known = {image.sha256: image for message in prompt.messages for image in message.images}
     load_image = _received(fields.get(_IMAGES, {}), known)
-    own |= {name: value for name, value in fields.items() if name != _IMAGES}
-    return sample_of(own, columns, load_image)
+    complete |= {name: value for name, value in fields.items() if name != _IMAGES}
+    return sample_of(complete, columns, load_image)
 
 
 def received_turn(fields: dict[str, Any], columns: Columns) -> Turn:
@@ -133,7 +133,7 @@ def _data_of(images: Mapping[str, Image]) -> dict[str, bytes]:
 
 
 def _received(data: Mapping[str, bytes], known: Mapping[str, Image]) -> LoadImage:
-    """The images of a record: those that are known, and those that came with it."""
+    """The images of a record: the images of its prompt, and the images that came with it."""
     images = {**known, **{sha256: Image(content) for sha256, content in data.items()}}
     return images.__getitem__
 

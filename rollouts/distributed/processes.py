@@ -1,8 +1,8 @@
 """Workers as processes of this machine, each with its own interpreter and event loop.
 
 Invariant: a worker ends with the context that started it, and with its parent, however the parent dies, because the
-socket closes. Ctrl-C at the terminal does not reach it. While it plays, a thread of it sends signs of life; a stopped
-process, and a native call that keeps the interpreter's lock, send none.
+socket closes. Ctrl-C at the terminal does not reach it. While it plays, one of its threads sends signs of life; a
+stopped process, or a native call that keeps the interpreter's lock, stops them.
 """
 
 from __future__ import annotations

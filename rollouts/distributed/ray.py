@@ -141,7 +141,7 @@ class _ActorLink:
 
 
 def _first_line(error: Exception) -> str:
-    """The actor's own error: the last line with "Error" of Ray's long text."""
+    """The error of the actor: the last line with "Error" of Ray's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "Error" in line), lines[0] if lines else "")
 

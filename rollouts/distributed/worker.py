@@ -1,9 +1,9 @@
 """The worker's side: play the requested rollouts, and return finished ones, many in one message.
 
 Invariant: every request gets one result, its samples or the error of a broken law, unless it is cancelled. A player
-has no groups, batches or journal: those stay in the manager's process.
+does not know groups, batches or the journal: they stay in the manager's process.
 
-This module knows no transport: messages enter by :meth:`Player.submit` and leave by :meth:`Player.collect`.
+This module does not know transports: messages enter by :meth:`Player.submit` and leave by :meth:`Player.collect`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Player:
             self._tasks.cancel_scope.cancel()
 
     def submit(self, message: bytes) -> None:
-        """Start the requests of a message, and cancel those that it names."""
+        """Start the requests of a message, and cancel the requests that it names."""
         assert self._tasks is not None, "run() is active"
         requests, cancelled = read_order(message)
         for request in requests:

@@ -1,8 +1,8 @@
-"""Which requests a server of this package accepts: none of a web page, and none without the key on a public address.
+"""Access to a server of this package: it refuses requests of web pages and, on a public address, requests without key.
 
 Invariant: a page of another origin reaches no route, neither by a request that needs no preflight (the browser then
 names its origin) nor by a name that it resolves to this machine (the Host is then that name). A server that listens on
-anything but a loopback address has a key. This module knows no route.
+anything but a loopback address has a key. This module does not know routes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["guard", "is_loopback"]
 
 _PUBLIC = "/health"
-"""Answered without the key, as by SGLang: a load balancer has none."""
+"""Answered without the key, since a load balancer does not have it; SGLang does the same."""
 
 
 def guard(host: str, api_key: str | None) -> Any:
@@ -34,7 +34,7 @@ def guard(host: str, api_key: str | None) -> Any:
         api_key: clients send it as ``Authorization: Bearer KEY`` or as ``X-API-Key: KEY``.
 
     Raises:
-        ConfigError: the address is not a loopback address and there is no key, or the key cannot be sent.
+        ConfigError: the address is not a loopback address and the key is missing, or the key cannot be sent.
     """
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip()):
         raise ConfigError("api_key: contains characters that are not allowed in a header, or is empty")
@@ -59,7 +59,7 @@ def guard(host: str, api_key: str | None) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name in a Host header, is that of this machine only."""
+    """Whether an address, or the name in a Host header, reaches this machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -90,10 +90,10 @@ def _part(url: str, part: str) -> str | None:
 
 
 def _has_key(request: web.Request, api_key: str) -> bool:
-    given = request.headers.get("X-API-Key")
-    if given is None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(given.encode("utf-8", "replace"), api_key.encode())
+    sent = request.headers.get("X-API-Key")
+    if sent is None:
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(sent.encode("utf-8", "replace"), api_key.encode())
 
 
 def _refused(status: int, message: str) -> web.Response:

@@ -2,9 +2,10 @@
 
 Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
 :class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
-that opened it and is closed with it. What is received of a response is bounded, for one read as a whole by the caller.
+that opened it and is closed with it. The size of a response is bounded; the caller sets the bound of a response that is
+read as a whole.
 
-The only deadline set here is that of connecting; callers use anyio scopes. Redirects, cookies and proxies are not
+The only deadline set here is the one for connecting; callers use anyio scopes. Redirects, cookies and proxies are not
 supported. The client does not know what the payloads mean.
 """
 
@@ -28,7 +29,7 @@ from rollouts.http.request import request_head
 __all__ = ["ConnectFailed", "ConnectionLost", "HttpClient", "ProtocolError", "Response"]
 
 KEEPALIVE_SECONDS = 4.0
-"""Shorter than the 5 seconds after which SGLang's server closes an idle connection."""
+"""Less than the 5 seconds after which servers close idle connections (SGLang 0.5.23, SGLANG_TIMEOUT_KEEP_ALIVE)."""
 
 
 class ConnectFailed(EndpointUnavailable):
@@ -75,10 +76,10 @@ class _Exchange:
     __slots__ = (
         "_body",
         "_connection",
-        "_fresh",
         "_headers",
+        "_max_bytes",
         "_method",
-        "_most",
+        "_new_connection",
         "_origin",
         "_pool",
         "_transport",
@@ -92,11 +93,12 @@ class _Exchange:
         url: str,
         headers: Mapping[str, str],
         body: bytes | None,
-        fresh: bool,
-        most: int = MAX_RESPONSE_BYTES,
+        new_connection: bool,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
-        self._transport, self._most = transport, most
-        self._method, self._url, self._headers, self._body, self._fresh = method, url, headers, body, fresh
+        self._transport, self._max_bytes = transport, max_bytes
+        self._method, self._url, self._headers, self._body = method, url, headers, body
+        self._new_connection = new_connection
 
     async def __aenter__(self) -> Response:
         connection = await self.send(streamed=True)
@@ -114,9 +116,9 @@ class _Exchange:
 
     async def send(self, *, streamed: bool = False) -> Connection:
         """Send the request over an idle connection or a new one."""
-        self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._fresh)
+        self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._new_connection)
         self._pool = pool = await self._transport.pool()
-        connection = None if self._fresh else pool.pop_idle(self._origin)
+        connection = None if self._new_connection else pool.pop_idle(self._origin)
         if connection is None:
             try:
                 connection = await pool.connect(self._origin)
@@ -124,7 +126,7 @@ class _Exchange:
                 refused = isinstance(error, ConnectionRefusedError)
                 raise ConnectFailed(f"{self._what}: cannot connect: {_message(error)}", refused=refused) from error
         self._connection = connection
-        connection.send_request(head, self._body, streamed=streamed, most=self._most)
+        connection.send_request(head, self._body, streamed=streamed, max_bytes=self._max_bytes)
         return connection
 
     async def wait_for(self, awaited: int) -> None:
@@ -145,7 +147,7 @@ class _Exchange:
 
     def release(self) -> None:
         """Return the connection to the pool, or close it if it was for this request only."""
-        if self._fresh:
+        if self._new_connection:
             self._connection.abort()
         else:
             self._pool.release(self._origin, self._connection)
@@ -195,8 +197,8 @@ class HttpClient:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        fresh: bool = False,
-        most: int = MAX_RESPONSE_BYTES,
+        new_connection: bool = False,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
         """Send one POST and read the complete response.
 
@@ -204,8 +206,8 @@ class HttpClient:
             url: absolute ``http`` or ``https`` URL.
             body: sent unchanged.
             headers: sent unchanged.
-            fresh: use a new connection and close it afterwards.
-            most: bytes of the response; a longer one is a :class:`ProtocolError`.
+            new_connection: use a new connection and close it afterwards.
+            max_bytes: bytes of the response; a longer one is a :class:`ProtocolError`.
 
         Returns:
             The status and the body. Redirects are not followed.
@@ -215,11 +217,11 @@ class HttpClient:
             ConnectionLost: the server may have received the request; the response is incomplete or invalid.
             ConfigError: invalid URL or header.
         """
-        return await self._request("POST", url, body, headers, fresh, most)
+        return await self._request("POST", url, body, headers, new_connection, max_bytes)
 
-    async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
+    async def get(self, url: str, headers: Mapping[str, str], *, new_connection: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""
-        return await self._request("GET", url, None, headers, fresh)
+        return await self._request("GET", url, None, headers, new_connection)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -232,10 +234,10 @@ class HttpClient:
         url: str,
         body: bytes | None,
         headers: Mapping[str, str],
-        fresh: bool,
-        most: int = MAX_RESPONSE_BYTES,
+        new_connection: bool,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        exchange = _Exchange(self, method, url, headers, body, fresh, most)
+        exchange = _Exchange(self, method, url, headers, body, new_connection, max_bytes)
         connection = await exchange.send()
         try:
             await exchange.wait_for(END_OF_MESSAGE)
@@ -244,13 +246,19 @@ class HttpClient:
             exchange.release()
 
     def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, *, fresh: bool = False
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes | None = None,
+        *,
+        new_connection: bool = False,
     ) -> AbstractAsyncContextManager[Response]:
         """Send one request and stream its response inside the context; raises as :meth:`post` does."""
-        return _Exchange(self, method, url, headers, body, fresh)
+        return _Exchange(self, method, url, headers, body, new_connection)
 
     async def pool(self) -> Pool:
-        """Return the pool; raises ConfigError in another event loop than the one that opened it."""
+        """Return the pool; raises ConfigError in any event loop but the one that opened it."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
             raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")

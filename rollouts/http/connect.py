@@ -3,7 +3,7 @@
 Invariant: every socket is returned or closed, however an attempt ends. Concurrent calls share one name lookup. The
 addresses of one name are used in rotation, so that the servers behind it share the connections.
 
-This module sets no deadline and knows no protocol above TCP.
+This module sets no deadline and does not know protocols above TCP.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Host:
         """Return a connected socket.
 
         Raises:
-            OSError: the name has no address, or no address accepts; a ``ConnectionRefusedError`` if every address
+            OSError: the name does not resolve, or every address fails; a ``ConnectionRefusedError`` if every address
                 refuses the connection.
         """
         async with self._lookup:

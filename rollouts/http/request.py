@@ -1,7 +1,7 @@
 """Request heads: origin, request line and header lines from a URL and headers.
 
 Invariant: any accepted URL and headers form exactly one request; others raise a ConfigError before anything is sent. No
-error contains a password or the value of a header. This module knows no socket.
+error contains a password or the value of a header. This module does not know sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], cl
     """Return the origin of a URL and the request head, without ``Content-Length`` and the final empty line.
 
     Args:
-        method: any but ``HEAD`` and ``CONNECT``, whose responses have no body.
+        method: any except ``HEAD`` and ``CONNECT``, whose responses lack a body.
         url: its user and password become an ``Authorization`` header.
         headers: sent unchanged; they replace the default headers of the same name.
         close: send ``Connection: close``.

@@ -32,12 +32,12 @@ ABORT_SECONDS = 5.0
 
 @attrs.frozen
 class AbortRoutes:
-    """How a server of one protocol aborts requests, and reports how many it has."""
+    """Routes by which a server of one protocol aborts requests and reports its load."""
 
     one: str
     """Path of an abort of one request."""
     body: Callable[[str], Mapping[str, Any]]
-    """The body of that, for the id with which the request was sent."""
+    """Body of such an abort, for the id with which the request was sent."""
     all: str
     """Path of an abort of all requests."""
     all_body: Mapping[str, Any]
@@ -65,7 +65,7 @@ def headers_of(endpoint: Endpoint, *, admin: bool = False) -> dict[str, str]:
         admin: for a control route: with ``admin_key`` if there is one.
 
     Raises:
-        ConfigError: a key is no valid header.
+        ConfigError: a key is not a valid header.
     """
     keys = {"api_key": endpoint.api_key, "admin_key": endpoint.admin_key}
     for name, key in keys.items():
@@ -82,9 +82,10 @@ _KEY_HINT = ". Check Endpoint.admin_key"
 async def abort_generation(
     transport: HttpClient, url: str, rid: str, headers: Mapping[str, str], routes: AbortRoutes = SGLANG_ABORTS
 ) -> bool:
-    """Abort the generation ``rid`` on the server at ``url``; the server also acknowledges an unknown rid.
+    """Abort the generation ``rid`` on the server at ``url``; the server also acknowledges an unknown rid (SGLang 0.5.23
+    and vLLM 0.32.0 return 200).
 
-    A router has no abort route: every worker that it lists receives the abort, since any of them may run it.
+    A router does not pass aborts on: every worker that it lists receives the abort, since any of them may run it.
 
     Returns:
         Whether a server is there; false if the connection was refused.
@@ -118,11 +119,11 @@ async def abort_until_idle(
     grace: float = 0.0,
     interval: float = 0.2,
 ) -> None:
-    """Abort all requests of everyone on a server, or on the workers behind a router, until none is left.
+    """Abort the requests of all clients on a server, or on the workers behind a router, until it is idle.
 
     A request that arrives between an abort and the query of the load is aborted in the next round. A server that
     does not report its load counts as idle after one acknowledged abort. With ``grace``, a server that becomes idle
-    within so many seconds gets no abort.
+    within so many seconds is not sent an abort.
 
     Raises:
         EndpointUnavailable: not acknowledged, or still not idle, within ``seconds``.
@@ -151,7 +152,7 @@ async def _becomes_idle(
     seconds: float,
     interval: float,
 ) -> bool:
-    """Poll until a server is idle, for at most ``seconds``; whether it is."""
+    """Poll until a server is idle, for at most ``seconds``; return whether it is."""
     for _ in range(math.ceil(seconds / interval)):
         if not await _is_busy(transport, url, headers, routes):
             return True
@@ -174,7 +175,7 @@ async def _abort(
     transport: HttpClient, url: str, which: Mapping[str, Any], headers: Mapping[str, str]
 ) -> tuple[int, bytes]:
     try:
-        return await transport.post(url, msgspec.json.encode(which), headers, fresh=True)
+        return await transport.post(url, msgspec.json.encode(which), headers, new_connection=True)
     except ConnectFailed as error:
         if error.refused:
             return 200, _GONE  # no server listens there, so nothing runs there
@@ -182,7 +183,7 @@ async def _abort(
 
 
 async def workers_behind(transport: HttpClient, url: str, headers: Mapping[str, str]) -> Sequence[str]:
-    """Return the URLs of the workers of a router; none if the server is no router."""
+    """Return the URLs of the workers of a router; empty if the server is not a router."""
     status, payload = await transport.get(f"{url}/workers", headers)
     listing = loads(payload) if status == 200 else None
     entries = listing.get("workers") if isinstance(listing, dict) else listing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import attrs
@@ -16,15 +16,14 @@ from rollouts.dtypes import Completion, ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable
 
 __all__ = [
+    "CompletionRequest",
     "ExtrasRequest",
     "Policy",
+    "PolicyWrapper",
     "ServerInfo",
     "check_takes_images",
     "describe_as",
     "describe_once",
-    "images_option",
-    "route_option",
-    "takes_images",
     "wait_for_servers",
 ]
 
@@ -42,40 +41,44 @@ class ServerInfo:
 
 @attrs.frozen
 class ExtrasRequest:
-    """The :class:`~rollouts.dtypes.Extras` that a completion needs. Numbers of the request come with any."""
+    """The :class:`~rollouts.dtypes.Extras` that a completion needs."""
 
     experts_width: int | None = None
-    """Numbers of routed experts for each position, layers times top-k; ``None`` for none."""
+    """Numbers of routed experts for each position, layers times top-k; ``None`` if they are not needed."""
     experts_start: int = 0
     """The first position whose routed experts are needed; at most the number of prompt ids."""
     top_p_sets: bool = False
     """Whether the ids that ``top_p`` kept are needed."""
 
 
+@attrs.frozen(eq=False)
+class CompletionRequest:
+    """Request for one continuation of ``tokens``."""
+
+    tokens: TokenColumn
+    """Prompt ids, shape ``(n,)``, n >= 1; sent unchanged."""
+    sampling: SamplingParams
+    """Sampling parameters; ``max_new_tokens`` limits this reply."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the reply, in addition to the model's."""
+    session: str = ""
+    """Name of the sequence; each request of a session extends its tokens."""
+    route: str = ""
+    """Name of sequences that share a beginning; their requests go to one worker. By default the session."""
+    extras: ExtrasRequest | None = None
+    """Columns that the completion needs beyond tokens and logprobs; a reply without them is refused."""
+    images: Sequence[ImageSpan] = ()
+    """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
+
+
 class Policy(Protocol):
     """Samples continuations of token sequences.
 
-    A policy with ``takes_images = True`` has one more argument of :meth:`complete`, ``images``, a sequence of
-    :class:`~rollouts.dtypes.ImageSpan`: all images of ``tokens``, in order. For any other policy, images are refused.
+    A policy whose requests may have images has the attribute ``takes_images = True``.
     """
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
-        """Sample one continuation of ``tokens``.
-
-        Args:
-            tokens: prompt ids, shape ``(n,)``, n >= 1; sent unchanged.
-            sampling: sampling parameters; ``max_new_tokens`` limits this reply.
-            stop_token_ids: ids that end the reply, in addition to the model's own.
-            session: name of the sequence; each call of a session extends its tokens.
-            route: name of sequences that share a beginning; their calls go to one worker. By default the session.
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Sample one continuation.
 
         Raises:
             EndpointUnavailable: no valid response after all retries.
@@ -98,37 +101,43 @@ class Policy(Protocol):
         ...
 
 
-def takes_images(policy: Policy) -> bool:
-    """Whether a policy accepts ``images``."""
-    return bool(getattr(policy, "takes_images", False))
-
-
 def check_takes_images(policy: Policy) -> None:
     """Refuse images for a policy that does not accept them.
 
     Raises:
         ConfigError: it does not.
     """
-    if not takes_images(policy):
+    if not getattr(policy, "takes_images", False):
         raise ConfigError.of("images", policy, "none: requests of this policy have no images")
 
 
-def images_option(images: Sequence[ImageSpan]) -> dict[str, Any]:
-    """The argument ``images`` for a policy that may not know it: only sequences with images have one."""
-    return {"images": images} if images else {}
+class PolicyWrapper:
+    """A policy that samples through ``inner``; a subclass defines :meth:`complete`."""
 
+    def __init__(self, inner: Policy) -> None:
+        self.inner = inner
 
-def route_option(route: str) -> dict[str, str]:
-    """The argument ``route`` for a policy that may not know it: only sequences that share a beginning have one."""
-    return {"route": route} if route else {}
+    @property
+    def takes_images(self) -> bool:
+        """Whether requests may have images."""
+        return bool(getattr(self.inner, "takes_images", False))
+
+    async def describe(self) -> ServerInfo:
+        return await self.inner.describe()
+
+    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
+        await wait_for_servers(self.inner, error)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
 
 
 async def wait_for_servers(policy: Policy, error: EndpointUnavailable) -> None:
-    """Wait until a server of a policy answers again; raise ``error`` if the policy has no such wait.
+    """Wait until a server of a policy answers again; raise ``error`` if the policy cannot wait.
 
     Raises:
         EndpointAway: no server answered for ``outage_seconds``.
-        EndpointRefused: the server that answers is not of the endpoint's protocol.
+        EndpointRefused: the server that answers does not implement the endpoint's protocol.
     """
     wait = getattr(policy, "wait_for_servers", None)
     if wait is None or isinstance(error, EndpointAway):
@@ -140,18 +149,17 @@ async def wait_for_servers(policy: Policy, error: EndpointUnavailable) -> None:
 class _Described:
     lock: anyio.Lock = attrs.field(factory=anyio.Lock)
     info: ServerInfo | None = None
-    asked: int = 0
-    """Number of requests."""
+    requests: int = 0
     unavailable: EndpointUnavailable | None = None
-    """The error of the last one, if no server was there."""
+    """The error of the last request, if no server was there."""
 
-    async def ask(self, policy: Policy) -> None:
+    async def request(self, policy: Policy) -> None:
         """Request the description, unless a concurrent call does so first."""
-        asked = self.asked
+        before = self.requests
         async with self.lock:
-            if self.asked != asked:
+            if self.requests != before:
                 return
-            self.asked += 1
+            self.requests += 1
             self.unavailable = None
             try:
                 self.info = await policy.describe()
@@ -170,7 +178,7 @@ def describe_as(policy: Policy, inner: Policy) -> None:
 async def describe_once(policy: Policy) -> ServerInfo:
     """Request the description of a policy's server once, also when many rollouts start at the same time.
 
-    A policy of servers waits while none is there, as for the requests of a rollout.
+    A policy of servers waits while no server answers, as for the requests of a rollout.
 
     Raises:
         EndpointError: as :meth:`Policy.describe` and :func:`wait_for_servers`.
@@ -179,7 +187,7 @@ async def describe_once(policy: Policy) -> ServerInfo:
     if described is None:
         described = _DESCRIBED[policy] = _Described()
     while described.info is None:
-        await described.ask(policy)
+        await described.request(policy)
         if described.unavailable is not None:
             await wait_for_servers(policy, described.unavailable)
     return described.info

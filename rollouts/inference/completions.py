@@ -1,9 +1,9 @@
-"""What the responses of all servers have in common: their parts, and the checks of a completion.
+"""Parts that the responses of all servers share, and the checks of a completion.
 
 Invariant: a completion whose checks pass has one finite logprob per id, ids below the vocabulary size where it is
 known, and obeys the budget and the stop ids of its request.
 
-This module knows no server's format.
+This module does not know the format of a server.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from rollouts.dtypes import (
     LOGPROB_TOLERANCE,
     Completion,
+    Extras,
     LogprobColumn,
     SamplingParams,
     TokenColumn,
@@ -39,7 +40,8 @@ __all__ = [
     "Version",
     "check_obeyed",
     "check_values",
-    "most_response_bytes",
+    "completion_of",
+    "max_response_bytes",
     "packed_logprobs",
     "version_spans",
 ]
@@ -55,7 +57,7 @@ class BrokenNumbers(EndpointUnavailable):
 
 @attrs.frozen
 class SentRequest:
-    """A request that was answered: what its response is checked against, and what the completion records of it."""
+    """A request that was answered: its response is checked against it, and the completion records parts of it."""
 
     rid: str
     ids: EncodedIds
@@ -70,7 +72,7 @@ class SentRequest:
     vocab_size: int | None = None
     """Upper bound of ids; ``None`` if unknown."""
     extras: ExtrasRequest | None = None
-    """What was requested beyond tokens and logprobs."""
+    """Columns requested beyond tokens and logprobs."""
     images: int = 0
     """Number of images of the prompt."""
     expanded: TokenColumn | None = None
@@ -87,10 +89,10 @@ class Span(msgspec.Struct, gc=False):
 
 _RESPONSE_BYTES, _BYTES_PER_TOKEN, _BYTES_PER_REQUEST_BYTE = 1 << 18, 512, 32
 _BYTES_PER_ID, _BYTES_PER_EXPERT, _BYTES_PER_SET = 12, 6, 1 << 16
-"""An int32 as text; one in base64; the ids that ``top_p`` kept for one token, some 12,000."""
+"""An int32 in decimal; an int32 in base64; the ids that ``top_p`` kept for one token, some 12,000."""
 
 
-def most_response_bytes(
+def max_response_bytes(
     request_bytes: int,
     sampling: SamplingParams,
     prompt_tokens: int = 0,
@@ -98,20 +100,20 @@ def most_response_bytes(
     *,
     images: int = 0,
 ) -> int:
-    """Upper bound of a sound response to a request of this size, that of its images not counted.
+    """Upper bound of a sound response to a request of this size, without the size of its images.
 
-    Each new token is an id, a logprob and at most a short text in two places. A server that ignores
+    Each new token is an id, a logprob and at most a short string in two places. A server that ignores
     ``logprob_start_len`` also reports the prompt's logprobs, and an error message may quote the request. With images,
     the response has the ids of the prompt.
     """
-    most = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
+    max_bytes = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
     if images:
-        most += _BYTES_PER_ID * prompt_tokens
+        max_bytes += _BYTES_PER_ID * prompt_tokens
     if extras is not None:
         rows = prompt_tokens + sampling.max_new_tokens
-        most += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
-        most += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
-    return most
+        max_bytes += _BYTES_PER_EXPERT * rows * (extras.experts_width or 0)
+        max_bytes += _BYTES_PER_SET * sampling.max_new_tokens * extras.top_p_sets
+    return max_bytes
 
 
 def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_ids: Sequence[int]) -> None:
@@ -135,10 +137,10 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
 def check_values(
     tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None, *, names: tuple[str, str]
 ) -> None:
-    """Raise at an id without an embedding row, or a logprob above 0; ``names`` are those of the two columns.
+    """Raise at an id without an embedding row, or a logprob above 0; ``names`` are the names of the two columns.
 
     Raises:
-        EndpointRefused: there is one.
+        EndpointRefused: a value is invalid.
     """
     if not len(tokens):
         return
@@ -161,7 +163,7 @@ def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
     """Pack logprobs of the column ``name``.
 
     Raises:
-        BrokenNumbers: one is no finite number.
+        BrokenNumbers: a logprob is not a finite number.
     """
     try:
         packed = struct.pack(f"={len(values)}f", *values)
@@ -176,9 +178,44 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def version_spans(spans: Sequence[Span] | None, unnamed: str) -> tuple[VersionSpan, ...]:
-    """The spans that have tokens; ``unnamed`` is the version of one without a name."""
+    """The spans that have tokens; ``unnamed`` is the version of a span without a name."""
     return tuple(
         VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
         for span in spans or ()
         if span.start != span.end
     )
+
+
+def completion_of(
+    request: SentRequest,
+    tokens: TokenColumn,
+    logprobs: LogprobColumn,
+    *,
+    finish_reason: str,
+    versions: Sequence[VersionSpan],
+    cached_tokens: int,
+    extras: Extras | None,
+) -> Completion:
+    """Build the completion of a response; everything except its versions was checked.
+
+    Raises:
+        EndpointRefused: the versions do not cover the tokens.
+    """
+    try:
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            finish_reason=sys.intern(finish_reason),  # type: ignore[arg-type]
+            versions=versions,
+            prompt_tokens=request.ids.count,
+            prompt_digest=request.ids.digest,
+            request_id=request.rid,
+            cached_tokens=cached_tokens,
+            seconds=request.seconds,
+            waited=request.waited,
+            server=request.server,
+            logprobs_of="tempered",
+            extras=extras,
+        )
+    except ValueError as error:
+        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None

@@ -31,7 +31,7 @@ _SGLANG_FIELDS = ("model_path", "tokenizer_path", "weight_version")
 
 
 async def describe_server(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:
-    """Query the description of one server; of a router, those of the workers that answer, merged.
+    """Query the description of one server; for a router, merge the descriptions of its workers that answer.
 
     A router passes such a request to any worker, also to a dead one, and drops the length of the context.
 
@@ -77,7 +77,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
 
 
 async def served_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
-    """Return the weight version that one server reports; ``None`` if it reports none.
+    """Return the weight version that one server reports; ``None`` if it does not report one.
 
     Raises:
         EndpointUnavailable: no server listens there, or it is not ready.
@@ -130,7 +130,7 @@ class Routes:
         return ". The URL ends in /v1: leave that out" if ends else ""
 
     async def first(self, *routes: str) -> dict[str, Any]:
-        """Return the JSON object of the first route that has one; an empty object if none has."""
+        """Return the JSON object of the first route that has one; an empty object if there is none."""
         for route in routes:
             where = without_password(self._url) + route
             try:
@@ -155,7 +155,7 @@ class Routes:
 
 
 def _max_context(models: dict[str, Any], server: dict[str, Any]) -> int | None:
-    """The tokens that prompt and reply really have: SGLang keeps some of the context and of its KV pool for itself."""
+    """Return the number of tokens that prompt and reply can have: SGLang reserves a part of context and KV pool."""
     cards = models.get("data")
     lengths = [card.get("max_model_len") for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
     model = (length_of(length) for length in (*lengths, server.get("context_length")))
@@ -169,16 +169,16 @@ def _max_context(models: dict[str, Any], server: dict[str, Any]) -> int | None:
 
 
 _RESERVED = 2
-"""Tokens of context or pool that no request gets: a budget up to the end of the context is cut by 2."""
+"""Reserved tokens of context or pool: a budget up to the end of the context is cut by 2 (SGLang 0.5.23)."""
 _REPLY_BEYOND_PROMPT = 4
-"""``max_req_input_len`` is the smaller of context and pool, less 6."""
+"""``max_req_input_len`` is the smaller of context and pool, less 6 (SGLang 0.5.23)."""
 
 
 def length_of(value: Any) -> int | None:
-    """A number of tokens; ``None`` if it is none."""
+    """A number of tokens; ``None`` for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def text_of(value: Any) -> str | None:
-    """A text; ``None`` if it is none."""
+    """A non-empty string; ``None`` for any other value."""
     return value if isinstance(value, str) and value else None

@@ -1,8 +1,8 @@
-"""The probe of a SGLang server's logprobs: of the distribution after the temperature, or of the one before it.
+"""The probe of an SGLang server's logprobs: after the temperature, or before it.
 
-A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports the latter, and does not say so (SGLang 0.5.23,
-layers/sampler.py: Sampler.forward). Two requests for one token, at temperatures 1 and 2, show it: twice the temperature
-halves the distance between the logprobs of two ids, or leaves it.
+A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports logprobs before the temperature, and does not say so (SGLang
+0.5.23, layers/sampler.py: Sampler.forward). Two requests for one token, at temperatures 1 and 2, show it: twice the
+temperature halves the distance between the logprobs of two ids, or leaves it.
 
 ``vllm_wire.py`` has the probe of vLLM. This module does no I/O.
 """
@@ -63,7 +63,7 @@ def top_logprobs(payload: bytes) -> dict[int, float]:
 
     Raises:
         EndpointUnavailable: it was aborted, e.g. by a weight update.
-        EndpointRefused: it has none.
+        EndpointRefused: they are missing.
     """
     try:
         meta = msgspec.json.decode(payload, type=_Reply).meta_info
@@ -81,7 +81,7 @@ def top_logprobs(payload: bytes) -> dict[int, float]:
 
 
 def reported_by(first: dict[int, float], second: dict[int, float]) -> ReportedLogprobs:
-    """What a server reports, from its logprobs at temperatures 1 and 2.
+    """Return the kind of logprobs that a server reports, from its logprobs at temperatures 1 and 2.
 
     Raises:
         EndpointRefused: they do not show it.
@@ -100,7 +100,7 @@ def reported_by(first: dict[int, float], second: dict[int, float]) -> ReportedLo
 
 
 def check_reported(reported: ReportedLogprobs, sampling: SamplingParams, where: str) -> None:
-    """Check that a server's logprobs are those that a stored token has.
+    """Check that a server reports logprobs of the kind that a stored token has.
 
     Raises:
         ConfigError: they are not for these parameters.

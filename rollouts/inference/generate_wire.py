@@ -40,6 +40,7 @@ from rollouts.inference.completions import (
     Span,
     Version,
     check_values,
+    completion_of,
     packed_logprobs,
     version_spans,
 )
@@ -88,7 +89,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[Span] | None = None
     output_token_logprobs: list[_Triple] | None = None
     output_token_logprobs_length: int | None = None
-    # Read only where the caller asks for extras, so that a value of another type harms no other run.
+    # Read only where the caller asks for extras, so that a value of another type does not harm other runs.
     routed_experts: Any = None
     routed_experts_start_len: Any = None
     top_p_token_ids: Any = None
@@ -116,7 +117,7 @@ _NUMBERS = (
 class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: msgspec.Raw = msgspec.Raw(b"null")
-    """Decoded only if their JSON text differs from that of the ids in ``output_token_logprobs``."""
+    """Decoded only if their JSON differs from the JSON of the ids in ``output_token_logprobs``."""
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
     """The ids of the prompt with its images expanded; decoded only if there are images."""
     error: Any = None
@@ -135,7 +136,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
     """Encode the part of a ``/generate`` body that follows its ids, for :func:`request_body`.
 
     Raises:
-        ConfigError: a seed that does not fit 64 bits.
+        ConfigError: the seed does not fit 64 bits.
     """
     params: dict[str, Any] = {
         "temperature": sampling.sent_temperature,
@@ -161,7 +162,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
     if top_p_sets:
         params["custom_params"] = {"return_top_p_token_ids": True}
     encoded = msgspec.json.encode(params)
-    # logprob_start_len -1: logprobs of the reply only; 0 would also disable the prefix cache for the prompt.
+    # logprob_start_len -1: logprobs of the reply only; 0 would disable the prefix cache for the prompt (SGLang 0.5.23).
     return b"".join(
         (b'],"return_logprob":true,"logprob_start_len":-1,"stream":false,"sampling_params":', encoded, b"}")
     )
@@ -177,7 +178,8 @@ def request_body(
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
-    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`. ``images`` are JSON texts.
+    ``namespace`` is the namespace of the prefix cache, see :mod:`rollouts.inference.prefixes`. ``images`` are JSON
+    strings.
     """
     extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if extras is not None and extras.experts_width is not None:
@@ -229,31 +231,22 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         )
     tokens, logprobs = _columns(reply, meta)
     check_values(tokens, logprobs, request.vocab_size, names=("output_ids", "output_token_logprobs"))
-    # A request that was aborted in the queue may have no counts, or zeros.
+    # A request that was aborted in the queue may lack counts, or have zeros (SGLang 0.5.23).
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if request.images and (len(tokens) or finish.type != "abort"):
         _check_images(meta.prompt_tokens, reply.prompt_token_ids, request)
     if prompt_tokens != ids.count and (len(tokens) or finish.type != "abort"):
         hint = ". Does it truncate prompts? Start it without --allow-auto-truncate" if prompt_tokens < ids.count else ""
         raise EndpointRefused(f"{ids.count} ids were sent; the server counts {prompt_tokens}{hint}")
-    try:
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=sys.intern(finish.type),  # type: ignore[arg-type]  # narrowed above
-            versions=_versions(meta, len(tokens)),
-            prompt_tokens=ids.count,
-            prompt_digest=ids.digest,
-            request_id=request.rid,
-            cached_tokens=meta.cached_tokens or 0,
-            seconds=request.seconds,
-            waited=request.waited,
-            server=request.server,
-            logprobs_of="tempered",
-            extras=None if request.extras is None else _extras(meta, request, len(tokens), request.extras),
-        )
-    except ValueError as error:  # everything but the versions was checked above
-        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+    return completion_of(
+        request,
+        tokens,
+        logprobs,
+        finish_reason=finish.type,
+        versions=_versions(meta, len(tokens)),
+        cached_tokens=meta.cached_tokens or 0,
+        extras=None if request.extras is None else _extras(meta, request, len(tokens), request.extras),
+    )
 
 
 def _check_images(counted: int | None, prompt_token_ids: msgspec.Raw, sent: SentRequest) -> None:
@@ -265,15 +258,15 @@ def _check_images(counted: int | None, prompt_token_ids: msgspec.Raw, sent: Sent
             " server's processor expands images otherwise. Is it of another version, or has it other settings?"
         )
     try:
-        own = _IDS.decode(prompt_token_ids)
+        read = _IDS.decode(prompt_token_ids)
     except UNREADABLE as error:
         raise EndpointRefused(f"prompt_token_ids are not a list of ids: {error}") from None
-    if own is None:
+    if read is None:
         return  # an older server
     assert sent.expanded is not None, "a prompt with images has its ids"
-    if not np.array_equal(own, sent.expanded):
+    if not np.array_equal(read, sent.expanded):
         raise EndpointRefused(
-            f"prompt_token_ids: got {len(own)} other ids; expected the {count} ids of the prompt with {images}: the"
+            f"prompt_token_ids: got {len(read)} other ids; expected the {count} ids of the prompt with {images}: the"
             " server encodes its text again"
         )
 
@@ -318,11 +311,11 @@ def _extras(meta: _Meta, sent: SentRequest, sampled: int, wanted: ExtrasRequest)
     return Extras((request,), experts, start, ids, counts)
 
 
-def _start_of(given: Any, wanted: int) -> int:
+def _start_of(reported: Any, wanted: int) -> int:
     """The first position of the routed experts: servers that do not know the option start at 0."""
-    start = 0 if given is None else given
+    start = 0 if reported is None else reported
     if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= wanted:
-        raise EndpointRefused(f"meta_info.routed_experts_start_len: got {str(given)[:80]}; expected 0 to {wanted}")
+        raise EndpointRefused(f"meta_info.routed_experts_start_len: got {str(reported)[:80]}; expected 0 to {wanted}")
     return start
 
 

@@ -1,4 +1,4 @@
-"""The images of a request: their JSON text, and the ids that are sent with them.
+"""The images of a request: their JSON strings, and the ids that are sent with them.
 
 SGLang 0.5.23 (its source; its functions that expand ids were run) does this with ``image_data`` and ``input_ids``:
 
@@ -8,7 +8,7 @@ SGLang 0.5.23 (its source; its functions that expand ids were run) does this wit
 - The server expands placeholders itself. It refuses ids whose placeholders are expanded already, because it counts each
   placeholder id as an image. So one id is sent for each image.
 - For models whose placeholder expands to a run of itself (Qwen-VL, GLM-4.xV, Kimi-VL) the server keeps the other ids as
-  they were sent, unless ``SGLANG_MM_AVOID_RETOKENIZE=0`` or its count of placeholders differs from that of its
+  they were sent, unless ``SGLANG_MM_AVOID_RETOKENIZE=0`` or its count of placeholders differs from the count of its
   processor; then it decodes and encodes the text again. For Gemma 3 it always does that, and InternVL refuses images
   with ids. ``meta_info.prompt_tokens`` counts the expanded ids, and ``prompt_token_ids`` are these ids: both are
   compared with the ids of the record.
@@ -33,21 +33,21 @@ _KEPT_BYTES = 256 << 20
 
 
 class ImageTexts:
-    """The JSON texts of images: ``data:`` URLs in quotes.
+    """Cache of the JSON strings of images: ``data:`` URLs in quotes.
 
     Args:
-        max_bytes: maximum size of the kept texts; the least recently used one is dropped first.
+        max_bytes: maximum size of the cached strings; the least recently used string is evicted first.
     """
 
     def __init__(self, max_bytes: int = _KEPT_BYTES) -> None:
         self.encoded = 0
-        """Images encoded so far, without those that were kept."""
+        """Images encoded so far; cached images are not counted."""
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
 
     def of(self, images: Sequence[Image]) -> list[bytes]:
-        """The text of each image, in order."""
+        """The JSON string of each image, in order."""
         return [self._of(image) for image in images]
 
     def _of(self, image: Image) -> bytes:
@@ -67,8 +67,8 @@ def collapsed(tokens: TokenColumn, images: Sequence[ImageSpan]) -> TokenColumn:
     """The ids with one placeholder in the place of each image's run.
 
     Raises:
-        ConfigError: a span is outside the ids, overlaps another one, or is no run of one id: the server would expand
-            its placeholder otherwise.
+        ConfigError: a span is outside the ids, overlaps another one, or is not a run of one id, to which the
+            server expands a placeholder.
     """
     keep = np.ones(len(tokens), np.bool_)
     position = 0

@@ -24,7 +24,7 @@ CUT = 0.7
 KV_FULL = 0.9
 """KV cache usage above which the server is about to retract running requests."""
 QUEUE_SHARE = 0.1
-"""A queue of up to this share of the running requests is no congestion: it keeps the server busy."""
+"""A queue of up to this share of the running requests is not congestion: it keeps the server busy."""
 QUERY_SECONDS = 1.0
 
 
@@ -47,7 +47,7 @@ class Load:
 
 
 def read_load(response: Any) -> Load | None:
-    """Parse the response of ``/v1/loads``; ``None`` if it is something else."""
+    """Parse the response of ``/v1/loads``; ``None`` for any other response."""
     ranks = response.get("loads") if isinstance(response, dict) else None
     if not isinstance(ranks, list) or not ranks or not all(isinstance(rank, dict) for rank in ranks):
         return None
@@ -74,7 +74,7 @@ class AdaptiveLimit:
         self.limiter = limiter
         self.limiter.total_tokens = FIRST_LIMIT
         self.load: Load | None = None
-        self.own = 0
+        self.own_requests = 0
         """Requests of this client in the last load."""
         self.query_seconds = QUERY_SECONDS
         self.unsupported = False
@@ -90,7 +90,7 @@ class AdaptiveLimit:
     @property
     def others(self) -> int:
         """Requests of other clients in the last load."""
-        return 0 if self.load is None else max(0, self.load.total - self.own)
+        return 0 if self.load is None else max(0, self.load.total - self.own_requests)
 
     def claim_query(self) -> bool:
         """Return whether the caller must query the load now, and pass it to :meth:`update`; one caller at a time."""
@@ -100,18 +100,18 @@ class AdaptiveLimit:
         return True
 
     def end_query(self) -> None:
-        """Schedule the next query, also after one that failed."""
+        """Schedule the next query, also after a failed query."""
         self._querying, self._next_query = False, time.monotonic() + self.query_seconds
 
     def update(self, load: Load | None) -> None:
-        """Adapt the limit to a load; ``None`` if the server has no such route."""
+        """Adapt the limit to a load; ``None`` if the server does not report it."""
         self.end_query()
         if load is None:
             self.unsupported, self.limiter.total_tokens = True, math.inf
             return
-        self.load, self.own = load, self.limiter.borrowed_tokens
+        self.load, self.own_requests = load, self.limiter.borrowed_tokens
         saturated = (
-            self.limiter.statistics().tasks_waiting > 0 and 2 * load.total >= self.own
+            self.limiter.statistics().tasks_waiting > 0 and 2 * load.total >= self.own_requests
         )  # else the load is older than the requests
         if load.congested:
             self._doubling = False

@@ -1,6 +1,6 @@
 """Requests that wait because no server can serve them: all are down, overloaded, or back with other weights.
 
-Invariant: such a wait is no failure of a rollout. Deadlines of the waiting turns are paused, and
+Invariant: such a wait is not a failure of a rollout. Deadlines of the waiting turns are paused, and
 :func:`~rollouts.concurrency.deadlines.pauses` lists the wait, so that no new group starts. Patience is limited:
 :class:`~rollouts.errors.EndpointAway` then ends the run, and its prompts go back to the buffer.
 
@@ -17,14 +17,14 @@ from rollouts.concurrency.deadlines import Clocks, listed_pause
 from rollouts.errors import EndpointAway, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
 
-__all__ = ["Outage", "ServedWeights", "ServerAway"]
+__all__ = ["Outage", "ServedWeights", "ServerUnreachable"]
 
 
 _FORGOTTEN_SECONDS = 600.0
 """A wait that begins longer after the last one does not belong to the same outage."""
 
 
-class ServerAway(EndpointUnavailable):
+class ServerUnreachable(EndpointUnavailable):
     """The server cannot serve this request now: it is down, or serves other weights."""
 
 
@@ -48,7 +48,7 @@ class Outage:
 
     @property
     def is_on(self) -> bool:
-        """Whether a request waited and none was answered since."""
+        """Whether a request waited, and no request was answered since."""
         return self._since is not None
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Outage:
         )
 
     def raise_if_over(self, remedy: str = "", cause: Exception | None = None) -> None:
-        """Raise :class:`EndpointAway` if no request was answered for too long since the first of them waits.
+        """Raise :class:`EndpointAway` if no request was answered for ``patience`` seconds since the first one waits.
 
         Args:
             remedy: the end of its message.
@@ -104,11 +104,11 @@ class Outage:
 
 
 class ServedWeights:
-    """The weights that servers of one endpoint have reported, to recognise a restarted server that lost its own."""
+    """The weights that servers of one endpoint have reported, to recognise a restarted server that lost its weights."""
 
     def __init__(self) -> None:
         self._versions: dict[str, None] = {}
-        """In the order in which they were seen; each reply is looked up among them."""
+        """In the order in which they were seen."""
         self._described: tuple[str | None, str | None] = (None, None)
         """Model and version of the first description."""
 
@@ -121,27 +121,27 @@ class ServedWeights:
             self._versions.setdefault(version)
 
     def described(self, info: ServerInfo) -> None:
-        """Record a description by a server that was not away."""
+        """Record a description by a server that was reachable."""
         if self._described == (None, None):
             self._described = (info.model, info.weight_version)
         self.saw(info.weight_version)
 
     def check(self, name: str, info: ServerInfo) -> None:
-        """Check the weights of a server that was away.
+        """Check the weights of a server that was unreachable.
 
-        The version must be the newest one that a server reported. A version never seen before is right where another
-        process updates the weights, that is if there were updates; else it is another model.
+        The version must be the newest one that a server reported. A version never seen before is accepted after an
+        update, since another process may update the weights; before any update it means another model.
 
         Raises:
-            ServerAway: other weights.
+            ServerUnreachable: other weights.
         """
         model, described = self._described
         expected = next(reversed(self._versions), None)
         got = info.weight_version
         if expected is not None and got is not None and got != expected:
             if got in self._versions or len(self._versions) == 1:
-                raise ServerAway(
+                raise ServerUnreachable(
                     f"{name} is back with the weights {got!r}; expected {expected!r}: load them with update_weights"
                 )
         elif None not in (model, info.model) and model != info.model and expected == described:
-            raise ServerAway(f"{name} is back with the model {info.model!r}; expected {model!r}")
+            raise ServerUnreachable(f"{name} is back with the model {info.model!r}; expected {model!r}")

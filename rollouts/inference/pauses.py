@@ -5,8 +5,9 @@ are paused, and nothing is counted, retried or sent elsewhere because of it.
 :func:`~rollouts.concurrency.deadlines.pauses` lists the pause with the number of waiting turns.
 
 A pause by this process (:func:`ordered`) is known at once to all its policies. A pause by another process is detected
-by polling ``/ready``, which returns 503 meanwhile (``/health`` would block). A detected pause stops deadlines for
-:data:`PATIENCE_SECONDS` at most, since its initiator may be dead. This module sends no request for tokens.
+by polling ``/ready``, which returns 503 meanwhile, while ``/health`` blocks for 20 s (SGLang 0.5.23). A detected pause
+stops deadlines for :data:`PATIENCE_SECONDS` at most, since its initiator may be dead. This module does not send
+requests for tokens.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 async def is_ready(transport: HttpClient, url: str, headers: Mapping[str, str]) -> bool | None:
-    """Poll ``/ready``; ``None`` if the server has no such route or does not answer."""
+    """Poll ``/ready``; ``None`` if the server lacks the route or does not answer."""
     with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):
         status, _ = await transport.get(f"{url}/ready", headers)
         return {200: True, 503: False}.get(status)
@@ -157,7 +158,7 @@ async def is_ready(transport: HttpClient, url: str, headers: Mapping[str, str]) 
 
 
 class _PausablePolicy(Protocol):
-    async def look_for_pauses(self) -> None: ...
+    async def poll_pauses(self) -> None: ...
 
 
 async def watch_pauses(policies: Callable[[], Iterable[_PausablePolicy]], *, every: float = 1.0) -> None:
@@ -165,4 +166,4 @@ async def watch_pauses(policies: Callable[[], Iterable[_PausablePolicy]], *, eve
     while True:
         await anyio.sleep(every)
         for policy in policies():
-            await policy.look_for_pauses()
+            await policy.poll_pauses()

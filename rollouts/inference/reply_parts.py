@@ -4,7 +4,7 @@ Invariant (law 10): the joined reply has the distribution of an uninterrupted on
 numbers, and what remains of the budget and the minimum length. A stop string or stop id ends the reply at the token at
 which a server ends an uninterrupted one, also where the string began in an earlier part.
 
-This module does no I/O, and knows no server.
+This module does no I/O, and does not know servers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def until_stop(
     *,
     unstopped: int = 0,
 ) -> Completion:
-    """The part up to the token that ends the whole reply; the part itself if none does.
+    """The part up to the token that ends the whole reply; the whole part if no token ends it.
 
     The server compared the text of this part only, and not the last token of a part that it aborted (SGLang 0.5.23,
     managers/schedule_batch.py: update_finish_state).
@@ -109,7 +109,7 @@ def _first_tokens(part: Completion, count: int) -> Completion:
 
 
 def _first_extras(extras: Extras, prompt_tokens: int, count: int) -> Extras:
-    """The extras of the first tokens of a part; the last of them has no routed experts yet."""
+    """The extras of the first tokens of a part; the last token does not have routed experts yet."""
     experts, ids, counts = extras.experts, extras.top_p_ids, extras.top_p_counts
     if experts is not None:
         experts = experts[: max(0, prompt_tokens + count - 1 - extras.experts_start)]

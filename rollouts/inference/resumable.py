@@ -10,9 +10,9 @@ It does not know trainers, messages or samples.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 import attrs
@@ -20,17 +20,14 @@ import numpy as np
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.dtypes import Completion, Extras, ImageSpan, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import (
+    CompletionRequest,
     ExtrasRequest,
     Policy,
-    ServerInfo,
+    PolicyWrapper,
     describe_as,
-    images_option,
-    route_option,
-    takes_images,
-    wait_for_servers,
 )
 from rollouts.inference.reply_parts import Decode, rest_of, until_stop
 
@@ -49,55 +46,32 @@ class InterruptiblePolicy(Policy, Protocol):
     async def interrupt(self) -> None: ...
 
 
-class SessionRecorder:
+class SessionRecorder(PolicyWrapper):
     """A policy that also lists the session names (routing keys) of its calls, in order of first use."""
 
     def __init__(self, inner: Policy) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.sessions: list[str] = []
         describe_as(self, inner)
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """See :class:`rollouts.inference.base.Policy`."""
-        name = route or session
+        name = request.route or request.session
         if name not in self.sessions:
             self.sessions.append(name)
-        options = {**route_option(route), **images_option(images)}
-        return await self.inner.complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session, **options)
-
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
-
-    async def describe(self) -> ServerInfo:
-        return await self.inner.describe()  # describe_once(self) holds the lock of ``inner``
-
-    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
-        await wait_for_servers(self.inner, error)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
+        return await self.inner.complete(request)
 
 
-class ResumablePolicy:
+class ResumablePolicy(PolicyWrapper):
     """Adds pause and resume to a policy.
 
     Args:
         inner: policy that samples.
         decode: the text of ids, special tokens included; needed for stop strings, which may span an interruption.
         at_most: maximum requests in flight, or a limiter that is shared with another policy; ``None`` for no limit.
-        stop_token_ids: ids that end a reply, in addition to those of each call.
-        extras: what each completion needs beyond tokens and logprobs; ``inner`` must accept it. Routed experts are
-            requested once for each position of a session.
+        stop_token_ids: ids that end a reply, in addition to the stop ids of each call.
+        extras: columns that each completion needs beyond tokens and logprobs; ``inner`` must accept them. Routed
+            experts are requested once for each position of a session.
         backoff_seconds: delay between attempts if a server aborts before the first token.
     """
 
@@ -111,27 +85,24 @@ class ResumablePolicy:
         extras: ExtrasRequest | None = None,
         backoff_seconds: float = 0.5,
     ) -> None:
+        super().__init__(inner)
         self._backoff_seconds = backoff_seconds
         self._extras = extras
         self._routed: OrderedDict[str, int] = OrderedDict()
         """Number of positions of each session whose routed experts are known."""
-        self.inner = inner
+        self.inner: InterruptiblePolicy = inner
         self.decode = decode
         self.stop_token_ids = stop_token_ids
         self.resumed = 0
         """Number of times a completion was continued after an interruption."""
         self.in_flight = 0
-        self._opened: anyio.Event | None = None  # only while it is paused: a rollout has a policy of its own
+        self._opened: anyio.Event | None = None  # only while it is paused: each rollout has one policy
         self._idle: anyio.Event | None = None
         self.limiter = anyio.CapacityLimiter(at_most) if isinstance(at_most, int) else at_most
 
     def __repr__(self) -> str:
         state = "paused" if self.paused else "open"
         return f"<ResumablePolicy {state}: {self.in_flight} in flight, {self.resumed} resumed>"
-
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
 
     @property
     def paused(self) -> bool:
@@ -144,7 +115,7 @@ class ResumablePolicy:
             self._opened = None
 
     async def pause(self, *, seconds: float = 60.0) -> None:
-        """Interrupt all requests, let new ones wait, and return when nothing is sampled any more.
+        """Interrupt all requests, let new requests wait, and return when no request is in flight.
 
         Raises:
             EndpointUnavailable: requests were still in flight after ``seconds``.
@@ -159,34 +130,30 @@ class ResumablePolicy:
                     if self.in_flight:
                         await self._idle.wait()
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """See :class:`rollouts.inference.base.Policy`; ``finish_reason`` is never ``"abort"``.
 
         Raises:
-            ConfigError: there are stop strings, and no ``decode`` that finds one which spans an interruption.
+            ConfigError: there are stop strings, but no ``decode`` to find a stop string that spans an interruption.
         """
+        tokens, sampling = request.tokens, request.sampling
         if sampling.stop and self.decode is None:
             expected = "none, or ResumablePolicy(decode=...): a stop string may span an interruption"
             raise ConfigError.of("SamplingParams.stop", sampling.stop, expected)
-        if self.stop_token_ids:
-            stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *self.stop_token_ids)))
+        if self.stop_token_ids or self._extras is not None:
+            request = self._extended(request)
         parts: list[Completion] = []
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
-            ids = np.concatenate([tokens, *(part.tokens for part in parts)]) if parts else tokens
-            part = await self._send(ids, rest_of(sampling, sampled), stop_token_ids, session, route, images)
+            if parts:
+                ids = np.concatenate([tokens, *(part.tokens for part in parts)])
+                request = attrs.evolve(
+                    request, tokens=ids, sampling=rest_of(sampling, sampled), extras=self._extras_of(request)
+                )
+            part = await self._send(request)
             if parts or part.finish_reason == "abort":
-                part = self._until_stop(ids[len(tokens) :], part, sampling, stop_token_ids)
-            self._note_routed(session, part)
+                part = self._until_stop(request.tokens[len(tokens) :], part, sampling, request.stop_token_ids)
+            self._note_routed(request.session, part)
             parts.append(part)
             sampled += len(part.tokens)
             if part.finish_reason != "abort":
@@ -199,21 +166,16 @@ class ResumablePolicy:
                 await anyio.sleep(self._backoff_seconds)
         return parts[0] if len(parts) == 1 and parts[0].finish_reason != "abort" else _joined(parts)
 
-    async def _send(
-        self,
-        ids: TokenColumn,
-        sampling: SamplingParams,
-        stop_token_ids: tuple[int, ...],
-        session: str,
-        route: str,
-        images: Sequence[ImageSpan],
-    ) -> Completion:
+    def _extended(self, request: CompletionRequest) -> CompletionRequest:
+        """Add the stop ids and the extras of this policy to a request."""
+        stops = tuple(dict.fromkeys((*request.stop_token_ids, *self.stop_token_ids)))
+        return attrs.evolve(request, stop_token_ids=stops, extras=self._extras_of(request))
+
+    async def _send(self, request: CompletionRequest) -> Completion:
         borrower = await self._take_slot()
         self.in_flight += 1
         try:
-            options: dict[str, Any] = {} if self._extras is None else {"extras": self._extras_of(session)}
-            options |= route_option(route) | images_option(images)
-            return await self.inner.complete(ids, sampling, stop_token_ids=stop_token_ids, session=session, **options)
+            return await self.inner.complete(request)
         finally:
             self.in_flight -= 1
             if not self.in_flight and self._idle is not None:
@@ -234,17 +196,18 @@ class ResumablePolicy:
             if len(self._routed) > _MOST_SESSIONS:
                 self._routed.popitem(last=False)  # its next request gets all rows again
 
-    def _extras_of(self, session: str) -> ExtrasRequest:
+    def _extras_of(self, request: CompletionRequest) -> ExtrasRequest | None:
         """The extras of the next request of a session."""
-        assert self._extras is not None
-        known = self._routed.get(session, 0)
+        known = self._routed.get(request.session, 0)
+        if self._extras is None:
+            return request.extras
         return attrs.evolve(self._extras, experts_start=known) if known else self._extras
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait until the policy is open, and for one of the ``at_most`` places; deadlines are paused meanwhile.
 
-        Also for code that sends requests of its own to the same servers.
+        Also for other code that sends requests to the same servers.
         """
         borrower = await self._take_slot()
         try:
@@ -279,18 +242,9 @@ class ResumablePolicy:
                 while self._opened is not None:
                     await self._opened.wait()
 
-    async def describe(self) -> ServerInfo:
-        return await self.inner.describe()
-
-    async def wait_for_servers(self, error: EndpointUnavailable) -> None:
-        await wait_for_servers(self.inner, error)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
-
 
 def _joined(parts: list[Completion]) -> Completion:
-    """Join the parts of one reply; prompt fields are those of the first request."""
+    """Join the parts of one reply; prompt fields are from the first request."""
     versions: list[VersionSpan] = []
     start = 0
     for part in parts:

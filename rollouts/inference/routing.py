@@ -42,10 +42,10 @@ class Worker:
     """Number of sessions and calls assigned to it."""
     suspect_until: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` until which other workers are preferred."""
-    away: bool = attrs.field(default=False, repr=False)
+    unreachable: bool = attrs.field(default=False, repr=False)
     """Whether it was down at the last attempt; its weights are checked before it gets requests again."""
-    looked: float = attrs.field(default=0.0, repr=False)
-    """``time.monotonic()`` of the last look whether it is back."""
+    polled: float = attrs.field(default=0.0, repr=False)
+    """``time.monotonic()`` of the last poll whether it is back."""
     unanswered: dict[str, float] = attrs.field(factory=dict, repr=False)
     """``time.monotonic()`` of sending, by rid, of the requests that it has not answered, lost ones included."""
     answered: float = attrs.field(default=0.0, repr=False)
@@ -67,8 +67,8 @@ class Worker:
         """Requests in flight, waiting for a slot, and of other clients where they are known."""
         return self.in_flight + self.waiting + (0 if self.adaptive_limit is None else self.adaptive_limit.others)
 
-    def is_alone_new(self, rid: str) -> bool:
-        """Whether ``rid`` is the only unanswered request sent since the last answer: a crash is due to it, probably."""
+    def is_sole_request(self, rid: str) -> bool:
+        """Whether ``rid`` is the only unanswered request sent since the last answer: it probably caused a crash."""
         return [one for one, sent in self.unanswered.items() if sent > self.answered] == [rid]
 
     def suspect(self) -> None:
@@ -94,7 +94,7 @@ class Workers:
         return sum(worker.in_flight for worker in self.all)
 
     def worker_for(self, session: str) -> Worker:
-        """Return the worker of a session; the least loaded one for a new session or none."""
+        """Return the worker of a session; the least loaded worker for a new session or no session."""
         if len(self.all) == 1:
             return self.all[0]
         worker = self._sessions.get(session)
@@ -114,7 +114,7 @@ class Workers:
         return worker.load > SKEW_FACTOR * least + SKEW_REQUESTS
 
     def reassign(self, worker: Worker, session: str) -> Worker:
-        """Move a session away from a worker on which it failed; a single worker is returned itself."""
+        """Move a session away from a worker on which it failed; a single worker keeps it."""
         others = [other for other in self.all if other is not worker]
         return self._assign(session, others) if others else worker
 

@@ -1,7 +1,7 @@
 """Policy that samples from SGLang servers.
 
 The kind of a server's logprobs is probed before its first request with a temperature for which it matters, and again
-after it was away.
+after it was unreachable.
 
 This module knows which routes of SGLang a policy needs; ``generate_wire.py`` knows their format.
 """
@@ -9,8 +9,7 @@ This module knows which routes of SGLang a policy needs; ``generate_wire.py`` kn
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import anyio
 
@@ -18,61 +17,54 @@ from rollouts.dtypes import Completion, SamplingParams, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_probe, generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import describe_server
 from rollouts.inference.generate_probe import ReportedLogprobs
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
-from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.servers import ServerProtocol
 from rollouts.inference.wire_errors import error_of, message_of
 
-__all__ = ["SGLangPolicy", "reported_logprobs"]
+__all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
 
 ROUTE = "/generate"
 
 
-class SGLangPolicy(ServerPolicy):
-    """Samples from one or several SGLang servers of the same model; arguments as :class:`ServerPolicy`."""
+class SGLangProtocol(ServerProtocol):
+    """Routes and format of SGLang, and the kind of logprobs of each server."""
 
     ROUTE = ROUTE
     ABORTS = SGLANG_ABORTS
     takes_images = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, transport: HttpClient, headers: Mapping[str, str]) -> None:
+        super().__init__(transport, headers)
         self._reported: dict[str, ReportedLogprobs] = {}
         """The kinds of the servers' logprobs, by URL."""
         self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
-    def _request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
+    def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
-    def _request_body(
-        self,
-        rid: str,
-        ids: EncodedIds,
-        options: bytes,
-        namespace: str,
-        extras: ExtrasRequest | None,
-        images: Sequence[bytes],
-    ) -> tuple[bytes, int]:
-        return generate_wire.request_body(rid, ids, options, namespace, extras, images)
+    def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
+        return generate_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.images)
 
-    def _session_headers(self, session: str) -> dict[str, str]:
+    def session_headers(self, session: str) -> dict[str, str]:
         return {"X-SMG-Routing-Key": session}
 
-    def _read_completion(self, payload: bytes, request: SentRequest) -> Completion:
+    def read_completion(self, payload: bytes, request: SentRequest) -> Completion:
         return generate_wire.read_completion(payload, request)
 
-    async def _describe_server(self, worker: Worker) -> ServerInfo:
+    async def describe(self, worker: Worker) -> ServerInfo:
         return await describe_server(self._transport, worker.url, self._headers)
 
-    async def _is_ready(self, url: str) -> bool | None:
+    async def is_ready(self, url: str) -> bool | None:
         return await is_ready(self._transport, url, self._headers)
 
-    async def _check_server(self, worker: Worker, sampling: SamplingParams) -> None:
+    async def check_server(self, worker: Worker, sampling: SamplingParams) -> None:
         if not generate_probe.needs_probe(sampling):
             return
         if worker.url not in self._reported:
@@ -82,8 +74,14 @@ class SGLangPolicy(ServerPolicy):
                     self._reported[worker.url] = found
         generate_probe.check_reported(self._reported[worker.url], sampling, worker.name)
 
-    def _forget_server(self, worker: Worker) -> None:
+    def forget(self, worker: Worker) -> None:
         self._reported.pop(worker.url, None)
+
+
+class SGLangPolicy(ServerPolicy):
+    """Samples from one or several SGLang servers of the same model; arguments as :class:`ServerPolicy`."""
+
+    PROTOCOL = SGLangProtocol
 
 
 async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ReportedLogprobs:

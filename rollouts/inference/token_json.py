@@ -1,6 +1,6 @@
 """Cache of each session's token ids as JSON text, so that a call encodes only its new ids.
 
-Invariant: the text is exactly that of the given ids. Cached text is reused only if the sequence begins with the same
+Invariant: the text encodes exactly the ids of the call. Cached text is reused only if the sequence begins with the same
 number of ids and the same CRC-32 (also the checksum by which a trajectory verifies its requests); any other sequence is
 encoded in full. A read-only view of the same memory as in the last call, as of a trajectory that grows in place, is
 trusted to begin with the same ids: a checksum would cost time in proportion to the history. Memory is bounded by size
@@ -78,8 +78,8 @@ class SequenceCache:
     Args:
         vocab_size: upper bound of ids; ``None`` if unknown.
         max_bytes: maximum size of the cached text; the least recently used session is evicted first.
-        max_idle_seconds: sessions unused for longer are evicted, too. Most have ended; one that goes on is encoded in
-            full, in about 8 ms for 100,000 ids.
+        max_idle_seconds: sessions unused for longer are evicted, too. Most have ended; a session that continues is
+            encoded in full, in about 8 ms for 100,000 ids.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SequenceCache:
             session: its name; empty for a sequence that will not be extended.
 
         Raises:
-            ConfigError: an id is outside the vocabulary (it would crash an SGLang server), or there are no ids.
+            ConfigError: an id is outside the vocabulary (it would crash SGLang 0.5.23), or ids are missing.
         """
         column = np.asarray(tokens)
         if column.ndim != 1 or column.size == 0 or column.dtype.kind not in "iu":

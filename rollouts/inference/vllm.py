@@ -1,7 +1,7 @@
 """Policy that samples from vLLM servers, by ``/inference/v1/generate`` (``vllm serve --enable-scale-out``).
 
-The mode of a server's logprobs is probed before its first request, and again after it was away. Routes that pause,
-report weights, or abort the requests of other clients exist only with ``VLLM_SERVER_DEV_MODE=1``.
+The mode of a server's logprobs is probed before its first request, and again after it was unreachable. Routes that
+pause, report weights, or abort the requests of other clients exist only with ``VLLM_SERVER_DEV_MODE=1``.
 
 This module knows which routes of vLLM a policy needs; ``vllm_wire.py`` knows their format.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import anyio
 
@@ -21,18 +20,19 @@ from rollouts.errors import EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
-from rollouts.inference.base import ExtrasRequest, ServerInfo
+from rollouts.inference.base import ServerInfo
+from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
-from rollouts.inference.token_json import EncodedIds
+from rollouts.inference.servers import ServerProtocol
 from rollouts.inference.vllm_wire import LogprobsMode
 from rollouts.inference.wire_errors import error_of, loads, message_of
 
-__all__ = ["VLLMPolicy", "describe_vllm", "logprobs_mode", "read_metrics"]
+__all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
 
 ROUTE = "/inference/v1/generate"
 _METRIC = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} (\S+)$", re.M)
@@ -60,46 +60,38 @@ VLLM_ABORTS = AbortRoutes(
 )
 
 
-class VLLMPolicy(ServerPolicy):
-    """Samples from one or several vLLM servers of the same model; arguments as :class:`ServerPolicy`."""
+class VLLMProtocol(ServerProtocol):
+    """Routes and format of vLLM, and the kind of logprobs of each server."""
 
     ROUTE = ROUTE
     ABORTS = VLLM_ABORTS
     minimum_delays_stops = True
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._modes: dict[str, LogprobsMode] = {}
+    def __init__(self, transport: HttpClient, headers: Mapping[str, str]) -> None:
+        super().__init__(transport, headers)
+        self.modes: dict[str, LogprobsMode] = {}
         """The modes of the servers' logprobs, by URL."""
         self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
-    def _request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
+    def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
-    def _request_body(
-        self,
-        rid: str,
-        ids: EncodedIds,
-        options: bytes,
-        namespace: str,
-        extras: ExtrasRequest | None,
-        images: Sequence[bytes],
-    ) -> tuple[bytes, int]:
-        assert not images, "complete refuses them"
-        return vllm_wire.request_body(rid, ids, options, namespace, extras)
+    def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
+        assert not call.images, "complete refuses images"
+        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras)
 
-    def _session_headers(self, session: str) -> dict[str, str]:
+    def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}
 
-    def _read_completion(self, payload: bytes, request: SentRequest) -> Completion:
+    def read_completion(self, payload: bytes, request: SentRequest) -> Completion:
         return vllm_wire.read_completion(payload, request)
 
-    async def _describe_server(self, worker: Worker) -> ServerInfo:
+    async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
         await self._mode(worker)
         return info
 
-    async def _is_ready(self, url: str) -> bool | None:
+    async def is_ready(self, url: str) -> bool | None:
         with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):
             status, payload = await self._transport.get(f"{url}/is_paused", self._headers)
             response = loads(payload) if status == 200 else None
@@ -107,18 +99,24 @@ class VLLMPolicy(ServerPolicy):
             return {True: False, False: True}.get(paused) if isinstance(paused, bool) else None
         return None
 
-    async def _check_server(self, worker: Worker, sampling: SamplingParams) -> None:
+    async def check_server(self, worker: Worker, sampling: SamplingParams) -> None:
         vllm_wire.check_mode(await self._mode(worker), sampling, worker.name)
 
     async def _mode(self, worker: Worker) -> LogprobsMode:
-        if worker.url not in self._modes:
+        if worker.url not in self.modes:
             async with self._probing[worker.url]:
-                if worker.url not in self._modes:
-                    self._modes[worker.url] = await logprobs_mode(self._transport, worker.url, self._headers)
-        return self._modes[worker.url]
+                if worker.url not in self.modes:
+                    self.modes[worker.url] = await logprobs_mode(self._transport, worker.url, self._headers)
+        return self.modes[worker.url]
 
-    def _forget_server(self, worker: Worker) -> None:
-        self._modes.pop(worker.url, None)
+    def forget(self, worker: Worker) -> None:
+        self.modes.pop(worker.url, None)
+
+
+class VLLMPolicy(ServerPolicy):
+    """Samples from one or several vLLM servers of the same model; arguments as :class:`ServerPolicy`."""
+
+    PROTOCOL = VLLMProtocol
 
 
 async def describe_vllm(transport: HttpClient, url: str, headers: Mapping[str, str]) -> ServerInfo:

@@ -1,7 +1,7 @@
 """vLLM's format of token ids, ``/inference/v1/generate``: request bodies, and responses as completions or errors.
 
 Invariant: any response bytes become a checked :class:`~rollouts.dtypes.Completion` or an error of
-:mod:`rollouts.errors`. vLLM ignores fields that it does not know, so a response must prove that the request was read:
+:mod:`rollouts.errors`. vLLM 0.32.0 ignores unknown fields, so a response must prove that the request was read:
 it repeats the prompt ids and the request id, and has one logprob and one weight version per sampled id.
 
 vLLM reports logprobs in one of several modes for all requests (``--logprobs-mode``), and no response names it:
@@ -12,7 +12,6 @@ This module does no I/O and does not know retries.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
@@ -30,6 +29,7 @@ from rollouts.inference.completions import (
     SentRequest,
     Span,
     check_values,
+    completion_of,
     packed_logprobs,
     version_spans,
 )
@@ -104,7 +104,7 @@ def request_body(
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
-    ``namespace`` is that of the prefix cache, see :mod:`rollouts.inference.prefixes`.
+    ``namespace`` is the namespace of the prefix cache, see :mod:`rollouts.inference.prefixes`.
 
     Raises:
         ConfigError: routed experts are requested.
@@ -143,7 +143,9 @@ def probed_logprob(payload: bytes) -> float:
     choice, _ = _decoded(payload)
     content = [] if choice.logprobs is None else choice.logprobs.content
     if len(content) != 1 or content[0].logprob is None:
-        raise EndpointRefused(f"the probe of --logprobs-mode: got {len(content)} logprobs; expected that of one id")
+        raise EndpointRefused(
+            f"the probe of --logprobs-mode: got {len(content)} logprobs; expected the logprob of one id"
+        )
     return content[0].logprob
 
 
@@ -162,7 +164,7 @@ def mode_of(first: float, second: float, greedy: float) -> LogprobsMode:
 
 
 def check_mode(mode: LogprobsMode, sampling: SamplingParams, where: str) -> None:
-    """Check that a server's logprobs are those that a stored token has: tempered, penalised, and not truncated.
+    """Check that a server reports logprobs of the kind that a stored token has: tempered, penalised, and not truncated.
 
     Raises:
         ConfigError: they are not for these parameters.
@@ -220,7 +222,7 @@ class _Reply(msgspec.Struct):
     request_id: Any = None
     usage: _Usage | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
-    """Decoded only if their JSON text differs from that of the ids that were sent."""
+    """Decoded only if their JSON differs from the JSON of the ids that were sent."""
     error: Any = None
 
 
@@ -250,7 +252,7 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
 
     Raises:
         EndpointUnavailable: not JSON, a transient error, or no finite logprob.
-        EndpointRefused: not a response of this route, or one that does not prove that the request was read: other
+        EndpointRefused: not a response of this route, or no proof that the request was read: other
             prompt ids than sent, another request id, logprobs of other ids than ``token_ids``, tokens without versions.
         ContextOverflow: the error of a prompt that exceeds the context.
     """
@@ -292,28 +294,19 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         "completion_tokens": float(len(sampled)),
         "cached_tokens": float(cached),
     }
-    try:
-        return Completion(
-            tokens=tokens,
-            logprobs=logprobs,
-            finish_reason=sys.intern(finish),  # type: ignore[arg-type]  # narrowed above
-            versions=_versions(choice) if sampled else (),
-            prompt_tokens=ids.count,
-            prompt_digest=ids.digest,
-            request_id=request.rid,
-            cached_tokens=cached,
-            seconds=request.seconds,
-            waited=request.waited,
-            server=request.server,
-            logprobs_of="tempered",
-            extras=None if request.extras is None else Extras((numbers,)),
-        )
-    except ValueError as error:  # everything but the versions was checked above
-        raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+    return completion_of(
+        request,
+        tokens,
+        logprobs,
+        finish_reason=finish,
+        versions=_versions(choice) if sampled else (),
+        cached_tokens=cached,
+        extras=None if request.extras is None else Extras((numbers,)),
+    )
 
 
 def _check_prompt(reply: _Reply, ids: EncodedIds) -> None:
-    """Compare the ids that the server read with those that were sent; their JSON text may differ by white space."""
+    """Compare the ids that the server read with the sent ids; their JSON may differ in white space."""
     raw = bytes(reply.prompt_token_ids)
     if raw == b"[%b]" % ids.text:
         return

@@ -15,7 +15,7 @@ request runs between the new weights and the flush.
 vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
 ``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
 next request ends it. So the folder is checked first, and a server whose update fails after the load was sent stays
-paused until another one succeeds: it would end, or sample under the name of other weights.
+paused until another update succeeds: it would end, or sample under the name of other weights (vLLM 0.32.0).
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 """Treatment of running requests when weights change.
 
 ``retract``: they are interrupted and continue under the new weights, which prefill their tokens again. The logprob of
-each token is exactly that of the version of the token.
+each token is exactly the logprob under the version of the token.
 
 ``wait``: they finish first, under the old weights. ``abort``: they end at once; rollouts continue them. Neither
 pauses an SGLang server before the weights are new. If that then fails to flush, as SGLang sometimes does under load, it
 is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
 old weights; a warning is logged.
 
-``in_place``: they continue at once on the K/V of the old weights; their later logprobs are of no single version. The
-cache is flushed only if no request has K/V. New conversations of this process are exact anyway: their requests have an
-``extra_key`` with the version, so that they do not read K/V of the old weights (``prefixes.py``). Those of other
-clients are not, until the cache is flushed: one that shares a prefix with an older one (a system prompt) reads K/V of
-the old weights under the new version. A warning is logged.
+``in_place``: they continue at once on the K/V of the old weights; their later logprobs do not belong to a single
+version. The cache is flushed only if no request has K/V. New conversations of this process are exact anyway: their
+requests have an ``extra_key`` with the version, so that they do not read K/V of the old weights (``prefixes.py``). New
+conversations of other clients are not exact until the cache is flushed: a conversation that shares a prefix with an
+older one (a system prompt) reads K/V of the old weights under the new version. A warning is logged.
 """
 
 CONTINUE_SECONDS = 30.0
@@ -122,7 +122,7 @@ async def update_weights(
 
 
 async def _servers_of(endpoint: Endpoint, transport: HttpClient, headers: dict[str, str]) -> list[str]:
-    """The URLs of all servers of the endpoint; a router, which has no control routes, is replaced by its workers."""
+    """The URLs of all servers of the endpoint; a router, which lacks control routes, is replaced by its workers."""
     servers: dict[str, None] = {}
     for url in endpoint.base_url:
         workers: Sequence[str] = ()
@@ -229,7 +229,9 @@ class _Server(abc.ABC):
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         # A new connection: the server may be closing an idle one at this moment.
-        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._admin_headers, fresh=True)
+        return await self._transport.post(
+            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=True
+        )
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
         kind = EndpointUnavailable if status >= 500 else EndpointRefused
@@ -341,7 +343,7 @@ class _VLLMServer(_Server):
             )
 
     async def _check_head(self, folder: str) -> None:
-        """Refuse a model without an output head of its own on a CPU, where vLLM 0.32 would keep the old head."""
+        """Refuse a model without a separate output head on a CPU, where vLLM 0.32.0 would keep the old head."""
         config = await Routes(self._transport, self._url, self._headers, "a vLLM server").first("/server_info")
         if "device_config=cpu" not in str(config.get("vllm_config")):
             return
@@ -373,7 +375,7 @@ class _VLLMServer(_Server):
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
         error = super()._error(path, status, payload)
         if status == 404:
-            hint = "start vLLM with VLLM_SERVER_DEV_MODE=1, without which it has no control routes"
+            hint = "start vLLM with VLLM_SERVER_DEV_MODE=1, which enables its control routes"
             return EndpointRefused(f"{error}: {hint}")
         return error
 
@@ -385,7 +387,7 @@ def _check_folder(folder: Path) -> set[str]:
         The names of its tensors.
 
     Raises:
-        ConfigError: it has none that this process can read, or a file of them is cut.
+        ConfigError: weights that this process can read are missing, or a file of weights is cut.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not (folder / "config.json").is_file() or not files:

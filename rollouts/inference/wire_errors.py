@@ -34,7 +34,7 @@ _OVERFLOWS = (
     ("input length", "exceeds the maximum allowed length"),  # max_req_input_len: a few tokens less than the context
     ("exceeds the kv memory budget",),  # the KV pool, which may be smaller than the context
 )
-"""Parts of messages about a request that does not fit; SGLang's, where no other server is named."""
+"""Parts of messages about a request that does not fit; SGLang's unless a comment names another server."""
 
 _ANY = msgspec.json.Decoder()
 UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)

@@ -27,7 +27,7 @@ import numpy as np
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
@@ -96,11 +96,11 @@ class ServersPolicy(TrainerPolicy):
         urls = [address if "//" in address else f"http://{address}" for address in engine.addresses]
         self.inner = shared_policy(Endpoint(model="trained", base_url=urls), None)
 
-    async def complete(self, tokens: TokenColumn, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         while self.engine.workflow_executor.is_paused():  # noqa: ASYNC110 - AReaL has no event for it
             await anyio.sleep(_PAUSE_SECONDS)
         version = str(int(self.engine.get_version()))
-        reply = await self.inner.complete(tokens, sampling, **options)
+        reply = await self.inner.complete(request)
         spans = [VersionSpan(version, 0, len(reply.tokens))] if len(reply.tokens) else []
         return attrs.evolve(reply, versions=spans)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Completion, FinishReason, ImageSpan, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
-from rollouts.inference.base import ServerInfo, check_takes_images, images_option
+from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
 from rollouts.trajectory import digest
 
 __all__ = ["Reply", "TrainerPolicy"]
@@ -68,16 +68,7 @@ class TrainerPolicy:
             raise ContextOverflow(f"{asked} exceed the context of {self.max_context} tokens")
         return sampling.max_new_tokens
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one continuation.
 
         Raises:
@@ -86,7 +77,8 @@ class TrainerPolicy:
             EndpointUnavailable: the engine returned no token.
             EndpointRefused: it did not return one logprob for each token.
         """
-        if images:
+        tokens, sampling = request.tokens, request.sampling
+        if request.images:
             check_takes_images(self)
         for name in self.unsupported:
             value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
@@ -94,9 +86,10 @@ class TrainerPolicy:
                 raise ConfigError.of(
                     f"SamplingParams.{name}", value, f"{default!r}: {self.trainer} has no field for it"
                 )
-        budget = self.budget(tokens, sampling, session)
-        asked = attrs.evolve(sampling, max_new_tokens=budget)
-        reply = await self.sample(tokens, asked, stop_token_ids, route or session, **images_option(images))
+        budget = self.budget(tokens, sampling, request.session)
+        sampling = attrs.evolve(sampling, max_new_tokens=budget)
+        images: dict[str, Any] = {"images": request.images} if request.images else {}
+        reply = await self.sample(tokens, sampling, request.stop_token_ids, request.route or request.session, **images)
         count = len(reply.tokens)
         if not count:
             raise EndpointUnavailable(f"{self.trainer} returned 0 tokens, stop reason {reply.stopped_by!r}")

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn, packed_tokens
 from rollouts.environments.adapters.calls import call, numbers_of
 from rollouts.errors import ConfigError, ContextOverflow
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
@@ -221,6 +221,6 @@ class PolicyCompleter:
         budget = min(max_tokens or self.sampling.max_new_tokens, self.sampling.max_new_tokens)
         sampling = attrs.evolve(self.sampling, stop=texts, max_new_tokens=budget)
         tokens = packed_tokens(model_input.to_ints())
-        completion = await self.policy.complete(tokens, sampling, stop_token_ids=ids)
+        completion = await self.policy.complete(CompletionRequest(tokens, sampling, stop_token_ids=ids))
         reason = "length" if completion.finish_reason == "length" else "stop"
         return TokensWithLogprobs(completion.tokens.tolist(), completion.logprobs.tolist(), reason)

@@ -30,7 +30,7 @@ from rollouts.errors import (
     Failure,
     GenerateFailure,
 )
-from rollouts.inference.base import Policy, describe_once
+from rollouts.inference.base import CompletionRequest, Policy, describe_once
 from rollouts.inference.shared import shared_policy
 from rollouts.training.agent_integration import generate_all, resuming
 from rollouts.training.samples import trajectory_to_samples
@@ -210,7 +210,9 @@ class _Episode:
         ids = tuple(one for one in seen.stop if not isinstance(one, str))
         least = min(self.sampling.min_new_tokens, budget)
         asked = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
-        reply = await self.policy.complete(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
+        reply = await self.policy.complete(
+            CompletionRequest(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
+        )
         message = Message("assistant", self.decode(reply.tokens))
         trajectory.add_reply(reply, message, temperature=self.sampling.sent_temperature)
         trajectory.count("generation_seconds", reply.seconds)

@@ -92,4 +92,4 @@ def trace_completions(policy: ServerPolicy) -> None:
         )
         span.end(end_time=now)
 
-    policy.on_completion = record_span
+    policy.on_completion(record_span)

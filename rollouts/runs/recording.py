@@ -26,12 +26,9 @@ from rollouts.base.storable import to_msgpack
 from rollouts.concurrency.boundary import call_foreign, function_name
 from rollouts.dtypes import (
     Completion,
-    ImageSpan,
     LoadImage,
     Message,
     Prompt,
-    SamplingParams,
-    TokenColumn,
     Tool,
     VersionSpan,
 )
@@ -53,7 +50,7 @@ from rollouts.errors import (
     Kind,
     ReplayDiverged,
 )
-from rollouts.inference.base import Policy, ServerInfo, describe_once, images_option, route_option, takes_images
+from rollouts.inference.base import CompletionRequest, Policy, PolicyWrapper, ServerInfo, describe_once
 from rollouts.runs.folder import RECORDING, is_growing
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Columns, Entry, Journal, JournalReader, Offset, read_entry
@@ -204,49 +201,36 @@ class _RecordingResumable(_RecordingEnvironment):
         self._record("restore")
 
 
-class _RecordingPolicy:
+class _RecordingPolicy(PolicyWrapper):
     def __init__(self, inner: Policy, recorder: _AttemptRecorder) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._recorder = recorder
 
     def __repr__(self) -> str:
         return f"<recorded {self.inner!r}>"
 
-    @property
-    def takes_images(self) -> bool:
-        return takes_images(self.inner)
-
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
-        request: dict[str, Any] = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
+    async def complete(self, request: CompletionRequest) -> Completion:
+        sent = _fields_of(request)
         try:
-            options = {**route_option(route), **images_option(images)}
-            reply = await self.inner.complete(
-                tokens, sampling, stop_token_ids=stop_token_ids, session=session, **options
-            )
+            reply = await self.inner.complete(request)
         except EndpointError as error:
             kind = next(name for name, kind in _ERRORS.items() if isinstance(error, kind))
-            self._recorder.record("complete", error=[kind, str(error)], **request)
+            self._recorder.record("complete", error=[kind, str(error)], **sent)
             raise
         columns = Columns(reply.tokens, np.ones(len(reply.tokens), np.bool_), reply.logprobs)
         versions = [[span.version, span.start, span.stop] for span in reply.versions]
         fields = {_REPLY: {name: getattr(reply, name) for name in _REPLY_FIELDS}}
-        self._recorder.record("complete", columns, versions=versions, **fields, **request)
+        self._recorder.record("complete", columns, versions=versions, **fields, **sent)
         return reply
 
     async def describe(self) -> ServerInfo:
         return await describe_once(self.inner)
 
-    async def aclose(self) -> None:
-        await self.inner.aclose()
+
+def _fields_of(request: CompletionRequest) -> dict[str, Any]:
+    """The recorded fields of a request."""
+    prompt = [len(request.tokens), digest(request.tokens)]
+    return {"prompt": prompt, "budget": request.sampling.max_new_tokens}
 
 
 _REPLY = "told"  # a stored name
@@ -448,22 +432,12 @@ class _ReplayedPolicy:
         self._info = info
         self._tape = tape
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         await anyio.lowlevel.checkpoint()
         tape = self._tape
         entry = tape.take("complete")
         fields = entry.fields
-        request = {"prompt": [len(tokens), digest(tokens)], "budget": sampling.max_new_tokens}
-        for name, value in request.items():
+        for name, value in _fields_of(request).items():
             if fields[name] != value:
                 label = "length and checksum of the prompt" if name == "prompt" else "max_new_tokens"
                 raise tape.divergence(f"{label}: got {value}; expected {fields[name]}, as recorded")

@@ -1,12 +1,12 @@
 """A loopback server of prebuilt responses in its own process, fast enough to benchmark its clients.
 
 Invariant: a response equals :func:`~rollouts.testing.replies.reply_body` of the same request byte for byte; a request's
-ids are counted, not parsed. Faults occur at the configured rates and are those of
+ids are counted, not parsed. Faults occur at the configured rates and equal the faults of
 :class:`~rollouts.testing.server.StubServer`.
 
 ``/inference/v1/generate`` returns the same replies in vLLM's format.
 
-It runs no model, serves only the routes of generation, records nothing, and knows no tokenizer.
+It does not run a model, serves only the routes of generation, records nothing, and does not know tokenizers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Canned:
         if not lengths or 0 in lengths or (self.mark is None and len(set(lengths)) < len(lengths)):
             raise ConfigError.of("Canned.replies", lengths, "replies of different lengths, none empty")
         if self.texts and len(self.texts) != len(self.replies):
-            raise ConfigError.of("Canned.texts", self.texts, f"a text for each of the {len(self.replies)} replies")
+            raise ConfigError.of("Canned.texts", self.texts, f"a string for each of the {len(self.replies)} replies")
 
     def number(self, budget: int, marks: int = 0) -> int:
         """Index of the reply to a request with this budget and this number of marks."""

@@ -82,7 +82,7 @@ class _Episode:
 
     @property
     def messages(self) -> list[Message]:
-        """What the model would read."""
+        """The messages that the model would read."""
         return [*self.opening, *(message for result in self.results for message in result.messages)]
 
     @property
@@ -140,7 +140,7 @@ class _Check:
             await self._foreign("close", self._create().close())
 
     async def run(self) -> list[_Episode]:
-        """Run all checks; returns the episodes, none if the environment fails."""
+        """Run all checks; return the episodes, an empty list if the environment fails."""
         played: list[_Episode] = []
         try:
             for number, prompt in enumerate(self.prompts):
@@ -269,7 +269,7 @@ class _Check:
         self.add("snapshots", "good", f"{count} restored in new environments, which returned equal results")
 
     async def _restored(self, prompt: Prompt, episode: _Episode, step: int, snapshot: Any) -> str:
-        """Describe the error in resuming from a snapshot; empty if there is none."""
+        """Describe the error in resuming from a snapshot; empty without an error."""
         try:
             decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot))
         except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:

@@ -1,6 +1,6 @@
 """A loopback HTTP server with scripted JSON responses, for tests of rewards and judges behind HTTP.
 
-Invariant: it records every request before it responds. It knows no protocol but HTTP with JSON.
+Invariant: it records every request before it responds. It knows only HTTP with JSON.
 Needs the extra ``serve``.
 """
 

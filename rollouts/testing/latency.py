@@ -1,6 +1,6 @@
 """Latency of a stub's generations: a lognormal time to the first token, and a time for each token.
 
-Invariant: the seconds depend only on the seed and the order of the calls. This module knows no connection.
+Invariant: the seconds depend only on the seed and the order of the calls. This module does not know connections.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ async def play(environment: Environment, prompt: Prompt | str, replies: Iterable
     Args:
         environment: an unused environment.
         prompt: text, or a prompt with label and metadata.
-        replies: the model's replies, in order; a text is a reply without tool calls.
+        replies: the model's replies, in order; a string is a reply without tool calls.
 
     Raises:
         EnvironmentFailure: start or step returned a value of a wrong type, or a number that is not finite.

@@ -16,13 +16,12 @@ from rollouts.dtypes import (
     Completion,
     FinishReason,
     ImageSpan,
-    SamplingParams,
     TokenColumn,
     VersionSpan,
     packed_tokens,
 )
 from rollouts.errors import EndpointRefused
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import CompletionRequest, ServerInfo
 from rollouts.trajectory import digest
 
 __all__ = ["Reply", "ScriptedPolicy"]
@@ -65,23 +64,15 @@ class ScriptedPolicy:
     def __repr__(self) -> str:
         return f"<ScriptedPolicy after {len(self.requests)} calls>"
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-        images: Sequence[ImageSpan] = (),
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         await anyio.lowlevel.checkpoint()
+        tokens, most = request.tokens, request.sampling.max_new_tokens
         self.requests.append(tokens)
-        self.sessions.append((session, route))
-        self.images.append(tuple(images))
+        self.sessions.append((request.session, request.route))
+        self.images.append(tuple(request.images))
         answer = self._next(tokens)
         reply = answer if isinstance(answer, Reply) else Reply(answer)
-        sampled = packed_tokens(reply.tokens)[: sampling.max_new_tokens]
+        sampled = packed_tokens(reply.tokens)[:most]
         cut = len(sampled) < len(reply.tokens)
         versions = reply.versions or [VersionSpan("scripted", 0, len(reply.tokens))]
         return Completion(

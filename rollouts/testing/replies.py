@@ -1,6 +1,6 @@
 """Response bodies of an SGLang stub: the scripted reply in the wire format, and its possible faults.
 
-Invariant: without a fault the body is what SGLang 0.5.23 sends for these ids. This module knows no connection.
+Invariant: without a fault the body is what SGLang 0.5.23 sends for these ids. This module does not know connections.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Fault: TypeAlias = Literal[
     "error_in_200",  # 200 {"error": {"message", "code"}}
     "abort_503",  # 200 with a reply that was aborted for overload
     "not_json",  # 200 with HTML
-    "not_http",  # bytes that are no HTTP
+    "not_http",  # bytes that are not HTTP
     "wrong_ids",  # output_ids and logprobs that contradict each other
     "wrong_count",  # prompt_tokens that is not what was sent
     "wrong_rid",  # the response to another request
@@ -116,7 +116,7 @@ def reply_body(script: Script, arrived: Request, fault: Fault | Answer, *, versi
 
 
 def probe_body(body: Mapping[str, Any], *, original_logprobs: bool = False) -> Mapping[str, Any]:
-    """The response to a request for the most probable ids: those of one fixed distribution, after the temperature.
+    """The response to a request for the most probable ids of one fixed distribution, after the temperature.
 
     ``original_logprobs``: before it, as with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``.
     """

@@ -82,7 +82,7 @@ class StallWatch:
     ) -> None:
         assert self._tasks is not None
         self._stop.set()
-        self._thread.join()  # it looks every few milliseconds
+        self._thread.join()  # it polls every few milliseconds
         self._tasks.cancel_scope.cancel()
         await self._tasks.__aexit__(None, None, None)
 

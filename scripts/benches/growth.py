@@ -20,6 +20,7 @@ from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.dtypes import Completion, Limits, Prompt, SamplingParams, VersionSpan
 from rollouts.environments import SimulatedUser
 from rollouts.inference import generate_wire
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.token_json import SequenceCache
 from rollouts.renderer import Renderer
 from rollouts.runs.journal import Journal
@@ -72,11 +73,10 @@ class _Timed:
         self._cache = SequenceCache()
         self._answered = 0.0
 
-    async def complete(
-        self, tokens: np.ndarray, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
-    ) -> Completion:
-        ids = self._cache.encode(tokens, session)
-        ids.move_into(*generate_wire.request_body("rid", ids, generate_wire.request_options(sampling, stop_token_ids)))
+    async def complete(self, request: CompletionRequest) -> Completion:
+        ids = self._cache.encode(request.tokens, request.session)
+        options = generate_wire.request_options(request.sampling, request.stop_token_ids)
+        ids.move_into(*generate_wire.request_body("rid", ids, options))
         completion = Completion(
             tokens=self.reply,
             logprobs=np.full(len(self.reply), -0.5, np.float32),
@@ -88,7 +88,7 @@ class _Timed:
         )
         now = time.thread_time()
         if self._answered:
-            self.turns.append((len(tokens), now - self._answered))
+            self.turns.append((len(request.tokens), now - self._answered))
         self._answered = now
         return completion
 

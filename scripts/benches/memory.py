@@ -86,7 +86,7 @@ async def _play(play: Play, url: str, held: dict[str, int] | None) -> list[Any]:
 
 def _count_at_the_last_request(policy: SGLangPolicy, workload: Workload, held: dict[str, int]) -> None:
     """Delay every last request until all have arrived, then count."""
-    transport: Any = policy._transport
+    transport: Any = policy.servers.transport
     post, requests, posted = transport.post, workload.samples * workload.turns, 0
     all_there = anyio.Event()
     by_session: dict[str, int] = {}

@@ -17,6 +17,7 @@ from rollouts.dtypes import Completion, Limits, Message, Prompt, SamplingParams,
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, ToolEnvironment, tool
 from rollouts.errors import ConfigError
+from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
@@ -303,9 +304,9 @@ class Paused(ScriptedPolicy):
 
     seconds = 0.0
 
-    async def complete(self, *args: Any, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         await anyio.sleep(0.05)
-        return attrs.evolve(await super().complete(*args, **options), seconds=self.seconds)
+        return attrs.evolve(await super().complete(request), seconds=self.seconds)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, Stop
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
 from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.trajectory import Trajectory
@@ -444,9 +445,9 @@ async def test_seeds_differ_by_turn_and_rollout(renderer: Renderer, ids: Any) ->
     seeds: list[list[int | None]] = []
 
     class Watching(ScriptedPolicy):
-        async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Any:
-            seeds[-1].append(sampling.seed)
-            return await super().complete(tokens, sampling, **options)
+        async def complete(self, request: CompletionRequest) -> Any:
+            seeds[-1].append(request.sampling.seed)
+            return await super().complete(request)
 
     for index in (0, 1, 0):
         seeds.append([])

@@ -27,6 +27,7 @@ from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, S
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, StepResult
 from rollouts.errors import EndpointRefused, EnvironmentFailure
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.ors_server.episode import HostedEpisode
 from rollouts.recipe import agent_recipe
 from rollouts.renderer import Renderer, load_tokenizer
@@ -209,9 +210,9 @@ class Seeds(ScriptedPolicy):
         super().__init__([PLAIN.encode(text) for text in texts])
         self.seeds: list[int | None] = []
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Any:
-        self.seeds.append(sampling.seed)
-        return await super().complete(tokens, sampling, **options)
+    async def complete(self, request: CompletionRequest) -> Any:
+        self.seeds.append(request.sampling.seed)
+        return await super().complete(request)
 
 
 async def test_seeds_differ_within_a_turn() -> None:

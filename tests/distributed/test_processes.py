@@ -119,7 +119,7 @@ def recipe_at(url: str, folder: Path, **options: Any) -> tuple[RecipeConfig, Rec
 
 
 async def test_workers_wait_for_a_server_that_starts_after_them(tmp_path: Path) -> None:
-    """They have no preflight: all prompts are played, and none fails."""
+    """They skip the preflight: all prompts are played, and all succeed."""
     batch: list[Sample] = []
     looks = 0
     looked, filled = anyio.Event(), anyio.Event()

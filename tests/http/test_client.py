@@ -66,7 +66,7 @@ async def test_a_kept_connection_that_breaks_is_stale(transport: HttpClient) -> 
             await transport.post(url, BODY, {})
         assert raised.value.stale
         await transport.post(url, BODY, {})
-        await transport.post(url, BODY, {}, fresh=True)
+        await transport.post(url, BODY, {}, new_connection=True)
         assert len(server.requests) == 3
         await transport.aclose()
     async with StubServer(faults=["none", "reset_in_body"]) as server:
@@ -112,11 +112,11 @@ async def test_an_invalid_url_is_a_config_error(transport: HttpClient, url: str)
     await transport.aclose()
 
 
-async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> None:
-    """Sequential requests share one connection; each fresh request opens its own."""
+async def test_connections_are_reused_unless_a_new_one_is_asked_for(transport: HttpClient) -> None:
+    """Sequential requests share one connection; each request for a new connection opens another one."""
     async with StubServer() as server:
-        for fresh in (False, False, False, True, True):
-            await transport.post(f"{server.url}/generate", BODY, {}, fresh=fresh)
+        for new_connection in (False, False, False, True, True):
+            await transport.post(f"{server.url}/generate", BODY, {}, new_connection=new_connection)
         assert server.connections == 3
         await transport.aclose()
 
@@ -134,7 +134,7 @@ async def test_the_connection_of_a_cancelled_request_is_not_reused(transport: Ht
 
 
 async def test_a_closed_client_can_be_used_again(transport: HttpClient) -> None:
-    """The next use opens a new pool; closing twice is no error."""
+    """The next use opens a new pool; closing twice is not an error."""
     async with StubServer() as server:
         for _ in range(2):
             await transport.post(f"{server.url}/generate", BODY, {})
@@ -223,7 +223,7 @@ async def test_headers_arrive_at_the_server(transport: HttpClient) -> None:
 
 
 async def test_idle_connections_do_not_stay_open() -> None:
-    """They are closed after ``idle_seconds``, and none is used after it."""
+    """They are closed after ``idle_seconds`` and not used after it."""
     ended: list[anyio.Event] = [anyio.Event() for _ in range(3)]
     visits = 0
 
@@ -246,7 +246,7 @@ async def test_idle_connections_do_not_stay_open() -> None:
     assert visits == 3
 
 
-async def test_a_fresh_connection_is_closed_after_its_response(transport: HttpClient) -> None:
+async def test_a_new_connection_is_closed_after_its_response(transport: HttpClient) -> None:
     """The request contains ``Connection: close``."""
     heads: list[bytes] = []
     ended = anyio.Event()
@@ -258,7 +258,7 @@ async def test_a_fresh_connection_is_closed_after_its_response(transport: HttpCl
         ended.set()
 
     async with raw_server(handle) as port:
-        await transport.post(f"http://127.0.0.1:{port}/", BODY, {}, fresh=True)
+        await transport.post(f"http://127.0.0.1:{port}/", BODY, {}, new_connection=True)
         with anyio.fail_after(2):
             await ended.wait()
         await transport.aclose()
@@ -376,7 +376,7 @@ async def test_connecting_has_a_deadline() -> None:
 
 
 async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> None:
-    """Hardening 24: what is received is bounded by what was asked for, and the connection is closed."""
+    """Hardening 24: a longer response than requested is not received, and the connection is closed."""
     sent = 0
 
     async def endless(visit: Visit) -> None:
@@ -389,13 +389,13 @@ async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> N
 
     async with raw_server(endless) as port:
         url = f"http://127.0.0.1:{port}/"
-        for most in ({"most": 1 << 20}, {}):
+        for limit in ({"max_bytes": 1 << 20}, {}):
             with (
                 anyio.fail_after(30),
                 pytest.raises(ProtocolError, match=r"longer than the \d+ bytes that the request"),
             ):
-                await transport.post(url, BODY, {}, **most)
-            assert sent < (most.get("most", 1 << 26)) + (8 << 20)
+                await transport.post(url, BODY, {}, **limit)
+            assert sent < limit.get("max_bytes", 1 << 26) + (8 << 20)
             sent = 0
         with anyio.fail_after(30), pytest.raises(ProtocolError, match="longer than the"):
             async with transport.open("GET", url, {}) as response:

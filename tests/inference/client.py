@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 
 
@@ -22,4 +23,4 @@ class Client:
 
     async def complete(self, policy: SGLangPolicy, ids: Any = None, **options: Any) -> Completion:
         tokens = self.ids if ids is None else np.asarray(ids, np.int32)
-        return await policy.complete(tokens, options.pop("sampling", self.sampling), **options)
+        return await policy.complete(CompletionRequest(tokens, options.pop("sampling", self.sampling), **options))

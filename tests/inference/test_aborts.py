@@ -89,7 +89,7 @@ async def test_all_requests_are_aborted_until_none_is_left(transport: HttpClient
 
 
 async def test_a_server_that_stays_busy_is_an_error(transport: HttpClient) -> None:
-    """So is one that refuses the abort; one that is gone runs nothing."""
+    """A server that refuses the abort is an error, too; a server that has ended runs nothing."""
     async with StubServer(loads=lambda: {"num_running_reqs": 1}) as busy:
         with pytest.raises(EndpointUnavailable, match="aborting all requests"):
             await abort_until_idle(transport, busy.url, {}, seconds=0.1, interval=0.0)

@@ -42,7 +42,7 @@ async def test_the_room_for_a_request_is_what_context_and_kv_pool_leave(
 
 
 async def test_a_missing_server_is_reported_with_the_fix(client: Client) -> None:
-    """The message contains the URL; so does that of a completion, when its patience ends."""
+    """The message contains the URL; so does the message of a completion whose wait ends."""
     async with StubServer() as server:
         url = server.url
     async with client.policy(url, max_retries=0, outage_seconds=0) as policy:
@@ -107,7 +107,7 @@ async def test_workers_agree_on_their_model(client: Client) -> None:
 
 
 def test_fields_on_which_workers_differ_are_none() -> None:
-    """Two versions of weights are no version."""
+    """Two versions of weights are reported as no version."""
     assert merged([ServerInfo(weight_version="a", model="m"), ServerInfo(weight_version="b")]).weight_version is None
 
 
@@ -121,7 +121,7 @@ async def test_a_dead_server_of_several_is_left_out(client: Client, caplog: pyte
 
 
 async def test_a_router_is_described_by_its_workers(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """A dead worker does not matter, nor that the router itself has no length of context."""
+    """A dead worker is left out, and the router need not report the length of the context."""
     async with StubServer() as dead:
         pass
     async with StubServer(max_context=9) as one, StubServer(max_context=7) as two:
@@ -132,7 +132,7 @@ async def test_a_router_is_described_by_its_workers(client: Client, caplog: pyte
 
 
 async def test_a_router_whose_workers_are_out_of_reach_describes_itself(client: Client) -> None:
-    """They may be in a network of their own."""
+    """They may be in a separate network."""
     async with StubServer() as hidden:
         pass
     async with StubServer(workers=[hidden.url], max_context=5) as router, client.policy(router.url) as policy:

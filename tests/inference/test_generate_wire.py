@@ -23,7 +23,7 @@ from rollouts.errors import (
     EndpointUnavailable,
 )
 from rollouts.inference.base import ExtrasRequest
-from rollouts.inference.completions import BrokenNumbers, SentRequest, most_response_bytes
+from rollouts.inference.completions import BrokenNumbers, SentRequest, max_response_bytes
 from rollouts.inference.generate_wire import (
     MissingField,
     read_completion,
@@ -136,7 +136,7 @@ def test_ids_without_their_logprobs_are_refused(output_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("rid", ["another", 7, ["r"], ""])
 def test_a_reply_to_another_request_is_refused(rid: Any) -> None:
-    """An id of any type but that of the request; some servers send none."""
+    """The id may be of any type, and may be missing."""
     with pytest.raises(EndpointRefused, match="renames requests"):
         read(reply(id=rid))
     assert read(reply(id=None)).request_id == "r"
@@ -399,8 +399,8 @@ def test_extras_are_requested_only_where_they_are_wanted() -> None:
     plain = loads(request_body("r", IDS, request_options(SamplingParams(), ()), "", ExtrasRequest())[0])
     assert plain.keys() == {"rid", "input_ids", "return_logprob", "logprob_start_len", "stream", "sampling_params"}
     assert "custom_params" not in plain["sampling_params"]
-    bound = most_response_bytes(100, SamplingParams(), 5, ExtrasRequest())
-    assert most_response_bytes(100, SamplingParams(), 5, wanted) > bound == most_response_bytes(100, SamplingParams())
+    bound = max_response_bytes(100, SamplingParams(), 5, ExtrasRequest())
+    assert max_response_bytes(100, SamplingParams(), 5, wanted) > bound == max_response_bytes(100, SamplingParams())
 
 
 @pytest.mark.parametrize("form", [list, base64_of], ids=["list", "base64"])

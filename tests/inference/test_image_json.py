@@ -11,6 +11,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint, ImageSpan, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.image_json import ImageTexts, collapsed
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.vllm import VLLMPolicy
@@ -106,7 +107,7 @@ async def test_a_resumed_part_has_the_images_too(client: Client) -> None:
 
     async with StubServer(reply) as stub, client.policy(stub.url) as policy:
         completion = await ResumablePolicy(policy).complete(
-            IDS, SamplingParams(max_new_tokens=8), session="s", images=IMAGES
+            CompletionRequest(IDS, SamplingParams(max_new_tokens=8), session="s", images=IMAGES)
         )
     assert answers == [SENT, [*SENT, 9, 8]]
     assert completion.tokens.tolist() == [9, 8, 9, 8]
@@ -117,7 +118,7 @@ async def test_vllm_refuses_images_by_name() -> None:
     """Nothing is sent."""
     async with VLLMPolicy(Endpoint(provider="vllm", base_url="http://127.0.0.1:1")) as policy:
         with pytest.raises(ConfigError, match=r"images: got <VLLMPolicy .*expected none"):
-            await policy.complete(IDS, SamplingParams(), images=IMAGES)
+            await policy.complete(CompletionRequest(IDS, SamplingParams(), images=IMAGES))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.inference import limiter
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.limiter import AdaptiveLimit, Load, read_load
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.server import Request, StubServer
@@ -52,7 +53,7 @@ async def test_a_full_cache_is_congestion_though_nothing_queues() -> None:
 
 
 async def test_a_limit_for_which_no_request_waits_does_not_grow() -> None:
-    """Its growth would have no reason in the load."""
+    """Nothing in the load would justify its growth."""
     adaptive = AdaptiveLimit(anyio.CapacityLimiter(1))
     assert await limits_after(adaptive, Load(3, 0), 3, waiting=False) == [limiter.FIRST_LIMIT] * 3
 
@@ -89,7 +90,7 @@ async def complete_many(policy: SGLangPolicy, count: int) -> None:
     async with anyio.create_task_group() as tasks:
 
         async def one(number: int) -> None:
-            await policy.complete(packed_tokens([number]), ONE, session=f"s{number}")
+            await policy.complete(CompletionRequest(packed_tokens([number]), ONE, session=f"s{number}"))
 
         for number in range(count):
             tasks.start_soon(one, number)
@@ -131,7 +132,7 @@ async def test_an_adaptive_number_follows_the_server() -> None:
     engine = Engine()
     async with StubServer(latency=engine.serve, loads=engine.loads) as server:
         async with SGLangPolicy(Endpoint(base_url=server.url, concurrency="adaptive")) as policy:
-            (worker,) = policy._workers.all
+            (worker,) = policy.servers.workers.all
             assert worker.adaptive_limit is not None
             worker.adaptive_limit.query_seconds = 0.01
             await complete_many(policy, 600)
@@ -146,7 +147,7 @@ async def test_a_server_without_loads_is_not_limited() -> None:
     async with StubServer() as server:
         async with SGLangPolicy(Endpoint(base_url=server.url, concurrency="adaptive")) as policy:
             await complete_many(policy, 100)
-            (worker,) = policy._workers.all
+            (worker,) = policy.servers.workers.all
         assert worker.limiter.total_tokens == math.inf
         assert worker.adaptive_limit is not None
         assert worker.adaptive_limit.unsupported
@@ -156,7 +157,7 @@ async def test_the_embedded_engine_reports_its_load(engine_url: str) -> None:
     """In the format of a real server."""
     async with SGLangPolicy(Endpoint(base_url=engine_url, concurrency="adaptive")) as policy:
         await complete_many(policy, 40)
-        (worker,) = policy._workers.all
+        (worker,) = policy.servers.workers.all
     assert worker.adaptive_limit is not None
     assert worker.adaptive_limit.load is not None
     assert not worker.adaptive_limit.unsupported
@@ -173,13 +174,13 @@ async def test_sessions_leave_a_slow_server() -> None:
         async with SGLangPolicy(Endpoint(base_url=[slow.url, fast.url])) as policy:
             async with anyio.create_task_group() as tasks:
                 for number in range(20):
-                    tasks.start_soon(policy.complete, packed_tokens([number]), ONE)
+                    tasks.start_soon(policy.complete, CompletionRequest(packed_tokens([number]), ONE))
                 while slow.most_live < 10 or policy.totals.completions < 10:
                     await anyio.lowlevel.checkpoint()
-                session = next(f"s{n}" for n in range(99) if policy._workers.worker_for(f"s{n}").url == fast.url)
-                policy._workers._sessions["s"] = policy._workers.all[0]
-                await policy.complete(packed_tokens([1, 2]), ONE, session="s")
-                assert policy._workers.worker_for("s").url == fast.url
-                assert policy._workers.worker_for(session).url == fast.url
-                assert policy._workers.moved == 1
+                session = next(f"s{n}" for n in range(99) if policy.servers.workers.worker_for(f"s{n}").url == fast.url)
+                policy.servers.workers._sessions["s"] = policy.servers.workers.all[0]
+                await policy.complete(CompletionRequest(packed_tokens([1, 2]), ONE, session="s"))
+                assert policy.servers.workers.worker_for("s").url == fast.url
+                assert policy.servers.workers.worker_for(session).url == fast.url
+                assert policy.servers.workers.moved == 1
                 released.set()

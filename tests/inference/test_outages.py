@@ -1,4 +1,4 @@
-"""Servers that are away: requests wait, deadlines stand still, and no prompt is lost."""
+"""Unreachable servers: requests wait, deadlines stand still, and no prompt is lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollouts.dtypes import Completion, Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointAway, EndpointRefused, EndpointUnavailable
-from rollouts.inference.base import ServerInfo, describe_once
-from rollouts.inference.outages import ServedWeights, ServerAway
+from rollouts.inference.base import CompletionRequest, ServerInfo, describe_once
+from rollouts.inference.outages import ServedWeights, ServerUnreachable
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
@@ -30,13 +30,13 @@ from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Status
 from tests.inference.client import Client
 
-LOOK = 0.01
+POLL = 0.01
 
 
 def policy_of(*urls: str, outage_seconds: float = 60.0, **options: Any) -> SGLangPolicy:
-    """A policy without retries, that looks often."""
+    """A policy without retries, that polls often."""
     endpoint = Endpoint(base_url=urls, outage_seconds=outage_seconds, **{"max_retries": 0, **options})
-    return SGLangPolicy(endpoint, backoff=lambda failures: 0.0, look_seconds=LOOK)
+    return SGLangPolicy(endpoint, backoff=lambda failures: 0.0, poll_seconds=POLL)
 
 
 class Restartable:
@@ -127,7 +127,7 @@ async def test_patience_ends(client: Client, server: Restartable) -> None:
 
 
 async def test_a_full_queue_fails_no_request(client: Client) -> None:
-    """It is asked again as often as needed, also without retries."""
+    """The request is sent again as often as needed, also without retries."""
     full: list[Fault] = ["error_503", "abort_503"] * 20
     async with StubServer(faults=full) as stub, policy_of(stub.url) as policy:
         assert len((await client.complete(policy)).tokens) == 3
@@ -152,7 +152,7 @@ async def test_a_session_moves_while_another_server_serves(client: Client, serve
         assert len(other.requests) == 1
         assert pauses() == []
         await server.start()
-        for worker in policy._workers.all:
+        for worker in policy.servers.workers.all:
             worker.suspect_until = 0.0
         await client.complete(policy, session="b")
         await client.complete(policy, session="c")
@@ -160,13 +160,13 @@ async def test_a_session_moves_while_another_server_serves(client: Client, serve
 
 
 async def test_an_interrupt_answers_requests_that_wait(client: Client, server: Restartable) -> None:
-    """Without tokens, so that a trainer can pause generation while its servers are away."""
+    """Without tokens, so that a trainer can pause generation while its servers are unreachable."""
     async with policy_of(server.url) as inner:
         policy = ResumablePolicy(inner)
         await client.complete(inner)
         await server.stop()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, client.ids, client.sampling)
+            tasks.start_soon(policy.complete, CompletionRequest(client.ids, client.sampling))
             await until_paused()
             await policy.pause(seconds=5)
             assert policy.in_flight == 0
@@ -196,7 +196,7 @@ async def test_a_wrong_url_is_an_error_of_the_description_at_once() -> None:
 
 
 async def test_a_request_waits_for_a_server_that_never_answered(client: Client, gone: Restartable) -> None:
-    """As for one that answered before."""
+    """As for a server that answered before."""
     answers: list[Completion] = []
 
     async def ask() -> None:
@@ -296,7 +296,7 @@ async def test_the_first_wait_for_a_server_that_never_answered_is_logged(
             tasks.start_soon(client.complete, policy)
         await until_paused(3)
         await gone.start()
-    (record,) = [record for record in caplog.records if record.name == "rollouts.inference.policy"]
+    (record,) = [record for record in caplog.records if record.name == "rollouts.inference.unreachable"]
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
         f"no server answers at {gone.url}: requests wait for up to 60 s (Endpoint.outage_seconds)."
@@ -353,7 +353,7 @@ async def test_a_server_that_keeps_other_weights_is_refused_by_name(client: Clie
         await client.complete(policy)
         await server.stop()
         await server.start(model_info={**info, "weight_version": "default"})
-        policy._workers.all[0].away = True  # as after a request that was refused meanwhile
+        policy.servers.workers.all[0].unreachable = True  # as after a request that was refused meanwhile
         with pytest.raises(EndpointAway, match="is back with the weights 'default'; expected 'v1'"):
             await client.complete(policy)
         assert not server.stub.requests
@@ -381,7 +381,7 @@ def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message:
     if message is None:
         weights.check("http://there", back)
     else:
-        with pytest.raises(ServerAway, match=f"http://there is back with the {message}"):
+        with pytest.raises(ServerUnreachable, match=f"http://there is back with the {message}"):
             weights.check("http://there", back)
 
 
@@ -389,7 +389,7 @@ def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message:
 
 
 async def test_a_request_whose_server_died_alone_with_it_goes_to_no_other(client: Client) -> None:
-    """It waits for its own server, while others serve; a second death refuses it."""
+    """It waits for that server while others serve; a second death refuses it."""
     died = anyio.Event()
 
     async def die(request: Any) -> None:
@@ -436,7 +436,7 @@ def config_of(client: Client, policy: SGLangPolicy) -> RolloutConfig:
 
 
 async def test_no_group_starts_while_a_server_is_away(client: Client, server: Restartable) -> None:
-    """And none fails: the batch is filled after the restart."""
+    """No rollout fails: the batch is filled after the restart."""
     async with policy_of(server.url) as policy:
         await client.complete(policy)
         await server.stop()
@@ -474,7 +474,7 @@ def length(sample: Sample) -> float:
 
 
 def agents(policy: SGLangPolicy) -> RolloutConfig:
-    """Agents of one turn, as a Python program starts them: nothing has asked the server before."""
+    """Agents of one turn, as a Python program starts them: they send the first requests to the server."""
     options = {
         "environment_cls": SingleTurnEnvironment,
         "tokenizer": renderer_for(DEMO_MODEL),
@@ -507,7 +507,7 @@ async def test_no_prompt_is_lost_if_the_server_starts_after_the_run(gone: Restar
 async def test_no_prompt_is_lost_if_the_server_dies_between_preflight_and_the_first_request(
     server: Restartable,
 ) -> None:
-    """It answered once, and its description is asked for again when the first rollout starts."""
+    """It answered once, and its description is requested again when the first rollout starts."""
     async with policy_of(server.url) as policy:
         await policy.describe()
         await server.stop()

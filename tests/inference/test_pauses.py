@@ -15,6 +15,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.pauses import Pause, is_ready, ordered, watch_pauses
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
@@ -42,12 +43,12 @@ async def test_a_pause_by_this_process_does_not_expire_deadlines() -> None:
     async with running_server(DEMO_MODEL) as url:
         endpoint = Endpoint(base_url=url, request_seconds=3.0, max_retries=0)
         async with SGLangPolicy(endpoint) as policy:
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))  # the engine is warm
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=1)))  # the engine is warm
             await control(url, "/pause_generation", mode="retract")
             answers: list[Completion] = []
 
             async def turn() -> None:
-                answers.append(await policy.complete(PROMPT, SamplingParams(max_new_tokens=2)))
+                answers.append(await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=2))))
 
             async with anyio.create_task_group() as tasks:
                 with ordered(url):
@@ -74,7 +75,7 @@ async def test_a_pause_by_another_process_is_detected() -> None:
 
                 async def end(watching: anyio.CancelScope) -> None:
                     with deadline(30) as limit:
-                        await policy.complete(PROMPT, LONG)
+                        await policy.complete(CompletionRequest(PROMPT, LONG))
                     assert not limit.expired
                     watching.cancel()
 
@@ -86,7 +87,7 @@ async def test_a_pause_by_another_process_is_detected() -> None:
                     await sleep(0.05)
                 assert str(pauses()[0]).endswith(", 1 turns wait")
                 await control(url, "/continue_generation")
-        await policy.look_for_pauses()
+        await policy.poll_pauses()
         assert pauses() == []
         assert (policy.totals.requests, policy.totals.retries) == (1, 0)
 
@@ -108,7 +109,7 @@ async def test_a_weight_update_does_not_expire_deadlines() -> None:
                 await update_weights(endpoint, DEMO_MODEL, "2", while_running="retract")
                 tasks.cancel_scope.cancel()
             assert listed == []  # no request was sent to this server: no pause to list
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=1)))
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 await update_weights(endpoint, DEMO_MODEL, "3", while_running="retract")
@@ -118,7 +119,7 @@ async def test_a_weight_update_does_not_expire_deadlines() -> None:
 
 
 async def test_a_pause_by_another_thread_is_known() -> None:
-    """A trainer may run in its own thread."""
+    """A trainer may run in another thread."""
     pause = Pause("http://there", "there")
     clocks = pause.entered()
     with deadline(60):
@@ -173,7 +174,7 @@ async def test_a_server_without_ready_is_not_paused() -> None:
     assert await is_ready(transport, "http://127.0.0.1:9", {}) is None
     await transport.aclose()
     policy = SGLangPolicy(Endpoint(base_url="http://127.0.0.1:9", max_retries=0, outage_seconds=0))
-    await policy.look_for_pauses()
+    await policy.poll_pauses()
     with pytest.raises(EndpointUnavailable):
-        await policy.complete(PROMPT, SamplingParams(max_new_tokens=1))
+        await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=1)))
     await policy.aclose()

@@ -92,7 +92,7 @@ def test_the_last_token_of_an_aborted_part_may_end_the_reply() -> None:
 
 
 def test_a_minimum_may_delay_stop_strings() -> None:
-    """As on vLLM: a string that is complete within the minimum does not end the reply, one that ends behind it does."""
+    """As on vLLM: a stop string within the minimum does not end the reply; a later stop string does."""
     part = part_of("bcabc")
     assert until_stop(before("a"), part, ("abc",), (), decode).tokens.tolist() == list(b"bc")
     assert until_stop(before("a"), part, ("abc",), (), decode, unstopped=3).tokens.tolist() == list(b"bcabc")

@@ -13,7 +13,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, V
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.engine.teacher import Teacher
 from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
-from rollouts.inference.base import ServerInfo, describe_once
+from rollouts.inference.base import CompletionRequest, ServerInfo, describe_once
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
@@ -34,24 +34,17 @@ class CountingPolicy:
         self.abort_at_once = 0
         self.on_token: Callable[[int], None] = lambda count: None
 
-    async def complete(
-        self,
-        tokens: TokenColumn,
-        sampling: SamplingParams,
-        *,
-        stop_token_ids: tuple[int, ...] = (),
-        session: str = "",
-        route: str = "",
-    ) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
+        tokens = request.tokens
         self.requests.append(tokens)
-        self.routes.append(route)
+        self.routes.append(request.route)
         seen = self.interruptions
         sampled: list[int] = []
         reason = "length"
         if self.abort_at_once:
             self.abort_at_once -= 1
             reason = "abort"
-        while reason == "length" and len(sampled) < sampling.max_new_tokens:
+        while reason == "length" and len(sampled) < request.sampling.max_new_tokens:
             sampled.append(len(tokens) + len(sampled))
             self.on_token(sampled[-1])
             await anyio.lowlevel.checkpoint()
@@ -78,7 +71,7 @@ class CountingPolicy:
 
 
 async def test_an_interrupted_reply_continues_from_its_own_ids() -> None:
-    """Three parts, three versions, one completion: every id once, with its own logprob."""
+    """Three parts, three versions, one completion: every id once, with the logprob of its sampling."""
     inner = CountingPolicy()
     policy = ResumablePolicy(inner)
     stops = {7, 9}
@@ -96,7 +89,7 @@ async def test_an_interrupted_reply_continues_from_its_own_ids() -> None:
                 tasks.start_soon(stop)
 
         inner.on_token = watch
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=12))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=12)))
     assert completion.tokens.tolist() == list(range(3, 15))
     assert completion.logprobs.tolist() == [-float(token) for token in range(3, 15)]
     assert [span.version for span in completion.versions] == ["1", "2", "3"]
@@ -113,7 +106,7 @@ async def test_nothing_is_sampled_while_paused() -> None:
     policy = ResumablePolicy(inner)
     await policy.pause()
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(policy.complete, PROMPT, SamplingParams(max_new_tokens=2))
+        tasks.start_soon(policy.complete, CompletionRequest(PROMPT, SamplingParams(max_new_tokens=2)))
         for _ in range(20):
             await anyio.lowlevel.checkpoint()
         assert inner.requests == []
@@ -130,7 +123,7 @@ async def test_deadlines_do_not_run_while_paused() -> None:
 
         async def episode() -> None:
             with deadline(0.05) as limit, boundary(GenerateFailure, "a rollout", seconds=0.05):
-                await policy.complete(PROMPT, SamplingParams(max_new_tokens=2))
+                await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=2)))
             assert not limit.expired
 
         tasks.start_soon(episode)
@@ -145,7 +138,7 @@ async def test_an_abort_by_the_server_is_resumed_too() -> None:
     inner = CountingPolicy()
     inner.abort_at_once = 1
     policy = ResumablePolicy(inner)
-    completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+    completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
     assert completion.tokens.tolist() == [3, 4, 5]
     assert completion.finish_reason == "length"
 
@@ -155,7 +148,9 @@ async def test_a_server_that_only_aborts_is_an_error() -> None:
     inner = CountingPolicy()
     inner.abort_at_once = 1000
     with pytest.raises(EndpointUnavailable, match="before its first token"):
-        await ResumablePolicy(inner, backoff_seconds=0.0).complete(PROMPT, SamplingParams(max_new_tokens=3))
+        await ResumablePolicy(inner, backoff_seconds=0.0).complete(
+            CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3))
+        )
 
 
 async def test_at_most_limits_requests_in_flight() -> None:
@@ -171,7 +166,7 @@ async def test_at_most_limits_requests_in_flight() -> None:
     inner.on_token = watch
     async with anyio.create_task_group() as tasks:
         for _ in range(7):
-            tasks.start_soon(policy.complete, PROMPT, SamplingParams(max_new_tokens=4))
+            tasks.start_soon(policy.complete, CompletionRequest(PROMPT, SamplingParams(max_new_tokens=4)))
         await anyio.lowlevel.checkpoint()
         await policy.pause()
         policy.resume()
@@ -184,13 +179,13 @@ async def test_the_sessions_of_calls_are_recorded() -> None:
     policy = ResumablePolicy(CountingPolicy())
     recorder = SessionRecorder(policy)
     for name in ("b", "a", "b"):
-        await recorder.complete(PROMPT, SamplingParams(max_new_tokens=1), session=name)
-    await policy.complete(PROMPT, SamplingParams(max_new_tokens=1), session="c")
+        await recorder.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=1), session=name))
+    await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=1), session="c"))
     assert recorder.sessions == ["b", "a"]
 
 
 async def test_recorders_of_one_policy_describe_its_server_once() -> None:
-    """Each rollout has a recorder of its own; the server is asked once, also if all begin at the same time."""
+    """Each rollout has a recorder; the server is queried once, also if all begin at the same time."""
     asked = 0
 
     class Described(CountingPolicy):
@@ -223,13 +218,13 @@ async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:
         running_server(DEMO_MODEL) as url,
         SGLangPolicy(Endpoint(model=str(DEMO_MODEL), base_url=url)) as client,
     ):
-        whole = await client.complete(ids, sampling)
+        whole = await client.complete(CompletionRequest(ids, sampling))
         policy = ResumablePolicy(client)
         pieces: list[Completion] = []
         async with anyio.create_task_group() as tasks:
 
             async def complete() -> None:
-                pieces.append(await policy.complete(ids, sampling))
+                pieces.append(await policy.complete(CompletionRequest(ids, sampling)))
 
             tasks.start_soon(complete)
             while not pieces:
@@ -242,12 +237,12 @@ async def test_an_interrupted_reply_of_the_engine_is_the_same() -> None:
 
 
 async def test_the_parts_of_a_reply_have_its_route() -> None:
-    """A completion that goes on after an interruption stays on the route of its sequence."""
+    """A completion that continues after an interruption stays on the route of its sequence."""
     inner = CountingPolicy()
     inner.abort_at_once = 1
     policy = ResumablePolicy(inner, backoff_seconds=0)
-    await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s", route="r")
-    await policy.complete(PROMPT, SamplingParams(max_new_tokens=2), session="s")
+    await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=2), session="s", route="r"))
+    await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=2), session="s"))
     assert inner.routes == ["r", "r", ""]
 
 
@@ -290,5 +285,5 @@ async def test_stop_strings_need_a_decoder() -> None:
     with pytest.raises(
         ConfigError, match=r"SamplingParams\.stop: got \('x',\); expected none, or ResumablePolicy\(decode"
     ):
-        await ResumablePolicy(inner).complete(PROMPT, SamplingParams(stop="x"))
+        await ResumablePolicy(inner).complete(CompletionRequest(PROMPT, SamplingParams(stop="x")))
     assert not inner.requests

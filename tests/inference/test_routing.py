@@ -73,7 +73,7 @@ def test_an_unreachable_worker_is_the_last_choice(workers: Workers) -> None:
 
 
 def test_a_session_can_be_moved(workers: Workers) -> None:
-    """To another worker, for good; a single worker has no other."""
+    """To another worker, for good; a single worker keeps its sessions."""
     first = workers.worker_for("s")
     second = workers.reassign(first, "s")
     assert second is not first

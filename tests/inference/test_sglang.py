@@ -133,7 +133,7 @@ async def test_megabytes_of_routed_experts_are_read(client: Client) -> None:
 
 
 async def test_a_growing_session_encodes_each_id_once(client: Client) -> None:
-    """Every body contains all ids; a sequence that is no extension is encoded in full."""
+    """Every body contains all ids; a sequence that does not extend the last one is encoded in full."""
     tokens = list(range(100))
     prompts = [tokens[:10], tokens[:40], tokens, tokens[50:60], [0, 1, 2, 3, 7, *range(5, 20)]]
     async with StubServer() as server, client.policy(server.url) as policy:
@@ -319,7 +319,7 @@ async def test_nothing_is_sent_again_before_an_abort_is_acknowledged(client: Cli
 
 
 async def test_an_abort_goes_to_all_workers_of_a_router(client: Client) -> None:
-    """A router has no abort route, and any worker may run the generation."""
+    """A router does not pass aborts on, and any worker may run the generation."""
     async with StubServer() as one, StubServer() as two:
         async with StubServer(faults=["reset"], workers=[one.url, two.url]) as router:
             async with client.policy(router.url) as policy:
@@ -329,7 +329,7 @@ async def test_an_abort_goes_to_all_workers_of_a_router(client: Client) -> None:
 
 
 async def test_a_server_that_is_gone_runs_nothing(client: Client) -> None:
-    """Its lost request needs no abort: the call continues on another server."""
+    """Its lost request is not aborted: the call continues on another server."""
     async with StubServer() as healthy:
         async with StubServer() as dying:
             async with client.policy(dying.url, healthy.url) as policy:
@@ -484,7 +484,7 @@ async def test_sessions_stay_with_their_worker(client: Client) -> None:
 
 
 async def test_the_sequences_of_one_route_stay_with_its_worker(client: Client) -> None:
-    """Sequences that share a beginning go to one worker; each has a text cache of its own."""
+    """Sequences that share a beginning go to one worker; each has a separate cache of encoded ids."""
     async with StubServer() as one, StubServer() as two, client.policy(one.url, two.url) as policy:
         for session in "abcd" * 2:
             await client.complete(policy, session=session, route="r")
@@ -543,12 +543,12 @@ async def test_many_first_uses_open_one_pool(client: Client) -> None:
                 tasks.start_soon(client.complete, shared_policy(endpoint))
         policy = shared_policy(endpoint)
         assert policy.totals.completions == 256
-        assert "opened 1 times" in repr(policy._transport)
+        assert "opened 1 times" in repr(policy.servers.transport)
         assert server.connections <= 256
 
 
 async def test_one_policy_for_each_endpoint_and_vocabulary() -> None:
-    """Endpoints that differ in the key have different policies, those that differ in sampling one."""
+    """Endpoints with different keys have different policies; endpoints that differ in sampling share one."""
     here = Endpoint()
     assert shared_policy(here) is shared_policy(Endpoint(sampling=SamplingParams(temperature=0.1)))
     assert shared_policy(here) is not shared_policy(Endpoint(api_key="k"))
@@ -569,10 +569,10 @@ def use_shared(client: Client, runner: Any) -> SGLangPolicy:
 
 @pytest.mark.parametrize("runner", [lambda use: asyncio.run(use()), anyio.run], ids=["asyncio", "anyio"])
 def test_an_unclosed_pool_is_closed_with_its_loop(client: Client, runner: Any) -> None:
-    """Without a warning, which would be an error; the next loop has its own pool."""
+    """Without a warning, which would be an error; the next loop has another pool."""
     first, second = use_shared(client, runner), use_shared(client, runner)
     assert first is not second
-    assert "closed" in repr(first._transport)
+    assert "closed" in repr(first.servers.transport)
 
 
 def test_a_policy_can_be_used_in_consecutive_loops(client: Client) -> None:
@@ -580,7 +580,7 @@ def test_a_policy_can_be_used_in_consecutive_loops(client: Client) -> None:
 
     async def use() -> Completion:
         async with StubServer() as server:
-            policy._workers.all[0].url = server.url
+            policy.servers.workers.all[0].url = server.url
             return await client.complete(policy)
 
     policy = client.policy("http://127.0.0.1:1")
@@ -654,7 +654,7 @@ async def test_the_probe_tells_what_the_engine_reports(client: Client, original:
 
 
 async def test_a_server_is_probed_once_and_only_where_it_matters(client: Client) -> None:
-    """Two requests for each server, however many calls begin together; none at temperature 0 or 1."""
+    """Two requests for each server, however many calls begin together; no request at temperature 0 or 1."""
     tempered = attrs.evolve(client.sampling, temperature=0.7)
     async with StubServer() as server, client.policy(server.url) as policy:
         await client.complete(policy)
@@ -674,8 +674,8 @@ async def test_a_server_that_comes_back_has_its_logprobs_probed_again(client: Cl
         await client.complete(policy, sampling=tempered)
         server.original_logprobs = True
         await client.complete(policy, sampling=tempered)
-        (worker,) = policy._workers.all
-        worker.away = True
+        (worker,) = policy.servers.workers.all
+        worker.unreachable = True
         with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             await client.complete(policy, sampling=tempered)
 

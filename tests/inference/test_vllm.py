@@ -18,6 +18,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.engine.teacher import Teacher
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.completions import BrokenNumbers
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
@@ -70,7 +71,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def worst(completion: Completion, teacher: Teacher, temperature: float = 1.0) -> float:
-    """Largest difference of a reply's logprobs from those of the weights."""
+    """Largest difference between a reply's logprobs and the logprobs of the weights."""
     ids = np.concatenate([PROMPT, completion.tokens])
     exact = teacher.logprobs(ids, np.arange(len(PROMPT), len(ids)), temperature)
     return float(np.abs(exact - completion.logprobs).max())
@@ -97,7 +98,7 @@ async def begun(server: VLLMServer, count: int) -> None:
 async def test_logprobs_are_those_of_the_weights(mode: Any, params: Any, temperature: float, teacher: Teacher) -> None:
     """In both modes, for all parameters that the mode allows."""
     async with vllm_server(mode=mode) as server, policy_at(server.url) as policy:
-        completion = await policy.complete(PROMPT, attrs.evolve(SHORT, **params))
+        completion = await policy.complete(CompletionRequest(PROMPT, attrs.evolve(SHORT, **params)))
     assert len(completion.tokens) > 0
     assert worst(completion, teacher, temperature) < 5e-5
 
@@ -107,7 +108,9 @@ async def test_greedy_replies_are_those_of_the_embedded_engine(server: VLLMServe
     greedy = attrs.evolve(SHORT, temperature=0)
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(Endpoint(base_url=url)) as other:
         async with policy_at(server.url) as policy:
-            replies = [await one.complete(PROMPT, greedy, stop_token_ids=(502,)) for one in (policy, other)]
+            replies = [
+                await one.complete(CompletionRequest(PROMPT, greedy, stop_token_ids=(502,))) for one in (policy, other)
+            ]
     assert replies[0].tokens.tolist() == replies[1].tokens.tolist()
     assert replies[0].logprobs.tolist() == pytest.approx(replies[1].logprobs.tolist(), abs=1e-5)
     assert replies[0].versions == replies[1].versions
@@ -115,11 +118,11 @@ async def test_greedy_replies_are_those_of_the_embedded_engine(server: VLLMServe
 
 
 async def test_a_session_names_itself_and_finds_its_prefix(server: VLLMServer) -> None:
-    """The header of vLLM, and that of a router; the key goes along."""
+    """The header of vLLM and the header of a router, with the key."""
     async with policy_at(server.url, api_key="secret") as policy:
-        first = await policy.complete(PROMPT, SHORT, session="one")
+        first = await policy.complete(CompletionRequest(PROMPT, SHORT, session="one"))
         longer = np.concatenate([PROMPT, first.tokens])
-        second = await policy.complete(longer, SHORT, session="one")
+        second = await policy.complete(CompletionRequest(longer, SHORT, session="one"))
     assert second.cached_tokens > 0
     assert {name: server.headers[1][name] for name in ("X-Session-ID", "X-SMG-Routing-Key", "Authorization")} == {
         "X-Session-ID": "one",
@@ -129,7 +132,7 @@ async def test_a_session_names_itself_and_finds_its_prefix(server: VLLMServer) -
 
 
 async def test_a_wrong_key_is_named(server: VLLMServer) -> None:
-    """At the first look at the server."""
+    """At the first request to the server."""
     server.key = "right"
     async with policy_at(server.url, api_key="wrong") as policy:
         with pytest.raises(EndpointRefused, match=r"status 401: Unauthorized. Check Endpoint.api_key"):
@@ -144,7 +147,7 @@ async def test_the_server_describes_itself(server: VLLMServer) -> None:
     assert info.max_context == 1024
     async with vllm_server(dev=False) as plain, policy_at(plain.url) as policy:
         assert (await policy.describe()).weight_version is None
-        assert len((await policy.complete(PROMPT, SHORT)).versions) == 1
+        assert len((await policy.complete(CompletionRequest(PROMPT, SHORT))).versions) == 1
 
 
 @pytest.mark.parametrize(("length", "overflows"), [(1022, False), (1023, False), (1024, True), (1025, True)])
@@ -154,9 +157,9 @@ async def test_prompts_around_the_context(server: VLLMServer, length: int, overf
     async with policy_at(server.url) as policy:
         if overflows:
             with pytest.raises(ContextOverflow, match="maximum model length of 1024"):
-                await policy.complete(ids, SHORT)
+                await policy.complete(CompletionRequest(ids, SHORT))
         else:
-            reply = await policy.complete(ids, attrs.evolve(SHORT, min_new_tokens=12))
+            reply = await policy.complete(CompletionRequest(ids, attrs.evolve(SHORT, min_new_tokens=12)))
             assert (len(reply.tokens), reply.finish_reason) == (1024 - length, "length")
 
 
@@ -173,17 +176,17 @@ async def test_a_field_that_vanishes_is_caught(field: str, message: str) -> None
     """vLLM ignores fields that it does not know, so a proxy that drops or renames one would go unnoticed."""
     served = vllm_server(ignores=frozenset({field}), max_context=80)
     async with served as server, policy_at(server.url) as policy:
-        policy._modes[server.url] = "processed"  # the probe would refuse some of these servers first
+        policy.servers.protocol.modes[server.url] = "processed"  # the probe would refuse some of these servers first
         greedy = attrs.evolve(SHORT, temperature=0, min_new_tokens=12)
         ids = await free_reply()
         with pytest.raises(EndpointRefused, match=message):
-            await policy.complete(PROMPT, greedy, stop_token_ids=(ids[3],))
+            await policy.complete(CompletionRequest(PROMPT, greedy, stop_token_ids=(ids[3],)))
 
 
 async def free_reply() -> list[int]:
     """The ids of the greedy reply without stop ids."""
     async with vllm_server() as server, policy_at(server.url) as policy:
-        reply = await policy.complete(PROMPT, attrs.evolve(SHORT, temperature=0, min_new_tokens=12))
+        reply = await policy.complete(CompletionRequest(PROMPT, attrs.evolve(SHORT, temperature=0, min_new_tokens=12)))
     return [int(token) for token in reply.tokens]
 
 
@@ -198,9 +201,9 @@ async def test_weights_of_nan_are_broken_numbers(server: VLLMServer, tmp_path: P
     save_file(broken, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
     await update_weights(endpoint_at(server.url), tmp_path / "nan", "nan")
     async with policy_at(server.url) as policy:
-        policy._modes[server.url] = "processed"
+        policy.servers.protocol.modes[server.url] = "processed"
         with pytest.raises(BrokenNumbers, match="expected a finite logprob: the model computed NaN"):
-            await policy.complete(PROMPT, SHORT)
+            await policy.complete(CompletionRequest(PROMPT, SHORT))
     assert len(server.bodies) == 1
 
 
@@ -218,20 +221,20 @@ async def test_the_mode_is_probed_before_the_first_request() -> None:
     """Raw logprobs of a tempered draw are refused by name before it is sent; at temperature 1 they are right."""
     async with vllm_server(mode="raw") as server, policy_at(server.url) as policy:
         with pytest.raises(ConfigError, match=r"temperature 0.7, .*Start it with --logprobs-mode processed_logprobs"):
-            await policy.complete(PROMPT, attrs.evolve(SHORT, temperature=0.7))
+            await policy.complete(CompletionRequest(PROMPT, attrs.evolve(SHORT, temperature=0.7)))
         assert server.bodies == []
-        assert len((await policy.complete(PROMPT, SHORT)).tokens) > 0
+        assert len((await policy.complete(CompletionRequest(PROMPT, SHORT))).tokens) > 0
 
 
 async def test_a_server_of_logits_is_refused() -> None:
-    """Whatever the parameters are."""
+    """For any sampling parameters."""
     async with vllm_server(mode="logits") as server, policy_at(server.url) as policy:
         with pytest.raises(EndpointRefused, match=r"the server's --logprobs-mode: a logprob of .* came"):
             await policy.describe()
 
 
 async def test_a_server_without_ids_names_its_flag() -> None:
-    """A plain ``vllm serve`` is refused when it is first asked, with the flag that it lacks."""
+    """A plain ``vllm serve`` is refused at the first request, with the flag that it lacks."""
     async with vllm_server(scale_out=False) as server, policy_at(server.url) as policy:
         with pytest.raises(EndpointRefused, match="Restart vllm serve with --enable-scale-out"):
             await policy.describe()
@@ -255,7 +258,7 @@ async def test_an_interrupted_reply_keeps_its_tokens(server: VLLMServer, teacher
     replies: list[Completion] = []
 
     async def call() -> None:
-        replies.append(await policy.complete(PROMPT, LONG))
+        replies.append(await policy.complete(CompletionRequest(PROMPT, LONG)))
 
     async with policy_at(server.url) as policy:
         async with anyio.create_task_group() as tasks:
@@ -273,7 +276,7 @@ async def test_a_cancelled_call_stops_its_generation(server: VLLMServer) -> None
     """Nothing runs afterwards."""
     async with policy_at(server.url) as policy:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, PROMPT, FULL)
+            tasks.start_soon(policy.complete, CompletionRequest(PROMPT, FULL))
             await begun(server, 20)
             tasks.cancel_scope.cancel()
         assert policy.totals.aborts == 1
@@ -285,7 +288,7 @@ async def test_abort_all_ends_the_requests_of_others(server: VLLMServer) -> None
     """Until the server is idle by its metrics; without the development mode it says what is missing."""
     async with policy_at(server.url) as policy, policy_at(server.url) as other:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(other.complete, PROMPT, FULL)
+            tasks.start_soon(other.complete, CompletionRequest(PROMPT, FULL))
             await begun(server, 20)
             await policy.abort_all(5.0)
     async with vllm_server(dev=False) as plain, policy_at(plain.url) as policy:
@@ -299,7 +302,9 @@ async def test_a_reply_that_was_aborted_unasked_goes_on(server: VLLMServer, move
     long = attrs.evolve(LONG, max_new_tokens=120, min_new_tokens=120)
 
     async def call() -> None:
-        replies.append(await ResumablePolicy(policy_of(endpoint_at(server.url))).complete(PROMPT, long))
+        replies.append(
+            await ResumablePolicy(policy_of(endpoint_at(server.url))).complete(CompletionRequest(PROMPT, long))
+        )
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(call)
@@ -313,15 +318,15 @@ async def test_a_reply_that_was_aborted_unasked_goes_on(server: VLLMServer, move
 async def test_a_pause_by_another_client_is_waited_for(rejects: bool) -> None:
     """A paused server keeps requests, or rejects them with a 503 as newer versions do: neither is a failure."""
     async with vllm_server(rejects=rejects) as server, policy_at(server.url) as policy, policy_at(server.url) as other:
-        await policy.complete(PROMPT, SHORT)
-        await other._transport.post(f"{server.url}/pause?mode=abort", b"{}", {})
-        assert await policy._is_ready(server.url) is False
+        await policy.complete(CompletionRequest(PROMPT, SHORT))
+        await other.servers.transport.post(f"{server.url}/pause?mode=abort", b"{}", {})
+        assert await policy.servers.protocol.is_ready(server.url) is False
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(policy.complete, PROMPT, SHORT)
+            tasks.start_soon(policy.complete, CompletionRequest(PROMPT, SHORT))
             while len(server.bodies) < 2:  # noqa: ASYNC110 - the request arrives
                 await anyio.sleep(0.005)
-            await other._transport.post(f"{server.url}/resume", b"{}", {})
-        assert await policy._is_ready(server.url) is True
+            await other.servers.transport.post(f"{server.url}/resume", b"{}", {})
+        assert await policy.servers.protocol.is_ready(server.url) is True
         assert policy.totals.completions == 2
 
 
@@ -332,12 +337,16 @@ async def test_a_pause_by_another_client_is_waited_for(rejects: bool) -> None:
 async def test_an_update_under_load_is_exact(
     server: VLLMServer, moved: Path, teacher: Teacher, mode: WhileRunning
 ) -> None:
-    """Every token is of the version that it names; the cache is cleared before the server goes on."""
+    """Every token is of the version that it names; the cache is cleared before the server continues."""
     replies: list[Completion] = []
     async with policy_at(server.url) as policy:
 
         async def call() -> None:
-            replies.append(await ResumablePolicy(policy).complete(PROMPT, attrs.evolve(LONG, max_new_tokens=150)))
+            replies.append(
+                await ResumablePolicy(policy).complete(
+                    CompletionRequest(PROMPT, attrs.evolve(LONG, max_new_tokens=150))
+                )
+            )
 
         async with anyio.create_task_group() as tasks:
             for _ in range(12):
@@ -366,11 +375,11 @@ async def test_an_update_under_load_is_exact(
 async def test_an_update_in_place_isolates_new_conversations(
     server: VLLMServer, moved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The cache keeps K/V of the old weights; a conversation that begins later has a salt, and reads none of it."""
+    """The cache keeps K/V of the old weights; a conversation that begins later has a salt, and does not read them."""
     async with policy_at(server.url) as policy:
-        await policy.complete(PROMPT, SHORT, session="before")
+        await policy.complete(CompletionRequest(PROMPT, SHORT, session="before"))
         await update_weights(endpoint_at(server.url), moved, "v1", while_running="in_place")
-        after = await policy.complete(PROMPT, SHORT, session="after")
+        after = await policy.complete(CompletionRequest(PROMPT, SHORT, session="after"))
     assert "cache_salt" not in server.bodies[0]
     assert server.bodies[1]["cache_salt"] == "v1"
     assert after.cached_tokens == 0
@@ -413,13 +422,13 @@ async def test_a_failed_load_keeps_the_server_paused_until_a_good_one(
     config = (tmp_path / "other" / "config.json").read_text()
     (tmp_path / "other" / "config.json").write_text(config.replace('"qwen3"', '"no such model"'))
     async with policy_at(server.url) as policy:
-        before = await policy.complete(PROMPT, SHORT)
+        before = await policy.complete(CompletionRequest(PROMPT, SHORT))
         with pytest.raises(EndpointUnavailable, match="incomplete, or under another version: it stays paused until"):
             await update_weights(endpoint_at(server.url), tmp_path / "other", "v1")
-        assert await policy._is_ready(server.url) is False
+        assert await policy.servers.protocol.is_ready(server.url) is False
         assert "/resume" not in server.calls
         await update_weights(endpoint_at(server.url), moved, "v2")
-        after = await policy.complete(PROMPT, SHORT)
+        after = await policy.complete(CompletionRequest(PROMPT, SHORT))
     assert (before.versions[0].version, after.versions[0].version) == ("default", "v2")
 
 
@@ -428,11 +437,11 @@ async def test_an_update_needs_the_development_mode() -> None:
     async with vllm_server(dev=False) as server, policy_at(server.url) as policy:
         with pytest.raises(EndpointRefused, match=r"/pause.*404: .*VLLM_SERVER_DEV_MODE=1"):
             await update_weights(endpoint_at(server.url), DEMO_MODEL, "v1")
-        await policy.complete(PROMPT, SHORT)
+        await policy.complete(CompletionRequest(PROMPT, SHORT))
 
 
 async def test_tied_embeddings_are_not_updated_on_a_cpu(moved: Path, tmp_path: Path) -> None:
-    """vLLM would load all but the output head there; a head of its own is loaded."""
+    """vLLM would load all but the output head there; a separate head is loaded."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -475,20 +484,20 @@ async def test_a_server_that_comes_back_is_probed_again() -> None:
     tempered = attrs.evolve(SHORT, temperature=0.7)
     async with vllm_server() as server:
         port = int(server.url.rpartition(":")[2])
-        policy = VLLMPolicy(endpoint_at(server.url), look_seconds=0.05)
+        policy = VLLMPolicy(endpoint_at(server.url), poll_seconds=0.05)
         await policy.describe()
-        await policy.complete(PROMPT, tempered)
+        await policy.complete(CompletionRequest(PROMPT, tempered))
     async with policy, anyio.create_task_group() as tasks:
         refused: list[str] = []
 
         async def call() -> None:
             try:
-                await policy.complete(PROMPT, tempered)
+                await policy.complete(CompletionRequest(PROMPT, tempered))
             except ConfigError as error:
                 refused.append(str(error))
 
         tasks.start_soon(call)
-        while not policy._outage._waiting:  # noqa: ASYNC110 - the request finds no server
+        while not policy._reachability.outage._waiting:  # noqa: ASYNC110 - the request finds no server
             await anyio.sleep(0.005)
         async with vllm_server(port=port, mode="raw"):
             while not refused:  # noqa: ASYNC110 - the request finds the server
@@ -497,7 +506,7 @@ async def test_a_server_that_comes_back_is_probed_again() -> None:
 
 
 def test_the_load_is_read_from_metrics() -> None:
-    """Over all engines; another text is no load."""
+    """Over all engines; any other response is not a load."""
     text = b"""# HELP
 vllm:num_requests_running{engine="0",model_name="demo"} 3.0
 vllm:num_requests_running{engine="1",model_name="demo"} 4.0

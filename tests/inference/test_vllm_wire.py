@@ -1,4 +1,4 @@
-"""vLLM's format: what is sent, what a response must prove, and which logprobs a mode means."""
+"""vLLM's format: requests, the proofs in a response, and the logprobs of each mode."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_reply_becomes_a_completion(spaces: bool) -> None:
 
 
 def test_a_request_that_was_aborted_in_the_queue_has_no_tokens() -> None:
-    """It has no versions either, and need not repeat the prompt."""
+    """It lacks versions, too, and need not repeat the prompt."""
     empty = reply(content=[], token_ids=[], finish_reason="abort", weight_versions=[], prompt_token_ids=None)
     completion = read(empty)
     assert (len(completion.tokens), completion.finish_reason, completion.versions) == (0, "abort", ())
@@ -193,13 +193,13 @@ def test_the_errors_of_vllm_are_known(status: int, message: str, kind: type[Exce
 
 
 def test_two_certain_ids_prove_processed_logprobs() -> None:
-    """Only after processing can two different ids both be certain; a model that is certain of one is no proof."""
+    """Only after processing can two different ids both be certain; a model that is certain of one id proves nothing."""
     assert mode_of(0.0, 0.0, -0.3) == "processed"
     assert mode_of(0.0, -9999.0, 0.0) == "raw"
     assert mode_of(-6.0, -7.0, -0.3) == "raw"
     with pytest.raises(EndpointRefused, match=r"--logprobs-mode: a logprob of 12.5 came; expected at most 0"):
         mode_of(-6.0, -7.0, 12.5)
-    with pytest.raises(EndpointRefused, match="--logprobs-mode: got 0 logprobs; expected that of one id"):
+    with pytest.raises(EndpointRefused, match="--logprobs-mode: got 0 logprobs; expected the logprob of one id"):
         probed_logprob(reply(content=[], token_ids=[]))
 
 

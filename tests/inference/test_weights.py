@@ -17,6 +17,7 @@ from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.prefixes import Namespaces, isolated
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
@@ -35,7 +36,7 @@ LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
 
 async def long_reply(policy: SGLangPolicy) -> Completion:
     """Sample a long reply."""
-    return await policy.complete(PROMPT, LONG, session="one")
+    return await policy.complete(CompletionRequest(PROMPT, LONG, session="one"))
 
 
 async def test_later_tokens_carry_the_new_version() -> None:
@@ -43,7 +44,7 @@ async def test_later_tokens_carry_the_new_version() -> None:
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         await update_weights(endpoint_at(url), DEMO_MODEL, "7")
         assert (await policy.describe()).weight_version == "7"
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"7"}
 
 
@@ -55,7 +56,7 @@ async def test_no_server_is_left_paused(while_running: WhileRunning) -> None:
             tasks.start_soon(long_reply, policy)
             await anyio.lowlevel.checkpoint()
             await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running=while_running)
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"1"}
 
 
@@ -64,7 +65,7 @@ async def test_weights_that_do_not_load_are_refused(tmp_path: Path) -> None:
     async with running_server(DEMO_MODEL) as url, SGLangPolicy(endpoint_at(url)) as policy:
         with pytest.raises(EndpointRefused, match="update_weights_from_disk"):
             await update_weights(endpoint_at(url), tmp_path, "1", while_running="retract")
-        completion = await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))
+        completion = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))
         assert {span.version for span in completion.versions} == {"default"}
 
 
@@ -142,7 +143,7 @@ class Busy:
 
 async def cached(policy: SGLangPolicy) -> int:
     """Return the number of cached prompt tokens of a new conversation."""
-    return (await policy.complete(PROMPT, SamplingParams(max_new_tokens=3))).cached_tokens
+    return (await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3)))).cached_tokens
 
 
 async def test_by_default_running_requests_are_prefilled_again_under_the_new_weights() -> None:
@@ -294,7 +295,7 @@ async def test_in_place_warns_that_new_conversations_read_the_old_cache(caplog: 
 
 
 def test_a_conversation_keeps_the_namespace_that_it_began_with() -> None:
-    """One that begins during the update has its own: its first K/V may be of either weights."""
+    """A conversation that begins during the update has a separate namespace: its first K/V may be of either weights."""
     there, sessions = "http://namespaces", Namespaces()
     assert sessions.of("before", there) == ""
     with isolated([there], "1"):
@@ -312,11 +313,11 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
     async with StubServer() as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
         server = Busy()
         async with JsonServer(server) as listening:
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="old"))
             with isolated([stub.url], "1"):
                 await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="old")
-            await policy.complete(PROMPT, SamplingParams(max_new_tokens=3), session="new")
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="old"))
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="new"))
         assert [request.body.get("extra_key") for request in stub.requests] == [None, None, "1"]
         async with SGLangPolicy(endpoint_at(listening.url)) as updated:
             assert updated._namespaces.of("new", listening.url) == "1"
@@ -326,7 +327,7 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
 
 
 async def test_a_router_is_updated_through_its_workers() -> None:
-    """It has no control routes; all its workers are updated, and checked."""
+    """It lacks control routes; all its workers are updated and checked."""
     one, two = Busy(), Busy()
     async with JsonServer(one) as first, JsonServer(two) as second:
         async with StubServer(workers=[first.url, second.url]) as router:

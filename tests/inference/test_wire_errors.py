@@ -60,7 +60,7 @@ def test_the_error_class_states_whether_a_generation_may_still_run(status: int, 
     ],
 )
 def test_every_message_about_a_request_that_does_not_fit_is_an_overflow(message: str) -> None:
-    """Those of the front end and those of the scheduler, whose limits are lower."""
+    """Messages of the front end, and messages of the scheduler, whose limits are lower."""
     assert isinstance(error_of(400, message), ContextOverflow)
 
 

@@ -21,7 +21,7 @@ import pytest
 from rollouts.dtypes import Completion, Endpoint, Message, SamplingParams, TokenColumn, ToolCall
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.programs.gateway.server import Gateway
 from rollouts.programs.gateway.session import ProgramSession
@@ -227,20 +227,20 @@ class FailingPolicy(ScriptedPolicy):
 
     failed = False
 
-    async def complete(self, tokens: TokenColumn, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         if not self.failed:
             self.failed = True
             raise EndpointUnavailable("the server failed")
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 class SlowPolicy(ScriptedPolicy):
     """Thinks for more than a minute about its first reply."""
 
-    async def complete(self, tokens: TokenColumn, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         if not self.requests:
             await anyio.sleep(61)
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import attrs
 import pytest
 
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.server import StubServer
 
@@ -98,13 +99,13 @@ async def test_an_answer_that_is_cut_at_any_byte_is_asked_for_again(how: How) ->
         sampling = SamplingParams(max_new_tokens=8)
         prompt = packed_tokens([5, 6, 7])
         try:
-            whole = await policy.complete(prompt, sampling)
+            whole = await policy.complete(CompletionRequest(prompt, sampling))
             length = proxy.passed
             assert length > 300
             for cut in range(length):
                 asked = len(server.requests)
                 proxy.left = cut
-                again = await policy.complete(prompt, sampling)
+                again = await policy.complete(CompletionRequest(prompt, sampling))
                 assert again.tokens.tolist() == whole.tokens.tolist(), cut
                 assert proxy.left is None, cut
                 assert len(server.requests) == asked + 2, cut
@@ -131,7 +132,9 @@ async def test_what_runs_at_a_worker_that_dies_is_answered_by_the_others() -> No
         policy = SGLangPolicy(Endpoint(base_url=(dying, sound.url)), backoff=lambda failures: 0.0)
 
         async def turn(session: str) -> None:
-            await policy.complete(packed_tokens([5, 6, 7]), SamplingParams(max_new_tokens=8), session=session)
+            await policy.complete(
+                CompletionRequest(packed_tokens([5, 6, 7]), SamplingParams(max_new_tokens=8), session=session)
+            )
 
         try:
             async with anyio.create_task_group() as turns:

@@ -20,6 +20,7 @@ from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.engine.process import engine_process
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
@@ -113,7 +114,9 @@ async def test_sessions_stick_to_one_worker(tmp_path: Path) -> None:
                 hits = set()
                 for _ in range(4):
                     before = await engines.generated()
-                    done = await policy.complete(ids, SamplingParams(max_new_tokens=4), session=f"session-{session}")
+                    done = await policy.complete(
+                        CompletionRequest(ids, SamplingParams(max_new_tokens=4), session=f"session-{session}")
+                    )
                     after = await engines.generated()
                     hits |= {number for number in range(2) if after[number] > before[number]}
                     ids = packed_tokens([*ids.tolist(), *done.tokens.tolist()])
@@ -139,7 +142,7 @@ async def test_nothing_that_we_send_is_lost_in_the_router(tmp_path: Path) -> Non
             await until_ready(url, 1)
             for where in (direct.url, url):
                 async with SGLangPolicy(Endpoint(base_url=where, api_key="secret")) as policy:
-                    await policy.complete(ids, sampling, stop_token_ids=(9,), session="s")
+                    await policy.complete(CompletionRequest(ids, sampling, stop_token_ids=(9,), session="s"))
         sent, arrived = direct.requests[-1], worker.requests[-1]
     kept = {name: value for name, value in arrived.sampling_params.items() if value is not None}
     assert sent.sampling_params.items() <= kept.items()
@@ -171,7 +174,9 @@ async def test_aborts_go_straight_to_the_workers(tmp_path: Path) -> None:
 
                 async def ask(number: int) -> None:
                     ids = packed_tokens([(number * 31 + i) % 900 for i in range(20)])
-                    lengths.append(len((await policy.complete(ids, LONG, session=f"s{number}")).tokens))
+                    lengths.append(
+                        len((await policy.complete(CompletionRequest(ids, LONG, session=f"s{number}"))).tokens)
+                    )
 
                 for number in range(16):
                     tasks.start_soon(ask, number)

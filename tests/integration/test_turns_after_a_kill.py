@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Completion, Endpoint, Prompt, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, Endpoint, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
+from rollouts.inference.base import CompletionRequest
 from rollouts.runs.journal import Journal
 from rollouts.runs.resume import begin, reopen
 from rollouts.runs.run_journal import RunHistory, RunJournal
@@ -29,11 +30,9 @@ class Numbered(ScriptedPolicy):
         super().__init__(script())
         self.seeds: list[int | None] = []
 
-    async def complete(
-        self, tokens: TokenColumn, sampling: SamplingParams, *, stop_token_ids: tuple[int, ...] = (), session: str = ""
-    ) -> Completion:
-        self.seeds.append(sampling.seed)
-        return await super().complete(tokens, sampling, stop_token_ids=stop_token_ids, session=session)
+    async def complete(self, request: CompletionRequest) -> Completion:
+        self.seeds.append(request.sampling.seed)
+        return await super().complete(request)
 
 
 class Photographed(Journal):

@@ -26,6 +26,7 @@ from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, ContextOverflow
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
@@ -195,7 +196,7 @@ async def test_interrupted_replies_go_on(server: VLLMServer, weights: dict[str, 
 
         async def call(number: int) -> None:
             sampling = SamplingParams(max_new_tokens=400, temperature=1.7, seed=number)
-            replies.append(await resumable.complete(prompt, sampling, session=str(number)))
+            replies.append(await resumable.complete(CompletionRequest(prompt, sampling, session=str(number))))
 
         async with anyio.create_task_group() as tasks:
             for number in range(32):
@@ -247,7 +248,7 @@ async def test_greedy_replies_are_those_of_the_embedded_engine(
             policies: tuple[ServerPolicy, ServerPolicy] = (real, embedded)
             for number in range(10):
                 prompt = packed_tokens(range(10 + 40 * number, 45 + 40 * number))
-                one, two = [await policy.complete(prompt, greedy) for policy in policies]
+                one, two = [await policy.complete(CompletionRequest(prompt, greedy)) for policy in policies]
                 assert one.tokens.tolist() == two.tokens.tolist()
                 assert one.finish_reason == two.finish_reason
                 worst = max(worst, float(np.abs(np.asarray(one.logprobs) - two.logprobs).max()))
@@ -261,19 +262,19 @@ async def test_prompts_around_the_context(server: VLLMServer) -> None:
         assert (await policy.describe()).max_context == 1024
         for length in (1018, 1022, 1023):
             reply = await policy.complete(
-                packed_tokens([10] * length), SamplingParams(max_new_tokens=50, min_new_tokens=50)
+                CompletionRequest(packed_tokens([10] * length), SamplingParams(max_new_tokens=50, min_new_tokens=50))
             )
             assert (len(reply.tokens), reply.finish_reason) == (1024 - length, "length")
         for length in (1024, 1025):
             with pytest.raises(ContextOverflow):
-                await policy.complete(packed_tokens([10] * length), SamplingParams())
+                await policy.complete(CompletionRequest(packed_tokens([10] * length), SamplingParams()))
 
 
 async def test_truncation_is_refused_where_it_renormalises(server: VLLMServer) -> None:
     """The mode of this server's logprobs is found by the probe."""
     async with VLLMPolicy(server.endpoint) as policy:
         with pytest.raises(ConfigError, match=r"renormalises its logprobs"):
-            await policy.complete(packed_tokens([10, 20]), SamplingParams(top_k=3))
+            await policy.complete(CompletionRequest(packed_tokens([10, 20]), SamplingParams(top_k=3)))
 
 
 async def test_a_killed_client_resumes_on_its_server(

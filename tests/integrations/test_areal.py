@@ -14,6 +14,7 @@ import pytest
 
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
 from rollouts.training import Sample
 from rollouts.training.rows import row_columns, split, trimmed, turn_column, version_column
@@ -75,11 +76,11 @@ async def test_a_paused_engine_gets_no_request() -> None:
     paused = iter([True, False])
     inner = Namespace(requests=[])
 
-    async def complete(tokens: Any, sampling: Any, **options: Any) -> Any:
+    async def complete(request: CompletionRequest) -> Any:
         from rollouts.testing.policy import ScriptedPolicy
 
         inner.requests.append(engine.version)
-        reply = await ScriptedPolicy([[5, 6]]).complete(tokens, sampling)
+        reply = await ScriptedPolicy([[5, 6]]).complete(request)
         engine.version = 4
         return reply
 
@@ -92,7 +93,7 @@ async def test_a_paused_engine_gets_no_request() -> None:
     )
     policy = ServersPolicy(engine, hyperparameters())
     policy.inner = inner  # type: ignore[assignment]
-    reply = await policy.complete(np.array([1, 2], np.int32), SamplingParams())
+    reply = await policy.complete(CompletionRequest(np.array([1, 2], np.int32), SamplingParams()))
     assert ([span.version for span in reply.versions], next(paused, None)) == (["3"], None)
 
 

@@ -17,6 +17,7 @@ from rollouts.dtypes import Endpoint, Limits, Prompt, SamplingParams, packed_tok
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.episodes import Episodes
 from rollouts.integrations.openrlhf import AgentInstanceEnvironment, OpenRLHFPolicy, execute, to_response
 from rollouts.integrations.token_episodes import generate_token_batch
@@ -174,18 +175,20 @@ async def test_the_engine_is_a_policy() -> None:
     """The trainer's own parameters, with the budget and stop ids of the call; they stay as they were."""
     engine, given = Engine([7, 8]), asked()
     policy = OpenRLHFPolicy(engine, given, 64)
-    done = await policy.complete(packed_tokens([1, 2]), SamplingParams(max_new_tokens=4), stop_token_ids=(9,))
+    done = await policy.complete(
+        CompletionRequest(packed_tokens([1, 2]), SamplingParams(max_new_tokens=4), stop_token_ids=(9,))
+    )
     assert (done.tokens.tolist(), done.logprobs.tolist(), done.finish_reason) == ([7, 8], [-0.25] * 2, "stop")
     ((tokens, request),) = engine.requests
     assert (tokens, request.max_tokens, request.stop_token_ids, request.logprobs) == ([1, 2], 4, [9], 1)
     assert given == asked()
     with pytest.raises(ConfigError, match=r"SamplingParams\.stop"):
-        await policy.complete(packed_tokens([1]), SamplingParams(stop=("x",)))
+        await policy.complete(CompletionRequest(packed_tokens([1]), SamplingParams(stop=("x",))))
     with pytest.raises(ContextOverflow, match="context of 64"):
-        await policy.complete(packed_tokens([1]), SamplingParams(max_new_tokens=64))
+        await policy.complete(CompletionRequest(packed_tokens([1]), SamplingParams(max_new_tokens=64)))
     with pytest.raises(EndpointRefused, match="no logprobs"):
         await OpenRLHFPolicy(Engine([7], logprobs=False), asked(), 64).complete(
-            packed_tokens([1]), SamplingParams(max_new_tokens=4)
+            CompletionRequest(packed_tokens([1]), SamplingParams(max_new_tokens=4))
         )
 
 

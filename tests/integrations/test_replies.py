@@ -9,6 +9,7 @@ import pytest
 
 from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.trajectory import digest
 from tests.processors import picture
@@ -38,7 +39,7 @@ async def test_a_reply_is_a_completion_of_its_prompt() -> None:
     """With ids, logprobs, versions and the digest of what was sent; requests of a route have its name."""
     engine = Engine(cached_tokens=2, seconds=0.5)
     sampling = SamplingParams(max_new_tokens=5)
-    done = await engine.complete(PROMPT, sampling, stop_token_ids=(9,), session="s", route="r")
+    done = await engine.complete(CompletionRequest(PROMPT, sampling, stop_token_ids=(9,), session="s", route="r"))
     assert engine.asked == ([1, 2, 3], 5, (9,), "r")
     assert (done.tokens.tolist(), done.logprobs.tolist(), done.finish_reason) == ([7, 8], [-0.5, -1.0], "stop")
     assert (done.prompt_tokens, done.prompt_digest) == (3, digest(PROMPT))
@@ -50,14 +51,16 @@ async def test_images_are_refused_where_the_request_has_no_place_for_them() -> N
     """Before it is sent."""
     engine = Engine()
     with pytest.raises(ConfigError, match=r"images: .*expected none: requests of this policy have no images"):
-        await engine.complete(PROMPT, SamplingParams(max_new_tokens=5), images=[ImageSpan(picture(4, 3), 0, 1)])
+        await engine.complete(
+            CompletionRequest(PROMPT, SamplingParams(max_new_tokens=5), images=[ImageSpan(picture(4, 3), 0, 1)])
+        )
     assert engine.asked is None
 
 
 async def test_each_token_has_its_version() -> None:
     """An engine that resumes a reply across an update names one for each."""
     done = await Engine(tokens=[5, 6, 7], logprobs=[-1] * 3, version=[3, 3, 4]).complete(
-        PROMPT, SamplingParams(max_new_tokens=5)
+        CompletionRequest(PROMPT, SamplingParams(max_new_tokens=5))
     )
     assert [attrs.astuple(span) for span in done.versions] == [("3", 0, 2), ("4", 2, 3)]
 
@@ -74,7 +77,9 @@ async def test_each_token_has_its_version() -> None:
 )
 async def test_a_reply_as_long_as_its_budget_was_cut(stopped_by: str | None, budget: int, expected: str) -> None:
     """Unless the engine says that it stopped there."""
-    done = await Engine(stopped_by=stopped_by).complete(PROMPT, SamplingParams(max_new_tokens=budget))
+    done = await Engine(stopped_by=stopped_by).complete(
+        CompletionRequest(PROMPT, SamplingParams(max_new_tokens=budget))
+    )
     assert done.finish_reason == expected
 
 
@@ -90,14 +95,14 @@ async def test_a_reply_as_long_as_its_budget_was_cut(stopped_by: str | None, bud
 async def test_a_bad_reply_is_an_error(fields: dict[str, Any], error: type[Exception], words: str) -> None:
     """No token is worth another try, logprobs that do not fit are not."""
     with pytest.raises(error, match=words):
-        await Engine(**fields).complete(PROMPT, SamplingParams(max_new_tokens=5))
+        await Engine(**fields).complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=5)))
 
 
 async def test_a_request_that_does_not_fit_is_not_sent() -> None:
     """A parameter without a field, or more tokens than the context has."""
     engine = Engine()
     with pytest.raises(ConfigError, match=r"SamplingParams\.seed: got 1; expected None: It has no field for it"):
-        await engine.complete(PROMPT, SamplingParams(seed=1))
+        await engine.complete(CompletionRequest(PROMPT, SamplingParams(seed=1)))
     with pytest.raises(ContextOverflow, match="3 prompt tokens and max_new_tokens=14 exceed the context of 16"):
-        await engine.complete(PROMPT, SamplingParams(max_new_tokens=14))
+        await engine.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=14)))
     assert (engine.asked, (await engine.describe()).max_context) == (None, 16)

@@ -14,6 +14,7 @@ from rollouts.dtypes import Image, Limits, Message, SamplingParams, packed_token
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.episodes import Episodes
 from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output, write_batch
 from rollouts.renderer import load_tokenizer
@@ -239,16 +240,18 @@ async def test_the_inference_client_is_a_policy() -> None:
     client = Client([7, 8])
     policy = SkyRLPolicy(client, version=3, max_context=64)
     done = await policy.complete(
-        packed_tokens([1, 2]), SamplingParams(max_new_tokens=4), stop_token_ids=(9,), session="s"
+        CompletionRequest(packed_tokens([1, 2]), SamplingParams(max_new_tokens=4), stop_token_ids=(9,), session="s")
     )
     assert (done.tokens.tolist(), done.finish_reason, done.versions[0].version) == ([7, 8], "stop", "3")
     (request,) = client.requests
     assert (request["prompt_token_ids"], request["session_ids"]) == ([[1, 2]], ["s"])
     assert request["sampling_params"]["stop_token_ids"] == [9]
     with pytest.raises(ConfigError, match=r"SamplingParams.seed: got 1"):
-        await policy.complete(packed_tokens([1]), SamplingParams(seed=1))
+        await policy.complete(CompletionRequest(packed_tokens([1]), SamplingParams(seed=1)))
     with pytest.raises(EndpointRefused, match="no logprobs"):
-        await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(packed_tokens([1]), SamplingParams())
+        await SkyRLPolicy(Client([7], logprobs=False), version=3).complete(
+            CompletionRequest(packed_tokens([1]), SamplingParams())
+        )
 
 
 def rendered(model: VisionModel, body: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +309,7 @@ async def test_a_request_with_images_has_what_the_server_makes_of_them(
     client = Rendering([7, 8], model)
     (sample,) = image_samples(model, [(2, 1)], unanswered=[])
     policy = SkyRLPolicy(client, version=3)
-    await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+    await policy.complete(CompletionRequest(sample.token_column, SamplingParams(), images=sample.images))
     (request,) = client.requests
     (features,) = request["mm_features"]
     assert request["prompt_token_ids"] == [sample.tokens]
@@ -319,7 +322,7 @@ async def test_a_request_with_images_has_what_the_server_makes_of_them(
     }
     client.renders = other
     with pytest.raises(EndpointRefused, match=r"SkyRL's server writes \[.*\] ids for the images; expected the \["):
-        await policy.complete(sample.token_column, SamplingParams(), images=sample.images)
+        await policy.complete(CompletionRequest(sample.token_column, SamplingParams(), images=sample.images))
     assert len(client.requests) == 1
 
 
@@ -344,7 +347,9 @@ async def test_a_request_with_images_is_that_of_their_client(
         "http://nowhere", ["http://nowhere"], data_parallel_size=1, model_name="model", tokenizer=model.tokenizer
     )
     (sample,) = image_samples(model, [(2, 1)], unanswered=[])
-    done = await SkyRLPolicy(client, version=3).complete(sample.token_column, SamplingParams(), images=sample.images)
+    done = await SkyRLPolicy(client, version=3).complete(
+        CompletionRequest(sample.token_column, SamplingParams(), images=sample.images)
+    )
     assert done.tokens.tolist() == [7, 8]
     chunks: list[dict[str, Any]] = []
     ends = [0, *(span.stop for span in sample.images)]

@@ -14,6 +14,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.tinker import (
     CookbookEnvironment,
     PolicyCompleter,
@@ -147,11 +148,15 @@ async def test_a_sampling_client_is_a_policy() -> None:
     client = SamplingClient(sequence([7, 8]), sequence([7, 8], "length"))
     policy = TinkerPolicy(client, version=4, max_context=10)
     tokens = packed_tokens([1, 2, 3])
-    first = await policy.complete(tokens, SamplingParams(max_new_tokens=5, temperature=0.7), stop_token_ids=(9,))
+    first = await policy.complete(
+        CompletionRequest(tokens, SamplingParams(max_new_tokens=5, temperature=0.7), stop_token_ids=(9,))
+    )
     assert (first.tokens.tolist(), first.finish_reason, first.versions[0].version) == ([7, 8], "stop", "4")
     asked = client.requests[0]
     assert (asked[0], asked[1].max_tokens, asked[1].temperature, asked[1].stop) == ([1, 2, 3], 5, 0.7, [9])
-    assert (await policy.complete(tokens, SamplingParams(max_new_tokens=2))).finish_reason == "length"
+    assert (
+        await policy.complete(CompletionRequest(tokens, SamplingParams(max_new_tokens=2)))
+    ).finish_reason == "length"
     assert (await policy.describe()).max_context == 10
 
 
@@ -162,14 +167,16 @@ async def test_what_the_service_cannot_take_or_give_is_an_error() -> None:
     policy = TinkerPolicy(SamplingClient(sequence([]), sequence([7], logprobs=None)), version=0, max_context=10)
     tokens = packed_tokens([1, 2, 3])
     with pytest.raises(ConfigError, match=r"SamplingParams.min_p: got 0.1; expected 0.0: tinker"):
-        await policy.complete(tokens, SamplingParams(min_p=0.1))
+        await policy.complete(CompletionRequest(tokens, SamplingParams(min_p=0.1)))
     with pytest.raises(ConfigError, match=r"SamplingParams.stop"):
-        await policy.complete(tokens, SamplingParams(stop=("x",), max_new_tokens=2), stop_token_ids=(9,))
+        await policy.complete(
+            CompletionRequest(tokens, SamplingParams(stop=("x",), max_new_tokens=2), stop_token_ids=(9,))
+        )
     with pytest.raises(ContextOverflow, match="exceed the context of 10"):
-        await policy.complete(tokens, SamplingParams(max_new_tokens=8))
+        await policy.complete(CompletionRequest(tokens, SamplingParams(max_new_tokens=8)))
     for words, error in (("0 tokens", EndpointUnavailable), ("no logprobs", EndpointRefused)):
         with pytest.raises(error, match=words):
-            await policy.complete(tokens, SamplingParams(max_new_tokens=2))
+            await policy.complete(CompletionRequest(tokens, SamplingParams(max_new_tokens=2)))
 
 
 @pytest.mark.trainer

@@ -9,6 +9,7 @@ import pytest
 
 from rollouts.dtypes import Completion, Endpoint, Limits, Prompt, SamplingParams, StopReason
 from rollouts.errors import ConfigError, ContextOverflow
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.token_episodes import Observation, generate_token_batch
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import Sample, Status
@@ -137,9 +138,9 @@ async def test_siblings_have_seeds_of_their_own() -> None:
     seeds = []
 
     class Asked(ScriptedPolicy):
-        async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
-            seeds.append(sampling.seed)
-            return await super().complete(tokens, sampling, **options)
+        async def complete(self, request: CompletionRequest) -> Completion:
+            seeds.append(request.sampling.seed)
+            return await super().complete(request)
 
     for index in (0, 1):
         await generate_token_batch(

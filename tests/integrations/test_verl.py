@@ -17,6 +17,7 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, GenerateFailure
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.verl import (
     RolloutsLoop,
@@ -74,7 +75,9 @@ async def test_a_request_has_the_tokens_and_verls_names() -> None:
     """One sticky key for all turns, ``max_tokens``, stop ids, and logprobs always."""
     servers = Servers(output())
     sampling = SamplingParams(temperature=0.5, top_p=0.9, top_k=20, max_new_tokens=10)
-    completion = await ServerManagerPolicy(servers, P, R).complete(TOKENS, sampling, stop_token_ids=(2,), session="s")
+    completion = await ServerManagerPolicy(servers, P, R).complete(
+        CompletionRequest(TOKENS, sampling, stop_token_ids=(2,), session="s")
+    )
     (request,) = servers.requests
     assert (request["request_id"], request["prompt_ids"]) == ("s", [5, 6, 7])
     assert request["sampling_params"] == {
@@ -98,7 +101,7 @@ async def test_tokens_have_the_oldest_weights_that_verl_names(
 ) -> None:
     """A reply that verl resumed across an update has only the oldest and newest; rules of staleness want the oldest."""
     policy = ServerManagerPolicy(Servers(output(extra_fields=fields)), P, R, version)
-    completion = await policy.complete(TOKENS, SamplingParams(), session="s")
+    completion = await policy.complete(CompletionRequest(TOKENS, SamplingParams(), session="s"))
     assert [span.version for span in completion.versions] == [expected]
 
 
@@ -116,36 +119,46 @@ async def test_tokens_have_the_oldest_weights_that_verl_names(
 async def test_a_bad_answer_is_no_reply(answer: Namespace, error: type[Exception], message: str) -> None:
     """verl returns an empty list where its logprobs do not fit, and the raw stop reason of its server."""
     with pytest.raises(error, match=message):
-        await ServerManagerPolicy(Servers(answer), P, R).complete(TOKENS, SamplingParams(), session="s")
+        await ServerManagerPolicy(Servers(answer), P, R).complete(
+            CompletionRequest(TOKENS, SamplingParams(), session="s")
+        )
 
 
 @pytest.mark.parametrize("fields", [{"stop": ("x",)}, {"seed": 1}, {"min_p": 0.1}, {"min_new_tokens": 1}])
 async def test_what_verls_servers_do_not_get_is_refused(fields: dict[str, Any]) -> None:
     """Its SGLang runs without a tokenizer, so a stop string would never stop."""
     with pytest.raises(ConfigError, match="verl has no field for it"):
-        await ServerManagerPolicy(Servers(), P, R).complete(TOKENS, SamplingParams(**fields), session="s")
+        await ServerManagerPolicy(Servers(), P, R).complete(
+            CompletionRequest(TOKENS, SamplingParams(**fields), session="s")
+        )
 
 
 async def test_a_row_stays_within_verls_lengths() -> None:
     """The response ends at ``response_length`` of the first request; a prompt over ``prompt_length`` is not sent."""
     servers = Servers(output([*range(1, 31)], stop_reason="length"), output((4,)))
     policy = ServerManagerPolicy(servers, P, R)
-    first = await policy.complete(TOKENS, SamplingParams(max_new_tokens=30), session="s")
+    first = await policy.complete(CompletionRequest(TOKENS, SamplingParams(max_new_tokens=30), session="s"))
     assert first.finish_reason == "length"
-    second = await policy.complete(np.arange(34, dtype=np.int32), SamplingParams(max_new_tokens=30), session="s")
+    second = await policy.complete(
+        CompletionRequest(np.arange(34, dtype=np.int32), SamplingParams(max_new_tokens=30), session="s")
+    )
     assert (servers.requests[1]["sampling_params"]["max_tokens"], second.finish_reason) == (3 + R - 34, "length")
     with pytest.raises(ContextOverflow):
-        await policy.complete(np.arange(3 + R, dtype=np.int32), SamplingParams(), session="s")
+        await policy.complete(CompletionRequest(np.arange(3 + R, dtype=np.int32), SamplingParams(), session="s"))
     with pytest.raises(ContextOverflow, match="prompt_length is 16"):
-        await ServerManagerPolicy(Servers(), P, R).complete(np.arange(17, dtype=np.int32), SamplingParams())
+        await ServerManagerPolicy(Servers(), P, R).complete(
+            CompletionRequest(np.arange(17, dtype=np.int32), SamplingParams())
+        )
 
 
 async def test_a_later_branch_begins_with_a_long_prompt() -> None:
     """Its history counts as its prompt, within both lengths together."""
     servers = Servers(output(), output())
     policy = ServerManagerPolicy(servers, P, R)
-    await policy.complete(TOKENS, SamplingParams(), session="first")
-    await policy.complete(np.arange(40, dtype=np.int32), SamplingParams(max_new_tokens=30), session="second")
+    await policy.complete(CompletionRequest(TOKENS, SamplingParams(), session="first"))
+    await policy.complete(
+        CompletionRequest(np.arange(40, dtype=np.int32), SamplingParams(max_new_tokens=30), session="second")
+    )
     assert servers.requests[1]["sampling_params"]["max_tokens"] == P + R - 40
 
 
@@ -579,7 +592,9 @@ class EngineServers:
         stop = tuple(given.pop("stop_token_ids"))
         assert given.pop("logprobs")
         reply = await self.policy.complete(
-            np.array(prompt_ids, np.int32), SamplingParams(**given), stop_token_ids=stop, session=request_id
+            CompletionRequest(
+                np.array(prompt_ids, np.int32), SamplingParams(**given), stop_token_ids=stop, session=request_id
+            )
         )
         self.replies.setdefault((*prompt_ids, *reply.tokens.tolist()), []).append(reply.logprobs)
         return output(reply.tokens.tolist(), log_probs=reply.logprobs.tolist(), stop_reason=reply.finish_reason)

@@ -23,6 +23,7 @@ from rollouts.dtypes import Completion, Endpoint, Message, StopReason, VersionSp
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, at, current_place
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch, normalise_rewards
 from rollouts.integrations.trl import to_row
 from rollouts.programs.gateway import server as gateway_server
@@ -246,11 +247,11 @@ class FailingPolicy(ScriptedPolicy):
         self._errors = list(errors)
         self.places: list[str] = []
 
-    async def complete(self, *args: Any, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         self.places.append(current_place())
         if self._errors:
             raise self._errors.pop(0)
-        return await super().complete(*args, **options)
+        return await super().complete(request)
 
 
 async def test_a_call_that_the_server_did_not_answer_costs_the_rollout() -> None:

@@ -20,6 +20,7 @@ from rollouts.commands.target import RunTarget
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
@@ -78,7 +79,7 @@ async def busy(url: str) -> AsyncIterator[None]:
     """A long request runs, so that an update in place cannot flush."""
     async with SGLangPolicy(Endpoint(base_url=url)) as policy, anyio.create_task_group() as tasks:
         long = SamplingParams(max_new_tokens=900)
-        tasks.start_soon(lambda: policy.complete(packed_tokens([5, 6, 7]), long))
+        tasks.start_soon(lambda: policy.complete(CompletionRequest(packed_tokens([5, 6, 7]), long)))
         with anyio.fail_after(10):
             while not policy.totals.requests:  # noqa: ASYNC110
                 await anyio.sleep(0.01)

@@ -10,6 +10,7 @@ import pytest
 from rollouts.dtypes import Prompt, SamplingParams, packed_tokens
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, ReplayDiverged
+from rollouts.inference.base import CompletionRequest
 from rollouts.runs.journal import Journal
 from rollouts.runs.recording import RECORDING, Recording, recorded, replayed_from
 from rollouts.testing.policy import ScriptedPolicy
@@ -20,7 +21,7 @@ PROMPT = packed_tokens([1, 2, 3])
 
 async def ask(prompts: Sequence[Prompt], environment_cls: object = None, policy: object = None) -> list[Sample]:
     """One question, without an environment."""
-    reply = await policy.complete(PROMPT, SamplingParams(max_new_tokens=4))  # type: ignore[attr-defined]
+    reply = await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=4)))  # type: ignore[attr-defined]
     return [Sample(tokens=reply.tokens)]
 
 

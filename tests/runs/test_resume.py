@@ -22,6 +22,7 @@ from rollouts.dtypes import Completion, Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import ToolEnvironment, tool
 from rollouts.errors import ConfigError, JournalError
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
 from rollouts.runs.checksums import CHECKSUM, sealed
@@ -345,10 +346,10 @@ class Lines:
 class Unchecked(ScriptedPolicy):
     """Accepts every reply, and refuses to send its ids again, as a client that does not check replies."""
 
-    async def complete(self, tokens: Any, sampling: Any, **options: Any) -> Completion:
-        if tokens.max() >= renderer_for(str(DEMO_MODEL)).vocab_size:
+    async def complete(self, request: CompletionRequest) -> Completion:
+        if request.tokens.max() >= renderer_for(str(DEMO_MODEL)).vocab_size:
             raise ConfigError("tokens: expected ids of the vocabulary")
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 def shelves(policy: Any) -> RolloutConfig:

@@ -1,4 +1,4 @@
-"""The server of prebuilt responses: responses and faults equal those of StubServer."""
+"""The server of prebuilt responses: responses and faults equal the ones of StubServer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from rollouts.dtypes import Endpoint, SamplingParams
 from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
 from rollouts.http.client import HttpClient
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.testing.canned import Canned, canned_server
 from rollouts.testing.latency import Latency
@@ -71,7 +72,7 @@ async def test_vllm_would_say_the_same(url: str) -> None:
 async def test_a_policy_takes_its_answers(url: str) -> None:
     """All checks of a real reply hold, over one connection or many."""
     async with SGLangPolicy(Endpoint(base_url=url)) as policy:
-        completion = await policy.complete([1, 2, 3, 4], SamplingParams(max_new_tokens=5))
+        completion = await policy.complete(CompletionRequest([1, 2, 3, 4], SamplingParams(max_new_tokens=5)))
         assert completion.tokens.tolist() == [4, 5, 6, 7, 8]
         assert (await policy.describe()).max_context == CANNED.max_context
 
@@ -82,7 +83,7 @@ async def test_a_fault_is_that_of_the_other_stub(fault: Fault) -> None:
     with canned_server(Canned([[1, 2]], faults={fault: 1.0})) as served:
         async with SGLangPolicy(Endpoint(base_url=served, max_retries=0, outage_seconds=0)) as policy:
             with pytest.raises(RolloutsError):
-                await policy.complete([1], SamplingParams(max_new_tokens=4))
+                await policy.complete(CompletionRequest([1], SamplingParams(max_new_tokens=4)))
 
 
 async def test_a_hung_generation_ends_with_its_abort() -> None:
@@ -97,7 +98,7 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             while not answers:
-                await transport.post(f"{served}/abort_request", b'{"rid": "r"}', {}, fresh=True)
+                await transport.post(f"{served}/abort_request", b'{"rid": "r"}', {}, new_connection=True)
         assert msgspec.json.decode(answers[0][1])["meta_info"]["finish_reason"]["type"] == "abort"
         await transport.aclose()
 
@@ -117,7 +118,7 @@ async def test_all_that_runs_can_be_aborted_at_once() -> None:
             for _ in range(3):
                 tasks.start_soon(ask)
             while len(answers) < 3:
-                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, fresh=True)
+                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, new_connection=True)
         await transport.aclose()
 
 
@@ -126,7 +127,7 @@ async def test_a_latency_is_waited_for() -> None:
     with canned_server(Canned([[1, 2]], latency=Latency(1000.0))) as served:
         async with SGLangPolicy(Endpoint(base_url=served, request_seconds=0.2)) as policy:
             with pytest.raises(EndpointUnavailable, match="did not answer"):
-                await policy.complete([1], SamplingParams(max_new_tokens=4))
+                await policy.complete(CompletionRequest([1], SamplingParams(max_new_tokens=4)))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ async def findings(body: str, folder: Path, *, stall_seconds: float = PATIENT) -
 
 
 async def test_a_sound_environment_is_all_good(tmp_path: Path) -> None:
-    """Every check runs, and none is bad."""
+    """Every check runs, and no finding is bad."""
     found = await findings(SOUND, tmp_path)
     assert [about for about, finding in found.items() if finding.verdict != "good"] == []
     assert set(found) == {
@@ -141,7 +141,7 @@ async def test_a_call_that_blocks_is_found_by_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("blocks", "verdict"), [("not MADE", "good"), ("True", "bad")], ids=["once", "each time"])
 async def test_what_a_process_pays_once_is_not_counted(blocks: str, verdict: str, tmp_path: Path) -> None:
-    """The first environment may load shared data; one that blocks at every creation is reported."""
+    """The first environment may load shared data; an environment that blocks at every creation is reported."""
     body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
     body += (
         f"    def __init__(self) -> None:\n        if {blocks}: time.sleep(0.5)\n        MADE.append(1)\nMADE = []\n"
@@ -150,7 +150,7 @@ async def test_what_a_process_pays_once_is_not_counted(blocks: str, verdict: str
 
 
 async def test_no_snapshots_are_a_note(tmp_path: Path) -> None:
-    """An episode that was interrupted starts again; that is no fault."""
+    """An episode that was interrupted starts again; that is not a fault."""
     body = "    @tool\n    def look(self) -> str:\n        '''Look.'''\n        return 'x'\n"
     assert (await findings(body, tmp_path))["snapshots"].verdict == "note"
 

@@ -13,6 +13,7 @@ from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SimulatedUser
 from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
@@ -227,9 +228,9 @@ async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Rendere
     sent: list[SamplingParams] = []
 
     class Watched(ScriptedPolicy):
-        async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Any:
-            sent.append(sampling)
-            return await super().complete(tokens, sampling, **options)
+        async def complete(self, request: CompletionRequest) -> Any:
+            sent.append(request.sampling)
+            return await super().complete(request)
 
     for split in (2, 3):
         cut = await played(renderer, spoken(renderer, Reply(whole[:split], "abort")), sampling=sampling)

@@ -26,7 +26,7 @@ import msgspec
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, shortened
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.generate_wire import MissingField
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
@@ -171,7 +171,7 @@ class Pipeline:
         """
         sampling = SamplingParams(max_new_tokens=1, top_p=self.settings.endpoint.sampling.top_p)
         try:
-            await self.policy.complete(packed_tokens(PROBE), sampling)
+            await self.policy.complete(CompletionRequest(packed_tokens(PROBE), sampling))
         except MissingField as error:
             flag = "use_rollout_routing_replay" if error.field == "routed_experts" else "rollout_top_p"
             expected = f"a server that returns meta_info.{error.field} ({error})"

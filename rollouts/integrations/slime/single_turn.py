@@ -23,7 +23,7 @@ import attrs
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
@@ -102,7 +102,9 @@ async def _continue_text(
     trajectory = Trajectory()
     trajectory.add_context(ids, prompt.messages)
     try:
-        completion = await policy.complete(trajectory.tokens, sampling, stop_token_ids=stops, session=uuid.uuid4().hex)
+        completion = await policy.complete(
+            CompletionRequest(trajectory.tokens, sampling, stop_token_ids=stops, session=uuid.uuid4().hex)
+        )
     except ContextOverflow as error:
         raise GenerateFailure(f"the prompt does not fit the model's context: {error}") from error
     reply = Message("assistant", codec.decode(completion.tokens.tolist()))

@@ -20,7 +20,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Completion, Message, SamplingParams, Tool, ToolCall
 from rollouts.errors import ContextOverflow, EndpointAway, EndpointError, Failure
-from rollouts.inference.base import Policy, images_option
+from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.contexts import Context, Contexts
 from rollouts.programs.gateway.in_flight import InFlight
@@ -132,17 +132,18 @@ class Answers:
         """Sample one reply and add it to the tree."""
         began, tokens = now(), line.sequence.tokens
         try:
-            completion = await self._policy.complete(
+            wanted = CompletionRequest(
                 tokens,
                 self._sampling_of(request.sent, budget, number),
-                stop_token_ids=self._renderer.stop_token_ids,
+                self._renderer.stop_token_ids,
                 session=f"{self._route}-{line.number}",
                 route=self._route,
-                **images_option(line.sequence.images),
+                images=line.sequence.images,
             )
+            completion = await self._policy.complete(wanted)
         except ContextOverflow as error:
-            wanted = len(tokens) + budget  # the server does not say its context: it is below this
-            raise self._overflow(wanted, wanted - 1) from error
+            length = len(tokens) + budget  # the server does not say its context: it is below this
+            raise self._overflow(length, length - 1) from error
         message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
         message, stop_text = _until_stop(message, request.sent.stop, completion)
         written = message.tool_calls

@@ -16,6 +16,7 @@ from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EnvironmentFailure, FilterFailure, GenerateFailure
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
@@ -318,7 +319,9 @@ def with_judge(endpoint: Endpoint, *, endpoints: dict[str, Endpoint], name: str)
 
     async def reward(sample: Any) -> float:
         ids = packed_tokens([sample.group_index + 1])
-        completion = await shared_policy(endpoints["ref"]).complete(ids, SamplingParams(max_new_tokens=1))
+        completion = await shared_policy(endpoints["ref"]).complete(
+            CompletionRequest(ids, SamplingParams(max_new_tokens=1))
+        )
         return float(len(completion.tokens))
 
     made = launch_recipe(endpoint, name=name)

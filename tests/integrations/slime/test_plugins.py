@@ -10,6 +10,7 @@ import pytest
 from rollouts.dtypes import SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
+from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.slime import generate, group_reward, policy_for, reward
 from rollouts.integrations.slime.records import records
 from rollouts.testing.server import StubServer
@@ -155,5 +156,7 @@ async def test_ids_outside_the_vocabulary_are_never_sent() -> None:
         args = Launch().args(sglang_router_ip=host, sglang_router_port=int(port), hf_checkpoint=str(DEMO_MODEL))
         for bad in (1_000_000, -1):
             with pytest.raises(ConfigError, match=rf"tokens\[1\]: got id {bad}; expected 0 <= id < "):
-                await policy_for(args).complete(np.array([1, bad], np.int32), SamplingParams(max_new_tokens=1))
+                await policy_for(args).complete(
+                    CompletionRequest(np.array([1, bad], np.int32), SamplingParams(max_new_tokens=1))
+                )
         assert not server.requests

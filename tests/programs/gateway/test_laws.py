@@ -24,8 +24,9 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Completion, Message, SamplingParams, Tool, ToolCall
+from rollouts.dtypes import Completion, Message, Tool, ToolCall
 from rollouts.errors import EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.normal import ordered_results
 from rollouts.programs.gateway.session import ProgramSession
 from rollouts.programs.gateway.tree import Call, Training
@@ -63,10 +64,10 @@ class RandomPolicy(ScriptedPolicy):
             return Reply(reply[: len(reply) // 2], "abort")
         return Reply(reply[:-1], "length") if chance < 0.1 else Reply(reply)
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         if self.rng.random() < 0.04:
             raise EndpointUnavailable("no answer")
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 def identity(message: Message, ours: set[str]) -> tuple[Any, ...]:
@@ -210,10 +211,10 @@ Answered: TypeAlias = tuple[list[Message], list[CallReply]]
 class WaitingPolicy(RandomPolicy):
     """A random policy whose replies overtake each other."""
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         for _ in range(self.rng.randrange(6)):
             await anyio.lowlevel.checkpoint()
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 async def ask_until(

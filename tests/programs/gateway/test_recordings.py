@@ -18,6 +18,7 @@ import pytest
 
 from rollouts.dtypes import Completion, Message, SamplingParams, ToolCall
 from rollouts.errors import ContextOverflow, EndpointUnavailable
+from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.server import LINEAGE, WIRES
 from rollouts.programs.gateway.session import ProgramSession
 from rollouts.programs.gateway.tree import Training
@@ -159,14 +160,14 @@ class FaultyPolicy(ScriptedPolicy):
         self.reply = Message("assistant")
         self.fault = ""
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         if self.fault == "fail":
             raise EndpointUnavailable("the server failed")
         if self.fault == "overflow":
             raise ContextOverflow("the prompt is too long")
         if self.fault == "gone":
             await anyio.sleep_forever()
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 @attrs.frozen

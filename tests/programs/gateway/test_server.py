@@ -22,6 +22,7 @@ import pytest
 
 from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
+from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.connections import Listener
 from rollouts.programs.gateway.server import Gateway
 from rollouts.programs.gateway.types import ApiError, CallRequest
@@ -596,12 +597,12 @@ class GatedPolicy(ScriptedPolicy):
 
     gate: Gate
 
-    async def complete(self, *args: Any, **options: Any) -> Any:
+    async def complete(self, request: CompletionRequest) -> Any:
         self.gate.begun += 1
         self.gate.changed.set()
         self.gate.changed = anyio.Event()
         await self.gate.gate.wait()
-        return await super().complete(*args, **options)
+        return await super().complete(request)
 
 
 @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from rollouts.dtypes import Completion, Message, SamplingParams, StopReason, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointAway, EndpointUnavailable, TokenMismatchError
+from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.normal import message_rules
 from rollouts.programs.gateway.session import ProgramSession, SessionLimits
 from rollouts.programs.gateway.tree import Training
@@ -53,13 +54,13 @@ class GatedPolicy(ScriptedPolicy):
         self.in_flight = 0
         self.most_in_flight = 0
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         self.begun += 1
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await self.gate.wait()
-            return await super().complete(tokens, sampling, **options)
+            return await super().complete(request)
         except anyio.get_cancelled_exc_class():
             self.cancelled += 1
             raise
@@ -593,10 +594,10 @@ class FailingPolicy(ScriptedPolicy):
         super().__init__(replies("done"))
         self.errors = list(errors)
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
+    async def complete(self, request: CompletionRequest) -> Completion:
         if self.errors:
             raise self.errors.pop(0)
-        return await super().complete(tokens, sampling, **options)
+        return await super().complete(request)
 
 
 @pytest.mark.parametrize(
@@ -639,8 +640,10 @@ async def test_an_aborted_reply_is_kept_and_not_trained() -> None:
 class WrongPolicy(ScriptedPolicy):
     """Samples from other ids than it was sent."""
 
-    async def complete(self, tokens: Any, sampling: SamplingParams, **options: Any) -> Completion:
-        return await super().complete(np.concatenate([tokens[:-1], tokens[:1]]), sampling, **options)
+    async def complete(self, request: CompletionRequest) -> Completion:
+        return await super().complete(
+            attrs.evolve(request, tokens=np.concatenate([request.tokens[:-1], request.tokens[:1]]))
+        )
 
 
 async def test_a_reply_to_other_ids_is_a_broken_law() -> None:
