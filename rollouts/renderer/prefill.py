@@ -15,13 +15,13 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.reply_text import after_prompt
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["goes_on", "open_turn", "turn_start"]
+__all__ = ["continues_turn", "open_turn", "turn_start"]
 
 _END = "qz7endqz7 "
 """The space shows whether the template trims the message."""
 
 
-def goes_on(messages: Sequence[Message]) -> bool:
+def continues_turn(messages: Sequence[Message]) -> bool:
     """Whether the reply to these messages goes on in their last turn."""
     return bool(messages) and messages[-1].role == "assistant"
 

@@ -214,6 +214,10 @@ class Codec:
                 self.encoded_characters += len(text)
         return ids
 
+    def encode_uncounted(self, text: str) -> TokenColumn:
+        """Return the ids of a text that enters no conversation."""
+        return self.encode(text, counted=False)
+
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a short text in which special tokens are plain text.
 

@@ -18,7 +18,7 @@ from rollouts.dtypes import Image, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.renderer.images import joined_inputs
-from rollouts.renderer.renderer import images_of
+from rollouts.renderer.model_format import images_of
 from tests.processors import CHATML, FAMILIES, build_processor, load_tokenizer_of, own_output, own_text, picture
 
 pytest.importorskip("torch")

@@ -76,7 +76,7 @@ def as_rendered(renderer: Renderer, history: Sequence[Message], new: Sequence[Me
     bridge = renderer.decode(renderer.bridge(history, new, tools=TOOLS, tail=DEMO.encode("<|im_end|>")))
     whole = DEMO.apply_chat_template(
         [message.to_chat() for message in [*history, *new]],
-        chat_template=renderer._template.source,
+        chat_template=renderer._model.template.source,
         tools=[tool.to_chat() for tool in TOOLS],
         tokenize=False,
         add_generation_prompt=True,
@@ -111,10 +111,10 @@ def test_a_switch_in_an_earlier_message_reaches_the_bridge(history: list[Message
 
 def test_a_text_that_changes_no_bridge_is_no_switch(chat_template: Any, tokenizer: Any) -> None:
     """Templates compare many strings; only those that change a later bridge count."""
-    assert set(renderer_of(THINKS)._switches.texts) == {"/no_think", "/think"}
-    assert renderer_of(NUMBERED)._switches.texts == ()
+    assert set(renderer_of(THINKS)._model.switches.texts) == {"/no_think", "/think"}
+    assert renderer_of(NUMBERED)._model.switches.texts == ()
     qwen3 = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
-    assert qwen3._switches.texts == ()
+    assert qwen3._model.switches.texts == ()
 
 
 def test_a_bridge_that_depends_on_the_history_is_refused() -> None:
