@@ -288,7 +288,7 @@ MALFORMED = {
         ),
         ("<tool_call>{}</tool_call>", "bad_form", "<function=name>"),
         ("<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>", "bad_form", "<tool_call> before"),
-        ("<tool_call><function=weather>Köln</function></tool_call>", "bad_arguments", "no argument with its tags"),
+        ("<tool_call><function=weather>Köln</function></tool_call>", "bad_arguments", "not an argument with its tags"),
         (
             "<tool_call><function=weather><parameter=city>a</parameter><parameter=city>b</parameter></function>"
             "</tool_call>",
@@ -309,7 +309,7 @@ MALFORMED = {
             "bad_arguments",
             "integer",
         ),
-        ("<tool_call>weather\n<arg_key>city</arg_key></tool_call>", "bad_arguments", "no argument with its tags"),
+        ("<tool_call>weather\n<arg_key>city</arg_key></tool_call>", "bad_arguments", "not an argument with its tags"),
         ("<tool_call>now", "unclosed", "</tool_call> is missing"),
     ],
     "llama_json": [
@@ -318,7 +318,7 @@ MALFORMED = {
         ("<|python_tag|>weather.call(city=1)", "not_json", "not valid JSON"),
     ],
     "llama_pythonic": [
-        ("[weather('Köln')]", "bad_arguments", "no argument with its name"),
+        ("[weather('Köln')]", "bad_arguments", "not an argument with its name"),
         ("[weather(city=Köln)]", "bad_arguments", "no literal value"),
         ("[weather(days=__import__('os').getpid())]", "bad_arguments", "no literal value"),
         ("[weather(days=1+1)]", "bad_form", "where ) or , should be"),
@@ -327,7 +327,7 @@ MALFORMED = {
         ("[weather(city='Köln'", "unclosed", "is missing"),
         ("[weather(city='Köln')", "unclosed", "is missing"),
         ("[weather(city='Köln') now()]", "bad_form", "where ] or , should be"),
-        ("[weather(city='\\x4')]", "bad_arguments", "is no character"),
+        ("[weather(city='\\x4')]", "bad_arguments", "is not a character"),
         ("[weather(days=" + "9" * 5000 + ")]", "bad_arguments", "no number"),
         ("[weather(tags=" + "[" * 5000, "bad_arguments", "deep"),
         ("<|python_start|>[5]<|python_end|>", "no_name", "name of a tool"),
@@ -399,7 +399,7 @@ MALFORMED = {
         ('<|tool_call>call:weather<|"|>{}<|"|><tool_call|>', "string_arguments", "are a string"),
         ("<|tool_call>call:weather<tool_call|>", "no_arguments", "arguments are missing"),
         ('<|tool_call>call:weather{city:"Köln"}<tool_call|>', "bad_arguments", "not between quotation marks"),
-        ("<|tool_call>call:weather{city:Köln}<tool_call|>", "bad_arguments", "'Köln' is no value"),
+        ("<|tool_call>call:weather{city:Köln}<tool_call|>", "bad_arguments", "'Köln' is not a value"),
         ('<|tool_call>call:weather{city:<|"|>Köln}<tool_call|>', "bad_arguments", "missing behind a string"),
         ("<|tool_call>call:weather{days:1,days:2}<tool_call|>", "bad_arguments", "more than once"),
         ("<|tool_call>call:weather{days:1 tags:[]}<tool_call|>", "bad_arguments", "a comma or }"),
@@ -429,7 +429,7 @@ MALFORMED = {
         ("<tool_calls:opensource></tool_calls:opensource>", "bad_form", "no call in it"),
     ],
     "olmo3": [
-        ("<function_calls>\nweather('Köln')\n</function_calls>", "bad_arguments", "no argument with its name"),
+        ("<function_calls>\nweather('Köln')\n</function_calls>", "bad_arguments", "not an argument with its name"),
         ("<function_calls></function_calls>", "bad_form", "no call in it"),
         ("<function_calls>now(", "unclosed", "</function_calls> is missing"),
         ("<function_calls>Köln.</function_calls>", "bad_form", "should be"),
@@ -457,7 +457,7 @@ MALFORMED = {
     ],
     "minicpm": [
         ('<function name="weather"><param name="days">two</param></function>', "bad_arguments", "integer"),
-        ('<function name="weather">Köln</function>', "bad_arguments", "no argument with its tags"),
+        ('<function name="weather">Köln</function>', "bad_arguments", "not an argument with its tags"),
         ("<function weather></function>", "no_name", "must begin with"),
         ('<function name="now">', "unclosed", "</function> is missing"),
     ],

@@ -31,7 +31,7 @@ DIFFERENCES = (
     "One prompt has one reply (n is 1), and top_logprobs_num, token_ids_logprob, return_sampling_mask, LoRA,"
     " sessions, penalties, grammars and beam search are a 400 that names the field.",
     "The model does not see images: it computes with the embedding of the placeholder. The processor of the model's"
-    " folder expands placeholders, so that ids, counts and refusals are those of a server.",
+    " folder expands placeholders, so that ids, counts and refusals equal a server's.",
     "A greedy token always has its logprob at temperature 1; SGLang does so if the whole batch is greedy.",
 )
 """The deliberate differences from SGLang, which ``/server_info`` reports as ``differences``."""
@@ -70,7 +70,7 @@ class _Detokenize(msgspec.Struct):
 
 
 def control_routes(frontend: Frontend) -> list[web.RouteDef]:
-    """The routes of single engine."""
+    """The routes of a single engine."""
     control = _Control(frontend)
     gets: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
         "/health": control.health,

@@ -3,7 +3,7 @@
 Invariant: a rid is in flight from :meth:`Frontend.enter` to :meth:`Frontend.leave` and names one request. A call that
 leaves early (a disconnect, a deadline) aborts its requests. All methods run in the event loop and never compute.
 
-This module knows no HTTP.
+This module does not know HTTP.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: a loaded model can be served: it is a causal language model whose layers all attend to the whole sequence, as
 the attention mask of the slots assumes. Loading never uses the network.
 
-This module knows no slot and no request.
+This module does not know slots or requests.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Quirks of SGLang that are reproduced:
 - ``ignore_eos`` also disables ``stop_token_ids``.
 - Errors of a stream have status 200.
 
-This module knows no tensor.
+This module does not know tensors.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: one sequence at a time, through the model's own cache and attention; nothing of the engine's slots, prefixes
 or sampler takes part, so that the result can judge the engine and any other server.
 
-This module knows no request and no stored run.
+This module does not know requests or stored runs.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
 :class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
-that opened it and is closed with it. What is received of a response is bounded, for one read as a whole by the caller.
+that opened it and is closed with it. The bytes received of a response are bounded; for a response read as a whole, by
+the caller.
 
-The only deadline set here is that of connecting; callers use anyio scopes. Redirects, cookies and proxies are not
+The only deadline set here limits connecting; callers use anyio scopes. Redirects, cookies and proxies are not
 supported. The client does not know what the payloads mean.
 """
 
@@ -250,10 +251,10 @@ class HttpClient:
         return _Exchange(self, method, url, headers, body, fresh)
 
     async def pool(self) -> Pool:
-        """Return the pool; raises ConfigError in another event loop than the one that opened it."""
+        """Return the pool; raises ConfigError in an event loop that did not open it."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
-            raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
+            raise ConfigError("this connection pool belongs to another event loop; each loop needs a separate policy")
         return pool
 
     async def _open(self) -> Pool:

@@ -1,7 +1,7 @@
 """Request heads: origin, request line and header lines from a URL and headers.
 
 Invariant: any accepted URL and headers form exactly one request; others raise a ConfigError before anything is sent. No
-error contains a password or the value of a header. This module knows no socket.
+error contains a password or the value of a header. This module does not know sockets.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Bridges:
         return bridge_text(model.template, whole, short, new, tools, model.stops)
 
     def _check(self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Compare a bridge with that of the whole conversation.
+        """Compare a bridge with the bridge of the whole conversation.
 
         Raises:
             ConfigError: they differ in more than the mark that ends the reply, or the template raises.

@@ -27,7 +27,7 @@ __all__ = ["ModelFormat", "images_of"]
 
 @attrs.frozen(kw_only=True)
 class ModelFormat:
-    """What openings, bridges and self-tests of one renderer share."""
+    """The parts that openings, bridges and self-tests of one renderer share."""
 
     template: ChatTemplate
     codec: Codec

@@ -49,11 +49,10 @@ class Renderer:
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that the template gets from ``strftime_now``; by default the time of construction.
         tells_tools: whether the template gets the tools; if not, the messages must describe them.
-        special_text: what happens to special tokens, and other added tokens that the template writes, in the text of
+        special_text: the treatment of special tokens, and other added tokens that the template writes, in the text of
             user and tool messages. ``"as_ids"``: they become their ids, as in transformers and in servers' chat
-            endpoints, so that prompts are those that the model is served with. ``"as_text"``: they are encoded as
-            plain text, each apart, so that a web page or a user cannot write the marks of a turn. ``"error"``: they
-            are refused.
+            endpoints, so that training and serving have equal prompts. ``"as_text"``: they are encoded as plain text,
+            each apart, so that a web page or a user cannot write the marks of a turn. ``"error"``: they are refused.
         images: the model's processor, which transformers' ``AutoProcessor`` loads: messages may have images.
             ``True`` loads it from where the tokenizer comes from, a path or a name from there. By default images are
             refused.
@@ -147,11 +146,11 @@ class Renderer:
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
         """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
-        If the last message is an assistant message, the reply goes on in its turn: the prompt ends with its content.
+        If the last message is an assistant message, the reply continues its turn: the prompt ends with its content.
         Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
-            ConfigError: the template cannot render these messages, or cannot go on in the last one.
+            ConfigError: the template cannot render these messages, or cannot continue the last one.
         """
         return self._openings.opening(messages, tools)
 
@@ -201,18 +200,19 @@ class Renderer:
         They begin with the turn's closing mark only if the model sampled no stop token (the reply was cut). If the
         model sampled another stop token than the template writes, the sampled one stays.
 
-        In a conversation of at most six messages so far, it is what the template writes there (long texts shortened).
-        In a longer one a dummy stands in place of the history. The bridges 1, 2, 4, 8, … from there on, and those after
-        a message that contains a switch of the template (such as ``/no_think``), are compared with the rendering of the
-        whole conversation. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, … count.
+        In a conversation of at most six messages so far, the bridge is the text that the template writes there (long
+        texts shortened). In a longer one a dummy stands in place of the history. The bridges 1, 2, 4, 8, … from there
+        on, and those after a message that contains a switch of the template (such as ``/no_think``), are compared with
+        the rendering of the whole conversation. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, …
+        count.
 
         Args:
             history: the conversation so far, ending with the reply. Of the earlier messages of a longer one, only
-                system messages and those that contain a switch are rendered.
+                system messages and messages with a switch are rendered.
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
             tail: the reply's sampled ids; the last one is enough.
-            memory: what earlier bridges of the same ``history``, a list that grows, have found; without it, the whole
+            memory: the findings of earlier bridges of the same ``history``, a list that grows; without it, the whole
                 history is searched for switches, and the bridge is compared.
 
         Raises:
@@ -223,7 +223,7 @@ class Renderer:
         return self._bridges.bridge(history, new, tools, tail, memory)
 
     def continuation(self, text: str) -> TokenColumn:
-        """Return the ids of a text that goes on in a reply's turn, encoded alone; int32, read-only.
+        """Return the ids of text that continues a reply's turn, encoded alone; int32, read-only.
 
         Raises:
             ConfigError: it contains a special token, and ``special_text`` is ``"error"``.
@@ -239,7 +239,7 @@ class Renderer:
         return self._model.template.render(messages, tools, generation_prompt=generation_prompt).replace(GUARD, "")
 
     def encode(self, text: str) -> TokenColumn:
-        """Return the ids of a text that the template wrote; int32, read-only."""
+        """Return the ids of text that the template wrote; int32, read-only."""
         return self._model.codec.encode(text)
 
     def encode_conversation(
@@ -337,7 +337,7 @@ def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if isinstance(tokenizer, Renderer):
         for name, value in kwargs.items():
-            raise ConfigError.of(name, value, f"no value: the renderer {tokenizer!r} has its own")
+            raise ConfigError.of(name, value, f"no value: the renderer {tokenizer!r} has options already")
         return tokenizer
     key = repr(sorted(kwargs.items()))
     with _SHARED_LOCK:

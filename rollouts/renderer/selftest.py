@@ -250,7 +250,7 @@ def _bridge_verdict(model: ModelFormat, whole: str, bridge: str, turn: _Turn) ->
     encode = model.codec.encode_uncounted
     ids = encode(bridge)
     if not np.array_equal(encode(whole)[-len(ids) :], ids):
-        return "refused", "the bridge has other ids inside the conversation than on its own"
+        return "refused", "the bridge has other ids inside the conversation than alone"
     if any(mark not in whole for mark in turn.marks):
         return "forks", "the template leaves calls out of the history"
     return "exact", ""

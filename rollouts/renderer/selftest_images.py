@@ -59,11 +59,11 @@ def _image_verdict(
     bridge: tuple[str, Sequence[Message]] | None = None,
 ) -> tuple[Verdict, str]:
     """Compare ids and inputs with those of the processor; ``bridge`` is the end of the text, with its messages."""
-    shown = images_of(messages)
+    all_images = images_of(messages)
     try:
-        expected, inputs = images.own_ids(text, shown)
-        ids = model.encode(text, shown, counted=False).tolist()
-        joined = images.inputs(shown)
+        expected, inputs = images.processor_ids(text, all_images)
+        ids = model.encode(text, all_images, counted=False).tolist()
+        joined = images.inputs(all_images)
         if bridge is not None:
             tail = model.encode(bridge[0], images_of(bridge[1]), counted=False)
             ids = ids[: -len(tail)] + tail.tolist()

@@ -44,8 +44,8 @@ class Switches:
         history = [*system, *with_kept(short, kept)(())]
         later = [*history, _SAID, Message("user", _PLAIN)]
         user, result = _NEWS
-        asked = [(user, ()), (user, (PROBE,)), (result, (PROBE,))]
-        return [self._bridge(start, new, tools) for start in (history, later) for new, tools in asked]
+        cases = [(user, ()), (user, (PROBE,)), (result, (PROBE,))]
+        return [self._bridge(start, new, tools) for start in (history, later) for new, tools in cases]
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The text of each token of a sequence.
 
-Invariant: the texts, joined, are what the tokenizer decodes from all tokens. A character that several
+Invariant: the texts, joined, equal the text that the tokenizer decodes from all tokens. A character that several
 tokens spell belongs to the first of them.
 """
 
@@ -37,7 +37,7 @@ class TokenTexts:
         if text is None:
             before = self._decode([token])
             after = self._decode([token, token])
-            # Some decoders drop a space at the start of a text.
+            # Some decoders drop a space at the start.
             text = after[len(before) :] if after.startswith(before) and _BROKEN not in after else before
             self._alone[token] = text
         return text
@@ -77,11 +77,11 @@ class TokenTexts:
     def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
         """The text that each token adds to the text before it; quadratic, for the few samples that need it."""
         assert self._decode is not None
-        texts, shown = [], 0
+        texts, written = [], 0
         for stop in range(1, len(ids) + 1):
             text = whole if stop == len(ids) else self._decode(ids[:stop])
             while not whole.startswith(text):  # the last character is not whole yet, or changes with the next token
                 text = text[:-1]
-            texts.append(text[shown:])
-            shown = max(shown, len(text))
+            texts.append(text[written:])
+            written = max(written, len(text))
         return texts
