@@ -319,8 +319,8 @@ MALFORMED = {
     ],
     "llama_pythonic": [
         ("[weather('Köln')]", "bad_arguments", "not an argument with its name"),
-        ("[weather(city=Köln)]", "bad_arguments", "no literal value"),
-        ("[weather(days=__import__('os').getpid())]", "bad_arguments", "no literal value"),
+        ("[weather(city=Köln)]", "bad_arguments", "not a literal value"),
+        ("[weather(days=__import__('os').getpid())]", "bad_arguments", "not a literal value"),
         ("[weather(days=1+1)]", "bad_form", "where ) or , should be"),
         ("[weather(city='a', city='b')]", "bad_arguments", "more than once"),
         ("[weather(city='Kö", "unclosed", "is missing"),
@@ -424,7 +424,11 @@ MALFORMED = {
     ],
     "hunyuan_v3": [
         ("<tool_call:opensource>now</tool_call:opensource>", "no_name", "<tool_sep>"),
-        ("<tool_call:opensource>now<tool_sep:opensource>Köln</tool_call:opensource>", "bad_arguments", "no argument"),
+        (
+            "<tool_call:opensource>now<tool_sep:opensource>Köln</tool_call:opensource>",
+            "bad_arguments",
+            "not an argument",
+        ),
         ("<tool_call:opensource>now<tool_sep:opensource>", "unclosed", "</tool_call> is missing"),
         ("<tool_calls:opensource></tool_calls:opensource>", "bad_form", "no call in it"),
     ],

@@ -98,7 +98,7 @@ class ModelFormat:
         Args:
             text: the text, with guards.
             images: the images of its messages.
-            counted: whether the text enters a conversation, and so the counters.
+            counted: whether the text enters a conversation, and so the counter.
             partly: the text is the start of a rendering, and contains only the first of the images.
         """
         if self.images is not None:

@@ -136,11 +136,6 @@ class Renderer:
         """Tokens encoded so far for openings and bridges."""
         return self._model.codec.encoded_tokens
 
-    @property
-    def encoded_characters(self) -> int:
-        """Characters encoded so far for openings and bridges."""
-        return self._model.codec.encoded_characters
-
     # -- messages to tokens -------------------------------------------------------------------------------------------
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:

@@ -176,8 +176,6 @@ class Codec:
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that :meth:`encode` has returned so far, if ``counted``."""
-        self.encoded_characters = 0
-        """Characters that :meth:`encode` has taken so far, if ``counted``."""
 
     @property
     def encoder(self) -> str:
@@ -194,7 +192,7 @@ class Codec:
 
         Args:
             text: the text.
-            counted: whether the text enters a conversation, and so the counters.
+            counted: whether the text enters a conversation, and so the counter.
         """
         fast = self._fast
         if fast is None:
@@ -211,7 +209,6 @@ class Codec:
         if counted:
             with self._lock:
                 self.encoded_tokens += len(ids)
-                self.encoded_characters += len(text)
         return ids
 
     def encode_uncounted(self, text: str) -> TokenColumn:

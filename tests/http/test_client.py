@@ -113,7 +113,7 @@ async def test_an_invalid_url_is_a_config_error(transport: HttpClient, url: str)
 
 
 async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> None:
-    """Sequential requests share one connection; each fresh request opens its own."""
+    """Sequential requests share one connection; each request with a new connection opens one."""
     async with StubServer() as server:
         for fresh in (False, False, False, True, True):
             await transport.post(f"{server.url}/generate", BODY, {}, fresh=fresh)
@@ -134,7 +134,7 @@ async def test_the_connection_of_a_cancelled_request_is_not_reused(transport: Ht
 
 
 async def test_a_closed_client_can_be_used_again(transport: HttpClient) -> None:
-    """The next use opens a new pool; closing twice is no error."""
+    """The next use opens a new pool; closing twice is allowed."""
     async with StubServer() as server:
         for _ in range(2):
             await transport.post(f"{server.url}/generate", BODY, {})

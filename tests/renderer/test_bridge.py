@@ -30,7 +30,7 @@ from tests.test_families import World
 
 FAMILIES = {**REAL_AND_SMALL, **STRUCTURES}
 ALONE = ("Qwen2.5", "gpt-oss")
-"""Families that load a tokenizer of their own, for seconds: played with ``--long``, and by ``test_families.py``."""
+"""Families that load another tokenizer, for seconds: played with ``--long``, and by ``test_families.py``."""
 WRITTEN = ("/no_think", "/think", "<think>", "</think>", "detailed thinking off", "<tool_response>", "/nothink")
 
 

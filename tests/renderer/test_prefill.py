@@ -1,4 +1,4 @@
-"""A prompt that ends in an assistant message: the reply goes on in that turn."""
+"""A prompt that ends in an assistant message: the reply continues that turn."""
 
 from __future__ import annotations
 
