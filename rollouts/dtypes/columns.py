@@ -37,8 +37,8 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""The largest valid logprob: rounding may lift one above 0. A logprob within the tolerance is
-stored as the server sent it, not clipped to 0, so that the stored value equals the response bit by bit."""
+"""The largest valid logprob: rounding may lift one above 0. A logprob within the tolerance is stored as the server sent
+it, not clipped to 0, so that the stored value equals the response bit by bit."""
 
 
 def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:

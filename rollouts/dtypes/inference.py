@@ -90,8 +90,8 @@ class VersionSpan:
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
 
-    With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution, as vLLM
-    does in its raw mode. For a vLLM server whose logprobs would be of another distribution they are refused.
+    With ``top_p`` below 1 or ``top_k`` set, SGLang 0.5.23 reports the logprob of the untruncated distribution, as vLLM
+    0.32.0 does in its raw mode. The client refuses them for a vLLM server in its processed mode.
     """
 
     temperature: float = attrs.field(default=1.0, validator=number(least=0))

@@ -39,7 +39,7 @@ UNFLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued."
     " Retract or finish them, then call /flush_cache."
 )
-"""SGLang's message, verbatim: clients match it."""
+"""The message of SGLang 0.5.23, verbatim: clients match it."""
 
 
 @attrs.frozen

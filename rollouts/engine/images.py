@@ -42,7 +42,7 @@ class Expander:
         with self._lock:
             placeholder = self._placeholder
             found = list(ids).count(placeholder)
-            if found != len(image_data):  # SGLang's text
+            if found != len(image_data):  # the message of SGLang 0.5.23
                 raise ConfigError(
                     f"Prompt has {found} image placeholders but {len(image_data)} image inputs were provided"
                 )

@@ -59,7 +59,8 @@ def _object(message: str, kind: str, code: int) -> dict[str, Any]:
 
 
 class GenerateBody(msgspec.Struct, gc=False):
-    """``POST /generate``. Unknown keys are ignored, as in SGLang; those after the blank line are not implemented."""
+    """``POST /generate``. Unknown keys are ignored, as in SGLang 0.5.23; keys after the blank line are not
+    implemented."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -299,7 +300,7 @@ def _limit(prompt: int, sampling: SamplingBody, loaded: Loaded) -> int:
             f"Input length ({prompt} tokens) exceeds the maximum allowed length ({loaded.max_input} tokens)."
             " Use a shorter input or enable --allow-auto-truncate."
         )
-    room = longest - prompt - 2  # of which SGLang uses no token either
+    room = longest - prompt - 2  # SGLang 0.5.23 uses none of these two either
     return room if budget is None else min(budget, room)
 
 

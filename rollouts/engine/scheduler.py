@@ -286,7 +286,7 @@ class Scheduler:
                 self._updated.append(request)
 
     def _reason(self, request: Request, token: int, logprob: float) -> dict[str, Any] | None:
-        """The finish reason if the request ends with this token, checked in SGLang's order."""
+        """The finish reason if the request ends with this token, checked in the order of SGLang 0.5.23."""
         rules = request.rules
         if logprob != logprob:
             return {"type": "stop", "matched": "NaN happened"}

@@ -6,7 +6,7 @@ disconnects, which aborts its requests.
 The deliberate differences from SGLang are ``control.DIFFERENCES``, which ``/server_info`` reports and
 ``rollouts conformance`` prints.
 
-Quirks of SGLang that are reproduced:
+Quirks of SGLang 0.5.23 that are reproduced:
 - Aborting a known rid aborts every rid that begins with it.
 - ``/health`` blocks while paused and then fails.
 - Cached prefixes survive weight updates and pauses until a flush. A flush fails while a request has K/V in a slot.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["guard", "is_loopback"]
 
 _PUBLIC = "/health"
-"""Answered without the key, as by SGLang: a load balancer has none."""
+"""Answered without the key, as by SGLang 0.5.23: a load balancer has none."""
 
 
 def guard(host: str, api_key: str | None) -> Any:

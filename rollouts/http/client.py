@@ -29,7 +29,8 @@ from rollouts.http.request import request_head
 __all__ = ["ConnectFailed", "ConnectionLost", "HttpClient", "ProtocolError", "Response"]
 
 KEEPALIVE_SECONDS = 4.0
-"""Shorter than the 5 seconds after which SGLang's server closes an idle connection."""
+"""Shorter than the 5 seconds after which a server closes an idle connection (SGLang 0.5.23:
+SGLANG_TIMEOUT_KEEP_ALIVE)."""
 
 
 class ConnectFailed(EndpointUnavailable):
