@@ -328,7 +328,7 @@ MALFORMED = {
         ("[weather(city='Köln')", "unclosed", "is missing"),
         ("[weather(city='Köln') now()]", "bad_form", "where ] or , should be"),
         ("[weather(city='\\x4')]", "bad_arguments", "is not a character"),
-        ("[weather(days=" + "9" * 5000 + ")]", "bad_arguments", "no number"),
+        ("[weather(days=" + "9" * 5000 + ")]", "bad_arguments", "not a number"),
         ("[weather(tags=" + "[" * 5000, "bad_arguments", "deep"),
         ("<|python_start|>[5]<|python_end|>", "no_name", "name of a tool"),
         ("<|python_start|>[]<|python_end|>", "bad_form", "no call"),

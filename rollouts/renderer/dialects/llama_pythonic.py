@@ -202,7 +202,7 @@ def _number(text: str) -> int | float:
     try:
         return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
     except ValueError as error:  # more digits than Python converts
-        raise MalformedCallError(f"a number cannot be read: {error}", "bad_arguments") from error
+        raise MalformedCallError(f"this is not a number: {error}", "bad_arguments") from error
 
 
 def _unescaped(string: re.Match[str]) -> str:
