@@ -238,7 +238,7 @@ async def _scored(client: HttpClient, url: str, ids: list[int], *, scored: bool)
     place = f"{url.rstrip('/')}/generate"
     with boundary(EndpointUnavailable, place, seconds=_SECONDS):
         status, payload = await client.post(
-            place, msgspec.json.encode(body), {"Content-Type": "application/json"}, fresh=True
+            place, msgspec.json.encode(body), {"Content-Type": "application/json"}, new_connection=True
         )
         if status != 200:
             raise error_of(status, f"{message_of(payload)} (POST {place})")

@@ -94,7 +94,7 @@ class Probe:
         """POST to ``/generate``."""
         headers = headers_of(self.endpoint) | ({"X-SMG-Routing-Key": f"{self._salt} {session}"} if session else {})
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        return await self.client.post(f"{self.url}/generate", data, headers, fresh=True)
+        return await self.client.post(f"{self.url}/generate", data, headers, new_connection=True)
 
     async def reply(self, prompt: Sequence[int], *, session: str = "", rid: str = "", **fields: Any) -> Reply:
         """Generate; ``sampling_params`` are added to ``FREE``.
@@ -192,7 +192,7 @@ class Probe:
         """POST to every server itself."""
         headers = headers_of(self.endpoint, admin=True)
         data = msgspec.json.encode(body)
-        return [await self.client.post(url + path, data, headers, fresh=True) for url in self.servers]
+        return [await self.client.post(url + path, data, headers, new_connection=True) for url in self.servers]
 
     async def get(self, path: str) -> list[tuple[int, bytes]]:
         """GET from every server itself."""

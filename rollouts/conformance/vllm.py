@@ -44,7 +44,7 @@ class VLLMProbe(Probe):
     async def post(self, body: Mapping[str, Any] | bytes, session: str = "") -> tuple[int, bytes]:
         headers = headers_of(self.endpoint) | ({"X-Session-ID": f"{self._salt} {session}"} if session else {})
         data = body if isinstance(body, bytes) else msgspec.json.encode(_translated(body))
-        return await self.client.post(f"{self.url}{VLLMPolicy.ROUTE}", data, headers, fresh=True)
+        return await self.client.post(f"{self.url}{VLLMPolicy.ROUTE}", data, headers, new_connection=True)
 
     def read(self, prompt: Sequence[int], answer: Any) -> Reply:
         if answer["prompt_token_ids"] != list(prompt):
@@ -70,7 +70,9 @@ class VLLMProbe(Probe):
 
     async def text(self, reply: Reply) -> str:
         body = msgspec.json.encode({"tokens": reply.ids})
-        status, payload = await self.client.post(f"{self.url}/detokenize", body, headers_of(self.endpoint), fresh=True)
+        status, payload = await self.client.post(
+            f"{self.url}/detokenize", body, headers_of(self.endpoint), new_connection=True
+        )
         answer = loads(payload) if status == 200 else None
         return str(answer.get("prompt", "")) if isinstance(answer, dict) else ""
 

@@ -77,10 +77,10 @@ class _Exchange:
     __slots__ = (
         "_body",
         "_connection",
-        "_fresh",
         "_headers",
+        "_max_bytes",
         "_method",
-        "_most",
+        "_new_connection",
         "_origin",
         "_pool",
         "_transport",
@@ -94,11 +94,12 @@ class _Exchange:
         url: str,
         headers: Mapping[str, str],
         body: bytes | None,
-        fresh: bool,
-        most: int = MAX_RESPONSE_BYTES,
+        new_connection: bool,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:
-        self._transport, self._most = transport, most
-        self._method, self._url, self._headers, self._body, self._fresh = method, url, headers, body, fresh
+        self._transport, self._max_bytes = transport, max_bytes
+        self._method, self._url, self._headers, self._body = method, url, headers, body
+        self._new_connection = new_connection
 
     async def __aenter__(self) -> Response:
         connection = await self.send(streamed=True)
@@ -116,9 +117,9 @@ class _Exchange:
 
     async def send(self, *, streamed: bool = False) -> Connection:
         """Send the request over an idle connection or a new one."""
-        self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._fresh)
+        self._origin, head = request_head(self._method, self._url, tuple(self._headers.items()), self._new_connection)
         self._pool = pool = await self._transport.pool()
-        connection = None if self._fresh else pool.pop_idle(self._origin)
+        connection = None if self._new_connection else pool.pop_idle(self._origin)
         if connection is None:
             try:
                 connection = await pool.connect(self._origin)
@@ -126,7 +127,7 @@ class _Exchange:
                 refused = isinstance(error, ConnectionRefusedError)
                 raise ConnectFailed(f"{self._what}: cannot connect: {_message(error)}", refused=refused) from error
         self._connection = connection
-        connection.send_request(head, self._body, streamed=streamed, most=self._most)
+        connection.send_request(head, self._body, streamed=streamed, max_bytes=self._max_bytes)
         return connection
 
     async def wait_for(self, awaited: int) -> None:
@@ -147,7 +148,7 @@ class _Exchange:
 
     def release(self) -> None:
         """Return the connection to the pool, or close it if it was for this request only."""
-        if self._fresh:
+        if self._new_connection:
             self._connection.abort()
         else:
             self._pool.release(self._origin, self._connection)
@@ -197,8 +198,8 @@ class HttpClient:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        fresh: bool = False,
-        most: int = MAX_RESPONSE_BYTES,
+        new_connection: bool = False,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
         """Send one POST and read the complete response.
 
@@ -206,8 +207,8 @@ class HttpClient:
             url: absolute ``http`` or ``https`` URL.
             body: sent unchanged.
             headers: sent unchanged.
-            fresh: use a new connection and close it afterwards.
-            most: bytes of the response; a longer one is a :class:`ProtocolError`.
+            new_connection: use a new connection and close it afterwards.
+            max_bytes: limit of the response; a longer one is a :class:`ProtocolError`.
 
         Returns:
             The status and the body. Redirects are not followed.
@@ -217,39 +218,28 @@ class HttpClient:
             ConnectionLost: the server may have received the request; the response is incomplete or invalid.
             ConfigError: invalid URL or header.
         """
-        return await self._request("POST", url, body, headers, fresh, most)
+        return await _whole(_Exchange(self, "POST", url, headers, body, new_connection, max_bytes))
 
-    async def get(self, url: str, headers: Mapping[str, str], *, fresh: bool = True) -> tuple[int, bytes]:
+    async def get(self, url: str, headers: Mapping[str, str], *, new_connection: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""
-        return await self._request("GET", url, None, headers, fresh)
+        return await _whole(_Exchange(self, "GET", url, headers, None, new_connection))
 
     async def aclose(self) -> None:
         """Close all connections."""
         if self._closer is not None:
             await self._closer.aclose()
 
-    async def _request(
+    def open(
         self,
         method: str,
         url: str,
-        body: bytes | None,
         headers: Mapping[str, str],
-        fresh: bool,
-        most: int = MAX_RESPONSE_BYTES,
-    ) -> tuple[int, bytes]:
-        exchange = _Exchange(self, method, url, headers, body, fresh, most)
-        connection = await exchange.send()
-        try:
-            await exchange.wait_for(END_OF_MESSAGE)
-            return connection.status, connection.body()
-        finally:
-            exchange.release()
-
-    def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None, *, fresh: bool = False
+        body: bytes | None = None,
+        *,
+        new_connection: bool = False,
     ) -> AbstractAsyncContextManager[Response]:
         """Send one request and stream its response inside the context; raises as :meth:`post` does."""
-        return _Exchange(self, method, url, headers, body, fresh)
+        return _Exchange(self, method, url, headers, body, new_connection)
 
     async def pool(self) -> Pool:
         """Return the pool; raises ConfigError in an event loop that did not open it."""
@@ -275,6 +265,16 @@ class HttpClient:
             pool.close()
             with anyio.CancelScope(shield=True):
                 await anyio.lowlevel.checkpoint()  # the loop closes the sockets in its next iteration
+
+
+async def _whole(exchange: _Exchange) -> tuple[int, bytes]:
+    """Send a request and read the complete response."""
+    connection = await exchange.send()
+    try:
+        await exchange.wait_for(END_OF_MESSAGE)
+        return connection.status, connection.body()
+    finally:
+        exchange.release()
 
 
 def _message(error: BaseException) -> str:

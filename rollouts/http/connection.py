@@ -87,7 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         """Network error that closed the connection, if any."""
         self.protocol_error = ""
         """Why the received bytes were rejected."""
-        self._most = MAX_RESPONSE_BYTES
+        self._max_bytes = MAX_RESPONSE_BYTES
 
     @property
     def response_started(self) -> bool:
@@ -106,7 +106,7 @@ class Connection(asyncio.BufferedProtocol):
         )
 
     def send_request(
-        self, head: bytes, body: bytes | None, *, streamed: bool = False, most: int = MAX_RESPONSE_BYTES
+        self, head: bytes, body: bytes | None, *, streamed: bool = False, max_bytes: int = MAX_RESPONSE_BYTES
     ) -> None:
         """Write a request.
 
@@ -114,11 +114,11 @@ class Connection(asyncio.BufferedProtocol):
             head: from :func:`~rollouts.http.request.request_head`.
             body: ``None`` sends no ``Content-Length``.
             streamed: pause reading while more than :data:`HIGH_WATER` bytes of the response are unread.
-            most: bytes of a response that is not streamed; the connection of a longer one is closed.
+            max_bytes: limit of a response that is not streamed; the connection of a longer one is closed.
         """
         self.requests += 1
         self.status, self.headers, self._chunks, self._unread = 0, [], [], 0
-        self._streamed, self._most = streamed, most
+        self._streamed, self._max_bytes = streamed, max_bytes
         transport = self._transport
         if transport is None:  # closed since it was opened
             self.state = ERROR
@@ -204,8 +204,8 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is not ACTIVE:  # unsolicited bytes
             self.abort()
             return
-        if not self._streamed and self._unread + nbytes > self._most:
-            self._reject(f"the response is longer than the {self._most} bytes that the request allows")
+        if not self._streamed and self._unread + nbytes > self._max_bytes:
+            self._reject(f"the response is longer than the {self._max_bytes} bytes that the request allows")
             return
         try:
             self._parser.feed_data(self._buffer[:nbytes])

@@ -174,7 +174,7 @@ async def _abort(
     transport: HttpClient, url: str, which: Mapping[str, Any], headers: Mapping[str, str]
 ) -> tuple[int, bytes]:
     try:
-        return await transport.post(url, msgspec.json.encode(which), headers, fresh=True)
+        return await transport.post(url, msgspec.json.encode(which), headers, new_connection=True)
     except ConnectFailed as error:
         if error.refused:
             return 200, _GONE  # no server listens there, so nothing runs there

@@ -563,7 +563,7 @@ class ServerPolicy(abc.ABC):
             size = len(body) - sum(map(len, call.images))
             most = most_response_bytes(size, call.sampling, call.ids.count, call.extras, images=len(call.images))
             url = f"{worker.url}{self.ROUTE}"
-            status, payload = await self._transport.post(url, body, call.headers, fresh=fresh, most=most)
+            status, payload = await self._transport.post(url, body, call.headers, new_connection=fresh, max_bytes=most)
         except ConnectFailed:
             call.running = None
             worker.unanswered.pop(rid, None)

@@ -229,7 +229,9 @@ class _Server(abc.ABC):
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         # A new connection: the server may be closing an idle one at this moment.
-        return await self._transport.post(self._url + path, msgspec.json.encode(body), self._admin_headers, fresh=True)
+        return await self._transport.post(
+            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=True
+        )
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
         kind = EndpointUnavailable if status >= 500 else EndpointRefused

@@ -66,7 +66,7 @@ async def test_a_kept_connection_that_breaks_is_stale(transport: HttpClient) -> 
             await transport.post(url, BODY, {})
         assert raised.value.stale
         await transport.post(url, BODY, {})
-        await transport.post(url, BODY, {}, fresh=True)
+        await transport.post(url, BODY, {}, new_connection=True)
         assert len(server.requests) == 3
         await transport.aclose()
     async with StubServer(faults=["none", "reset_in_body"]) as server:
@@ -116,7 +116,7 @@ async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> Non
     """Sequential requests share one connection; each request with a new connection opens one."""
     async with StubServer() as server:
         for fresh in (False, False, False, True, True):
-            await transport.post(f"{server.url}/generate", BODY, {}, fresh=fresh)
+            await transport.post(f"{server.url}/generate", BODY, {}, new_connection=fresh)
         assert server.connections == 3
         await transport.aclose()
 
@@ -258,7 +258,7 @@ async def test_a_fresh_connection_is_closed_after_its_response(transport: HttpCl
         ended.set()
 
     async with raw_server(handle) as port:
-        await transport.post(f"http://127.0.0.1:{port}/", BODY, {}, fresh=True)
+        await transport.post(f"http://127.0.0.1:{port}/", BODY, {}, new_connection=True)
         with anyio.fail_after(2):
             await ended.wait()
         await transport.aclose()

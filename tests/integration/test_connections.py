@@ -73,7 +73,7 @@ async def test_a_server_that_closes_kept_connections_loses_nothing(transport: Ht
             except ConnectionLost as error:
                 assert error.stale  # noqa: PT017
                 stale += 1
-                assert (await transport.post(url, BODY, {}, fresh=True))[0] == 200
+                assert (await transport.post(url, BODY, {}, new_connection=True))[0] == 200
 
     async with raw_server(handle) as port:
         async with anyio.create_task_group() as calls:
@@ -113,7 +113,7 @@ async def test_a_thousand_cancelled_requests_are_a_thousand_ended_connections(tr
         with anyio.fail_after(10):
             await all_ended.wait()
         for _ in range(60):
-            assert await transport.post(url, b"answer", {}, fresh=True) == (200, b"answer")
+            assert await transport.post(url, b"answer", {}, new_connection=True) == (200, b"answer")
             assert await transport.post(url, b"answer", {}) == (200, b"answer")
         await transport.aclose()
 

@@ -97,7 +97,7 @@ async def test_a_hung_generation_ends_with_its_abort() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
             while not answers:
-                await transport.post(f"{served}/abort_request", b'{"rid": "r"}', {}, fresh=True)
+                await transport.post(f"{served}/abort_request", b'{"rid": "r"}', {}, new_connection=True)
         assert msgspec.json.decode(answers[0][1])["meta_info"]["finish_reason"]["type"] == "abort"
         await transport.aclose()
 
@@ -117,7 +117,7 @@ async def test_all_that_runs_can_be_aborted_at_once() -> None:
             for _ in range(3):
                 tasks.start_soon(ask)
             while len(answers) < 3:
-                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, fresh=True)
+                await transport.post(f"{served}/abort_request", b'{"abort_all": true}', {}, new_connection=True)
         await transport.aclose()
 
 

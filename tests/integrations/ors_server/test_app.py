@@ -142,7 +142,7 @@ async def test_a_call_outlives_its_connection(url: str) -> None:
     headers = {"X-Session-ID": "mine"}
     await transport.post(f"{url}/create", b'{"split": "train", "index": 0}', headers)
     body = b'{"name": "say", "input": {"words": "once"}}'
-    async with transport.open("POST", f"{url}/sums/call", headers, body, fresh=True) as answer:
+    async with transport.open("POST", f"{url}/sums/call", headers, body, new_connection=True) as answer:
         task_id = (await answer.read_chunk()).split(b"data: ")[1].split(b"\r")[0]
     again = b'{"name": "say", "input": {}, "task_id": "' + task_id + b'"}'
     status, payload = await transport.post(f"{url}/sums/call", again, headers)
