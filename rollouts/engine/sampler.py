@@ -2,7 +2,7 @@
 
 Invariant: the logprob of a token is ``log_softmax(logits / temperature)`` over the whole vocabulary, before top-k,
 top-p and min-p, from the same tensor as the draw; for greedy rows the temperature is 1. A draw depends only on the
-row's own logits, seed and position, never on other rows.
+row's logits, seed and position, never on other rows.
 
 This module does not know requests or slots.
 """

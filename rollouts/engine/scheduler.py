@@ -107,7 +107,7 @@ class Scheduler:
     # -- commands: engine thread only ---------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in placement."""
+        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in their slots."""
         self.paused = True
         if mode == "abort":
             self._abort([*self._waiting, *self.slots.running])

@@ -76,7 +76,7 @@ class Marks:
 
 
 def plain_encoder(raw: object) -> Callable[[str], list[int]]:
-    """Return a function that encodes text with the model of a raw tokenizer, which knows no special tokens."""
+    """Return a function that encodes text with the model of a raw tokenizer, which does not know special tokens."""
     model, normalizer, splitter = (getattr(raw, name) for name in ("model", "normalizer", "pre_tokenizer"))
 
     def encode(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """The registry of dialects, and the detection of a chat template's dialect.
 
-Invariant: a template gets a dialect only if it contains every text of that dialect's row; whether the dialect reads the
+Invariant: a template gets a dialect only if it contains every mark in that dialect's row; whether the dialect reads the
 calls that the template writes is tested elsewhere.
 """
 
