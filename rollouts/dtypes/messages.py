@@ -440,8 +440,7 @@ class Prompt:
     group_index: int | None = None
     index: int | None = None
     replacement: int = 0
-    """Number of rollouts of this index that were lost before; part of the seed, so that each retry samples other
-    tokens."""
+    """Number of lost rollouts of this index; part of the seed, so that each retry samples other tokens."""
     turn_log: Any = attrs.field(default=None, eq=False, repr=False)
     """The log of the turns of this rollout's episode, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
     for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""

@@ -115,8 +115,8 @@ async def test_an_invalid_url_is_a_config_error(transport: HttpClient, url: str)
 async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> None:
     """Sequential requests share one connection; each request with a new connection opens one."""
     async with StubServer() as server:
-        for fresh in (False, False, False, True, True):
-            await transport.post(f"{server.url}/generate", BODY, {}, new_connection=fresh)
+        for new_connection in (False, False, False, True, True):
+            await transport.post(f"{server.url}/generate", BODY, {}, new_connection=new_connection)
         assert server.connections == 3
         await transport.aclose()
 
@@ -389,13 +389,13 @@ async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> N
 
     async with raw_server(endless) as port:
         url = f"http://127.0.0.1:{port}/"
-        for most in ({"most": 1 << 20}, {}):
+        for limit in ({"max_bytes": 1 << 20}, {}):
             with (
                 anyio.fail_after(30),
                 pytest.raises(ProtocolError, match=r"longer than the \d+ bytes that the request"),
             ):
-                await transport.post(url, BODY, {}, **most)
-            assert sent < (most.get("most", 1 << 26)) + (8 << 20)
+                await transport.post(url, BODY, {}, **limit)
+            assert sent < (limit.get("max_bytes", 1 << 26)) + (8 << 20)
             sent = 0
         with anyio.fail_after(30), pytest.raises(ProtocolError, match="longer than the"):
             async with transport.open("GET", url, {}) as response:
