@@ -61,7 +61,7 @@ Kind: TypeAlias = Literal[
     "a_pause",
     "other",
 ]
-"""What a wait or a failure is about: a call of user code (``environment_start`` includes creation and tools,
+"""The subject of a wait or a failure: a call of user code (``environment_start`` includes creation and tools,
 ``environment_step`` snapshots and close), a whole ``rollout``, a ``generation`` request or another request to a
 ``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
 
@@ -72,7 +72,7 @@ class RolloutsError(Exception):
     late = False
     """Whether the code of a :func:`boundary` overran its deadline."""
     kind: Kind = "other"
-    """The kind of that code, by default that of the class."""
+    """The kind of that code; by default, of the class."""
 
 
 class ConfigError(RolloutsError, ValueError):

@@ -1,4 +1,4 @@
-"""One linear sequence of tokens: those that the policy was shown, and those that it sampled.
+"""One linear sequence of tokens: the context that the policy was shown, and the tokens that it sampled.
 
 Laws of this module:
 
@@ -8,7 +8,7 @@ Laws of this module:
    :meth:`Trajectory.add_reply` adds sampled tokens, with logprobs and versions; the mask is true exactly there.
 3. Once: a sequence is only appended to, and sealed once.
 
-This module knows no text, no tokenizer and no environment.
+This module does not know text, tokenizers or environments.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CompletionRecord:
     cached_tokens: int
     seconds: float
     continues: bool = attrs.field(default=False, converter=bool)
-    """Whether the reply goes on in the turn of the completion before it, after a text of the environment."""
+    """Whether the reply continues the turn of the completion before it, after text of the environment."""
     temperature: float | None = None
     """The sampling temperature, 0 if greedy; ``None`` in runs of earlier versions."""
     logprobs_of: LogprobsOf | None = None
@@ -86,7 +86,7 @@ class CompletionRecord:
     """Further columns and numbers of the completion; in memory only."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name, as they are stored: without ``extras``, and without those that are false or unknown."""
+        """The fields by name, as they are stored: without ``extras``, and without fields that are false or unknown."""
         fields = dict(zip(_RECORD_FIELDS, _record_values(self), strict=True))
         if not self.continues:
             del fields["continues"]
@@ -112,9 +112,9 @@ class Trajectory:
         segments: adjacent tokens of equal origin, covering all tokens.
         completions: records of the completions, in order.
         step_rewards: rewards of the environment's steps.
-        step_completions: for each of them the number of the completion that it answers, -1 where it is not known.
+        step_completions: for each of these rewards the number of the completion that it answers, -1 where unknown.
         metrics: numbers added up over the episode.
-        times: what the rollout did when.
+        times: the timeline of the rollout.
         stop_reason: why the trajectory ended; ``None`` until it is sealed.
         failure: the failure that ended it, if ``stop_reason`` is ``FAILED``.
     """
@@ -193,7 +193,7 @@ class Trajectory:
     ) -> None:
         """Append tokens that are shown to the policy and never trained: an opening or a bridge.
 
-        ``images`` are those of ``tokens``, with positions in them.
+        ``images`` belong to ``tokens``, with positions in them.
         """
         self.images += [span.shifted(self._length) for span in images]
         self._append(tokens)
@@ -210,7 +210,7 @@ class Trajectory:
     ) -> None:
         """Append sampled tokens, after checking that they were sampled from exactly the stored tokens.
 
-        ``continues``: they go on in the turn of the last reply. ``temperature``: that of their request.
+        ``continues``: they continue the turn of the last reply. ``temperature``: the temperature of their request.
 
         Raises:
             TokenMismatchError: the request contained other ids than this trajectory.

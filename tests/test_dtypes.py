@@ -292,7 +292,7 @@ def test_joined_extras_keep_the_first_row_of_each_position() -> None:
 
 
 def test_sets_of_top_p_add_up() -> None:
-    """The sizes are those of the ids."""
+    """The sizes equal those of the ids."""
     with pytest.raises(ValueError, match="have 3 ids; expected 4"):
         Extras(top_p_ids=packed_tokens([1, 2, 3]), top_p_counts=packed_tokens([2, 2]))
 
@@ -320,7 +320,7 @@ FORMS: dict[str, Callable[[bytes, Path], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_an_image_has_one_form_whatever_it_was_made_from(form: str, tmp_path: Path) -> None:
-    """Its bytes are a PNG in RGB with the pixels of the source, and its hash is that of the bytes."""
+    """Its bytes are a PNG in RGB with the pixels of the source, and its hash is the hash of the bytes."""
     data = _file(_pixels(7, 5))
     (tmp_path / "image.png").write_bytes(data)
     image = Image.of(FORMS[form](data, tmp_path / "image.png"))
@@ -336,7 +336,7 @@ def test_an_image_has_one_form_whatever_it_was_made_from(form: str, tmp_path: Pa
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1"])
 def test_an_image_of_another_mode_becomes_rgb(mode: str) -> None:
-    """The conversion is Pillow's own, as the processors of transformers do it."""
+    """The conversion is Pillow's, as in the processors of transformers."""
     given = _pixels(6, 4, mode if mode == "RGBA" else "RGB").convert(mode)
     assert Image.of(_file(given)).to_pil().tobytes() == given.convert("RGB").tobytes()
 

@@ -1,4 +1,4 @@
-"""The token laws: the stored ids are those that the policy was sent and sampled, and the mask marks the sampled ones.
+"""The token laws: the stored ids are the ids that the policy was sent and sampled, and the mask marks the sampled ids.
 
 Every test plays whole episodes with a real tokenizer and its real template. The model spells its replies in ids that no
 tokenizer would choose, so the tests detect any text that is encoded twice.

@@ -1,4 +1,4 @@
-"""Laws 1 to 3 in Trajectory: it accepts only tokens that were sampled from its own ids, and only at its end."""
+"""Laws 1 to 3 in Trajectory: it accepts only tokens that were sampled from its ids, and only at its end."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from rollouts.agent.prior_turns import PriorTurns
 from rollouts.agent.replies import Replies
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, Tool
+from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, SamplingParams, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
 from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images

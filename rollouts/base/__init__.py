@@ -1,1 +1,1 @@
-"""Checks of values that users give, printing, the packages of an extra, packages that import their modules on use."""
+"""Checks of values from users, printing, the packages of an extra, and packages that import their modules on use."""

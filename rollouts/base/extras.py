@@ -1,7 +1,7 @@
 """The command that installs what an extra of this package needs.
 
 It names the packages, as the metadata of the installation list them. The name of this package would not do: on PyPI it
-is that of another project, and an installation from a clone or a wheel has another name for pip.
+belongs to another project, and an installation from a clone or a wheel has another name for pip.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def _replacement(match: re.Match[str]) -> str:
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print a text so that it is safe for a terminal; by default to standard output."""
+    """Print text that is safe for a terminal; by default to standard output."""
     print(visible(str(text)), file=file, end=end, flush=flush)
 
 

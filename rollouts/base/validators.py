@@ -1,7 +1,7 @@
-"""Checks of values that users give: predicates, and attrs validators whose errors name the field.
+"""Checks of values from users: predicates, and attrs validators whose errors name the field.
 
-Invariant: a bool is no number, and neither is NaN, infinity or an integer that no float holds. This module knows no
-class of the package but the error.
+Invariant: a bool, NaN, infinity or an integer that does not fit a float is not a number. This module knows only the
+error of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Validator: TypeAlias = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 
 def finite(value: Any) -> float | None:
-    """A value from user code as a float; ``None`` if it is no number, NaN or infinite.
+    """A value from user code as a float; ``None`` if it is not a number, NaN or infinite.
 
     Any value that ``float()`` accepts is a number, also NumPy and torch scalars, except text.
     """

@@ -6,7 +6,7 @@ cause, within its deadline. ``KeyboardInterrupt`` and a cancellation from outsid
 their failure. The result of a function that suppressed its deadline or its cancellation is discarded, and cancel scopes
 that it leaves open are exited. :func:`waits` lists all code inside a boundary.
 
-This module does not know what runs inside.
+This module does not know the code inside.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WorkerThread:
     ident: int | None = None
     ended: bool = False
     abandoned: bool = False
-    """Whether its result is no longer used."""
+    """Whether its result is unused."""
     result: Any = None
 
     def close_unused(self) -> None:
@@ -73,7 +73,7 @@ class Wait:
     thread: WorkerThread | None = attrs.field(default=None, repr=False, eq=False)
     """The thread that runs the code, if any."""
     shown: str = ""
-    """What a display says that the rollout waits for, e.g. ``"the model"``; by default ``what``."""
+    """The name of the wait in displays, e.g. ``"the model"``; by default ``what``."""
     kind: Kind = "other"
 
     def __str__(self) -> str:
@@ -114,8 +114,8 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         thread: the thread that runs the code, if any; :func:`abandoned` lists it if it runs on after the boundary.
         armed: whether the timer starts at once; else it starts at the first wait of a :meth:`guarded` awaitable.
         before_work: whether no rollout has begun, so that a :class:`ConfigError` passes whichever ``failure`` is.
-        shown: what a display says that the rollout waits for; ``what`` by default.
-        kind: the kind of the wait and of the failure; that of the class ``failure`` by default.
+        shown: the name of the wait in displays; ``what`` by default.
+        kind: the kind of the wait and of the failure; by default, of the class ``failure``.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
@@ -272,8 +272,8 @@ def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
 
 
 _LEFT_OPEN = (
-    "returned with a cancel scope or a task group open; expected that each call exits what it enters, or that a task of"
-    " its own keeps it open"
+    "returned with a cancel scope or a task group open; expected that each call exits what it enters, or that a"
+    " separate task keeps it open"
 )
 
 
@@ -294,11 +294,11 @@ async def call_foreign(
     Args:
         failure: the class to raise.
         what: name of the code, for messages and :func:`waits`.
-        function: the function; if it is sync and returns an awaitable, that is awaited with a deadline of its own.
+        function: the function; if it is sync and returns an awaitable, that is awaited with a separate deadline.
         arguments: its arguments.
         seconds: deadline; ``None``: none.
-        shown: what a display says that the rollout waits for; ``what`` by default.
-        kind: the kind of the wait and of the failure; that of the class ``failure`` by default.
+        shown: the name of the wait in displays; ``what`` by default.
+        kind: the kind of the wait and of the failure; by default, of the class ``failure``.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the function, unchanged.

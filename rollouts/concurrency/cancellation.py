@@ -4,7 +4,7 @@ Invariant: inside a cancelled scope, the task that awaits a :class:`Cancellation
 the coroutine suppresses every cancellation or awaits behind a shield. An abandoned coroutine is never resumed, and
 :func:`left_behind` lists it. A coroutine that ends within its grace period cleans up undisturbed.
 
-The coroutine runs in the caller's own task, as without a guard. Tasks that it started are cancelled with their scopes;
+The coroutine runs in the caller's task, as without a guard. Tasks that it started are cancelled with their scopes;
 the guard does not wait for them.
 """
 
@@ -29,8 +29,8 @@ _SUPPRESSING_SECONDS = 1.0
 """A cancelled scope repeats its cancellation: a coroutine that suppressed this many, for this long, is abandoned."""
 _MAX_FORCED = 3
 """Number of cancellations sent to a coroutine behind a shield before it is abandoned."""
-_LOOK_SECONDS = 1.0
-"""Delay of the next look at a deadline that is paused or has expired."""
+_POLL_SECONDS = 1.0
+"""Delay of the next check of a deadline that is paused or has expired."""
 
 _ABANDONED: list[CancellationGuard] = []
 
@@ -127,11 +127,11 @@ class CancellationGuard:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
-        delay = min(left, 3600.0) if 0 < left < math.inf else _LOOK_SECONDS
+        delay = min(left, 3600.0) if 0 < left < math.inf else _POLL_SECONDS
         self._timer = loop.call_later(delay, self._check_grace)
 
     def _count(self, thrown: BaseException) -> None:
-        # Timeouts of the coroutine itself are no cancellations of it: it may wait in any number of them.
+        # Timeouts of the coroutine itself do not count: it may wait in any number of them.
         if isinstance(thrown, asyncio.CancelledError) and is_cancelled_from(self._around.scope):
             self._since = self._since or time.monotonic()
             self._suppressed += 1

@@ -1,7 +1,7 @@
-"""Deadlines that can be paused by their own task or by another one, and the list of global pauses.
+"""Deadlines that any task of the event loop can pause, and the list of global pauses.
 
 Invariant: while the deadlines around a task are paused, none of them expires; afterwards each has as much time left as
-before. A deadline that has expired stays expired. This module does not know what a task waits for.
+before. A deadline that has expired stays expired. This module does not know the waits themselves.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Clocks:
         self._paused += [limit for limit in self._deadlines if limit not in self._paused and limit.pause()]
 
     def resume(self) -> None:
-        """Resume the paused deadlines; one that other tasks have paused too goes on after the last of them."""
+        """Resume the paused deadlines; a deadline that other tasks have paused too resumes after the last of them."""
         for limit in self._paused:
             limit.resume()
         self._paused.clear()
@@ -191,7 +191,7 @@ def paused_deadlines() -> Iterator[None]:
 
 @attrs.frozen
 class Pause:
-    """A global pause: many turns wait for it, and it is no failure of theirs."""
+    """A global pause: many turns wait for it, and none of them failed."""
 
     what: str
     since: float

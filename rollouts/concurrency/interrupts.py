@@ -36,7 +36,7 @@ def exit_on_interrupt() -> None:
 
 
 def raise_interrupt() -> None:
-    """What Python does at Ctrl-C."""
+    """Raise the exception that Python raises at Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -48,8 +48,8 @@ def handling_interrupts(
 ) -> Iterator[None]:
     """Call ``first`` at the first of some signals; at the next one call ``second`` and end the process.
 
-    Both are called in the main thread, between any two steps of its program. Elsewhere than in the main thread this
-    does nothing, as Python allows no handlers there.
+    Both are called in the main thread, between any two steps of its program. Outside the main thread this does nothing,
+    as Python allows no handlers there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -76,9 +76,9 @@ def handling_interrupts(
 
 @contextlib.contextmanager
 def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Wake an event loop at each signal: one that arrives just before the loop waits does not interrupt the wait.
+    """Wake an event loop at each signal: a signal just before the loop waits does not interrupt the wait.
 
-    A loop that has its own means, as that of uvloop, is left alone.
+    A loop that wakes itself, such as uvloop's, is left alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

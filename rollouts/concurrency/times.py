@@ -1,4 +1,4 @@
-"""When a rollout did what: spans of wall-clock time, held in some 24 bytes each.
+"""The timeline of a rollout: spans of wall-clock time, stored in some 24 bytes each.
 
 Invariant: a timeline only grows. Times are seconds since 1970 by one clock of the process, which does not go back when
 the clock of the machine is set: two spans of one process are in the order in which they happened.
@@ -19,7 +19,7 @@ __all__ = ["Activity", "Span", "Timeline", "checked_spans", "now"]
 _START = time.time() - time.monotonic()
 
 Activity: TypeAlias = Literal["queued", "generating", "environment", "tool", "reward"]
-"""What a rollout did: ``queued`` before its request was sent (no free slot, a pause, a retry, an outage), was
+"""The activity of a rollout: ``queued`` before its request was sent (no free slot, a pause, a retry, an outage), was
 ``generating`` at a server, was in a method of its ``environment`` (``start``, ``step``, ``snapshot``), in a ``tool`` of
 a step, or in its ``reward`` function."""
 
@@ -108,7 +108,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
     """Spans of user code or of a file.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: a value is not a span.
     """
     return tuple([_checked(span) for span in spans])
 

@@ -1,8 +1,8 @@
 """The wait report: global pauses first, then all waits with their start time and source line.
 
 Invariant: a report changes nothing, and works while the event loop is blocked: it needs only the interpreter. An error
-while a signal is answered is never raised. This module knows the list of
-:func:`rollouts.concurrency.boundary.waits`, and not what the code inside a boundary does.
+while a signal is answered is never raised. This module knows the list of :func:`rollouts.concurrency.boundary.waits`,
+but not the code inside a boundary.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _first(value: Any, *names: str) -> Any:
 
 def _describe(frames: list[types.FrameType]) -> str:
     """The innermost frame outside of the machinery, or else the innermost."""
-    own = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _MACHINERY)]
-    for frame in (own or frames)[-1:]:
+    relevant = [frame for frame in frames if not any(part in frame.f_code.co_filename for part in _MACHINERY)]
+    for frame in (relevant or frames)[-1:]:
         return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return "an unknown place"

@@ -1,1 +1,1 @@
-"""Conformance of a server: what a run relies on, asked point by point of a running server."""
+"""Conformance of a running server: the behaviour that a run relies on, asked point by point."""

@@ -3,7 +3,7 @@
 Invariant: a point that a feature relies on fails the report unless the server behaves as expected; any other point is
 reported as it is. A check that raises on a response is a point that fails, with the error.
 
-This module knows no protocol and sends nothing.
+This module does not know protocols and sends nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ P = TypeVar("P")
 
 POINT_SECONDS = 120.0
 """Deadline of one point."""
-MOST_SHOWN = 160
+MAX_ERROR_CHARACTERS = 160
 """Characters of an error that a report shows."""
 
 Verdict = Literal["yes", "no", "FAIL", "not asked"]
@@ -48,12 +48,12 @@ class Point(Generic[P]):
 
     name: str
     asked: str
-    """What is sent, and what is expected."""
+    """The request, and the expected response."""
     feature: str
-    """What leans on it."""
+    """The feature that relies on it."""
     check: Callable[[P], Awaitable[Finding]]
     relied: bool = True
-    """Whether the feature is wrong without it; otherwise it copes, and the point only informs."""
+    """Whether the feature is wrong without it; otherwise the point only informs."""
     unsafe: bool = False
     """Whether asking may end the server."""
 
@@ -78,7 +78,7 @@ class Report(msgspec.Struct, frozen=True):
     server: str
     results: list[Result]
     differences: list[str] = []
-    """What the server itself reports as different from the one that it implements."""
+    """The differences from the server that it implements, as the server reports them."""
 
     @property
     def failed(self) -> list[Result]:
@@ -94,7 +94,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 async def ask_all(points: Sequence[Point[P]], probe: P, *, unsafe: bool = False) -> list[Result]:
-    """Ask every point, in order; those that may end the server only with ``unsafe``."""
+    """Ask every point, in order; points that may end the server only with ``unsafe``."""
     return [await _ask(point, probe, unsafe=unsafe) for point in points]
 
 
@@ -113,19 +113,19 @@ async def _ask(point: Point[P], probe: P, *, unsafe: bool) -> Result:
         finding = Finding(False, f"no answer within {POINT_SECONDS:g} s")
     except _OF_RESPONSES as error:
         text = f"{type(error).__name__}: {error}"
-        finding = Finding(False, text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
+        finding = Finding(False, text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]}...")
     return result("yes" if finding.ok else "FAIL" if point.relied else "no", finding.came)
 
 
 _OF_RESPONSES = (RolloutsError, LookupError, TypeError, ValueError, AttributeError)
-"""What a check raises on an error, or on a response of another form."""
+"""Exceptions of a check on an error, or on a response of another form."""
 
 
 def read_report(data: bytes, place: str) -> Report:
     """Decode a report that ``rollouts conformance --json`` printed.
 
     Raises:
-        ConfigError: it is none; the message names ``place``.
+        ConfigError: the data are not a report; the message names ``place``.
     """
     try:
         return msgspec.json.decode(data, type=Report)

@@ -1,9 +1,9 @@
 """Requests of the conformance points to an SGLang server, or to a router and the servers behind it.
 
-A probe of another protocol overrides what is sent, and answers in the same form.
+A probe of another protocol overrides the requests, and returns answers of the same form.
 
-Invariant: ``/generate`` goes to the URL that was given; control routes go to the servers themselves, as those of a
-router. Prompts are new in every probe, so that no prefix of an earlier one is cached.
+Invariant: ``/generate`` goes to the URL of the endpoint; control routes go to the servers behind a router. Prompts are
+new in every probe, so that no prefix of an earlier one is cached.
 
 This module judges nothing.
 """
@@ -59,7 +59,7 @@ class Reply:
 
 @attrs.define
 class Probe:
-    """A server and what is known of it."""
+    """A server and its properties."""
 
     endpoint: Endpoint
     tolerance: float | None
@@ -97,7 +97,7 @@ class Probe:
         return await self.client.post(f"{self.url}/generate", data, headers, new_connection=True)
 
     async def reply(self, prompt: Sequence[int], *, session: str = "", rid: str = "", **fields: Any) -> Reply:
-        """Generate; ``sampling_params`` are added to those of ``FREE``.
+        """Generate; ``sampling_params`` are added to ``FREE``.
 
         Raises:
             EndpointError: a status other than 200.
@@ -170,7 +170,7 @@ class Probe:
         return came
 
     async def unpause(self) -> None:
-        """Let all servers go on."""
+        """Let all servers continue."""
         await self.control("/continue_generation", {})
 
     async def rename(self, version: str) -> None:

@@ -2,10 +2,10 @@
 
 Invariant: each point leaves the server as it was: nothing runs, nothing is paused, the weights have their name. The
 points pause the server, load its own weights again and flush its cache, so no other client should use it meanwhile.
-The best point needs no weights: the server scores its own replies, which finds a wrong temperature, logprobs of another
+The best point needs no weights: the server scores its replies, which finds a wrong temperature, logprobs of another
 distribution, and K/V of other weights.
 
-This module knows no other protocol; a second one has points of the same names.
+This module does not know other protocols; their points have the same names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import anyio
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.conformance.points import MOST_SHOWN, Finding, Point, Report, Skipped, ask_all
+from rollouts.conformance.points import MAX_ERROR_CHARACTERS, Finding, Point, Report, Skipped, ask_all
 from rollouts.conformance.probe import FREE, Probe, Reply, listed, opened
 from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused
@@ -48,7 +48,7 @@ async def conformance_of(
 
     Raises:
         EndpointUnavailable: no server answers.
-        EndpointRefused: it is no SGLang server, or it wants another key.
+        EndpointRefused: it is not an SGLang server, or it wants another key.
     """
     async with opened(Probe, endpoint, tolerance=tolerance, idle_seconds=idle_seconds) as probe:
         await probe.describe()
@@ -182,8 +182,8 @@ async def _tolerance(probe: Probe) -> float:
 
 async def _seed(probe: Probe) -> Finding:
     prompt = probe.prompt("seed")
-    asked = {"temperature": 2.0, "sampling_seed": 7}
-    replies = [(await probe.reply(prompt, session=str(n), sampling_params=asked)).ids for n in range(2)]
+    sampling = {"temperature": 2.0, "sampling_seed": 7}
+    replies = [(await probe.reply(prompt, session=str(n), sampling_params=sampling)).ids for n in range(2)]
     return Finding(replies[0] == replies[1], "honoured" if replies[0] == replies[1] else "ignored")
 
 
@@ -194,8 +194,8 @@ async def _stop_id(probe: Probe) -> Finding:
     prompt = probe.prompt("stop")
     greedy = await probe.reply(prompt, session="stop", sampling_params={"temperature": 0})
     stop = greedy.ids[0]
-    asked = {"temperature": 0, "ignore_eos": False, "stop_token_ids": [stop]}
-    reply = await probe.reply(prompt, session="stop", sampling_params=asked)
+    sampling = {"temperature": 0, "ignore_eos": False, "stop_token_ids": [stop]}
+    reply = await probe.reply(prompt, session="stop", sampling_params=sampling)
     ok = reply.ids == [stop] and (reply.finish.get("type"), reply.finish.get("matched")) == ("stop", stop)
     return Finding(ok, f"{len(reply.ids)} ids, finish {reply.finish}")
 
@@ -208,8 +208,8 @@ async def _stop_string(probe: Probe) -> Finding:
     stop = re.search(r"[a-zA-Z0-9 ]{2}", half)
     if stop is None:
         raise Skipped("the server sends no text, or one without two letters in a row")
-    asked = {"temperature": 0, "stop": [stop[0]]}
-    reply = await probe.reply(prompt, session="stop string", sampling_params=asked)
+    sampling = {"temperature": 0, "stop": [stop[0]]}
+    reply = await probe.reply(prompt, session="stop string", sampling_params=sampling)
     ok = (
         stop[0] in await probe.text(reply)
         and reply.ids == greedy.ids[: len(reply.ids)]
@@ -440,7 +440,7 @@ def _named(error: EndpointError | None) -> str:
     if error is None:
         return "served"
     text = f"{type(error).__name__}: {without_password(str(error))}"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]}..."
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -496,7 +496,7 @@ POINTS: Sequence[Point[Probe]] = (
     Point("an unknown field", "a sampling field that does not exist: refused",
           "none: the client checks what comes back", _unknown_field, relied=False),
     Point("seed", "a seeded request twice: one reply", "sampling_seed", _seed, relied=False),
-    Point("pause", "POST /pause_generation retract during a reply: it is held, goes on, and is whole", _UPDATES,
+    Point("pause", "POST /pause_generation retract during a reply: it is held, continues, and is whole", _UPDATES,
           _pause),
     Point("update", "update_weights during a reply, with the server's own folder: new version, no old prefix",
           _UPDATES, _update),
@@ -513,4 +513,4 @@ POINTS: Sequence[Point[Probe]] = (
     Point("an id outside the vocabulary", "is refused, and the server lives on",
           "none: the client checks ids first", _outside, relied=False, unsafe=True),
 )  # fmt: skip
-"""In the order in which they are asked; those that may end the server are last."""
+"""In the order of asking; points that may end the server are last."""

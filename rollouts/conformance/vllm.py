@@ -1,7 +1,7 @@
-"""The points of vLLM's protocol that a run relies on: those of SGLang's that it has, and the mode of its logprobs.
+"""The points of vLLM's protocol that a run relies on: its share of SGLang's points, and the mode of its logprobs.
 
 Invariant: as for SGLang, each point leaves the server as it was. The server must be started with ``--enable-scale-out``
-and ``VLLM_SERVER_DEV_MODE=1``; it scores its own replies with ``prompt_logprobs``, for which it uses no cached prefix.
+and ``VLLM_SERVER_DEV_MODE=1``; it scores its replies with ``prompt_logprobs``, for which it uses no cached prefix.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VLLMProbe(Probe):
 
     def read(self, prompt: Sequence[int], answer: Any) -> Reply:
         if answer["prompt_token_ids"] != list(prompt):
-            raise EndpointRefused("prompt_token_ids are not those that were sent")
+            raise EndpointRefused("prompt_token_ids differ from the ids that were sent")
         choice, usage = answer["choices"][0], answer["usage"]
         content = choice["logprobs"]["content"]
         meta = {
@@ -141,7 +141,7 @@ async def vllm_conformance_of(
 
     Raises:
         EndpointUnavailable: no server answers.
-        EndpointRefused: it is no vLLM server, or it wants another key.
+        EndpointRefused: it is not a vLLM server, or it wants another key.
     """
     async with opened(VLLMProbe, endpoint, tolerance=tolerance, idle_seconds=idle_seconds) as probe:
         info = await probe.describe()
@@ -174,11 +174,11 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
     "abort": {"asked": "POST /inference/v1/abort_requests by the prefixed id: the reply so far, with its logprobs"},
     "a rid twice": {"feature": "none: the client aborts before it sends a request again", "relied": False},
     "a budget beyond the context": {"asked": "prompt and budget exceed the context: served to its end"},
-    "pause": {"asked": "POST /pause keep during a reply: it is held, goes on, and is whole"},
+    "pause": {"asked": "POST /pause keep during a reply: it is held, continues, and is whole"},
     "extra_key": {"asked": "a known prompt with a new cache_salt: nothing cached"},
     "prefixes after an update in place": {"asked": "a known prompt after it, with a new cache_salt: nothing cached"},
 }
-"""By the name of SGLang's point: what is different."""
+"""The differences, by the name of SGLang's point."""
 _ABSENT = ("limits of a request", "update of a busy server")
 
 VLLM_POINTS: Sequence[Point[Any]] = (
@@ -190,4 +190,4 @@ VLLM_POINTS: Sequence[Point[Any]] = (
         _mode,
     ),
 )
-"""In the order in which they are asked."""
+"""In the order of asking."""

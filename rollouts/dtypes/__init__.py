@@ -1,7 +1,7 @@
 """The plain value types that all other modules use: messages, prompts, sampling parameters, completions, limits.
 
 Invariant: every value is immutable (attrs.frozen, sequences as tuples, token columns as read-only arrays) and validated
-when it is created, so no other module validates it again. This package knows no tokenizer, no network and no task.
+when it is created, so no other module validates it again. This package does not know tokenizers, networks or tasks.
 """
 
 from rollouts.dtypes.columns import (

@@ -37,8 +37,8 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""How far above 0 a logprob may lie because of rounding; a greater one is refused. A logprob within the tolerance is
-stored as the server sent it, not clipped to 0, so that the stored value equals the response bit by bit."""
+"""The largest valid logprob: rounding may lift one above 0. A logprob within the tolerance is stored as the server sent
+it, not clipped to 0, so that the stored value equals the response bit by bit."""
 
 
 def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
@@ -48,17 +48,17 @@ def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
-        own = values.flags.owndata or isinstance(values.base, bytes)
-        return values if own and not values.flags.writeable else frozen(values.copy())
-    given = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
+        owns_data = values.flags.owndata or isinstance(values.base, bytes)
+        return values if owns_data and not values.flags.writeable else frozen(values.copy())
+    array = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
-    if given.size and given.dtype.kind not in kinds:
-        raise ValueError(f"a column of {np.dtype(dtype)} accepts numbers of that kind only, got {given.dtype}")
-    column = given.astype(dtype)
+    if array.size and array.dtype.kind not in kinds:
+        raise ValueError(f"a column of {np.dtype(dtype)} accepts numbers of that kind only, got {array.dtype}")
+    column = array.astype(dtype)
     if column.ndim != 1:
         raise ValueError(f"a column has one dimension, got shape {column.shape}")
-    if kinds == "iu" and given.size and given.dtype != dtype and not np.array_equal(column, given):
-        raise ValueError(f"a token id fits {np.dtype(dtype)}, got {given.min()} to {given.max()}")
+    if kinds == "iu" and array.size and array.dtype != dtype and not np.array_equal(column, array):
+        raise ValueError(f"a token id fits {np.dtype(dtype)}, got {array.min()} to {array.max()}")
     return frozen(column)
 
 

@@ -24,7 +24,7 @@ __all__ = ["Image", "ImageSpan", "image_label"]
 _PNG = b"\x89PNG\r\n\x1a\n"
 _DATA_URL = "data:image/png;base64,"
 _EXIF_ORIENTATION = 0x0112
-_MOST_PIXELS = 1 << 26
+_MAX_PIXELS = 1 << 26
 """A few bytes can hold an image of any size."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """What Pillow decodes itself: for PostScript it starts a program."""
@@ -39,7 +39,7 @@ class Image:
     if their bytes are. :meth:`of` converts other forms.
 
     Raises:
-        ConfigError: the bytes are no such PNG.
+        ConfigError: the bytes are not such a PNG.
     """
 
     data: bytes = attrs.field(eq=False)
@@ -65,7 +65,7 @@ class Image:
         are. Transparency is dropped.
 
         Raises:
-            ConfigError: it is none of these, it cannot be decoded, or Pillow is not installed.
+            ConfigError: the value has another form, it cannot be decoded, or Pillow is not installed.
         """
         if isinstance(value, Image):
             return value
@@ -142,13 +142,13 @@ def _decoded(data: bytes) -> Any:
     try:
         image = pillow.Image.open(io.BytesIO(data), formats=_FORMATS)
         pixels = image.width * image.height
-        if pixels <= _MOST_PIXELS:
+        if pixels <= _MAX_PIXELS:
             image.load()
     except Exception as error:  # noqa: BLE001 - a decoder of foreign bytes may raise anything
         why = str(error).partition(" <_io.")[0]  # without the address of the buffer
         raise ConfigError.of("image", data[:40], f"an image that Pillow decodes as {_FORMAT_NAMES} ({why})") from None
-    if pixels > _MOST_PIXELS:
-        raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MOST_PIXELS:,} pixels")
+    if pixels > _MAX_PIXELS:
+        raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MAX_PIXELS:,} pixels")
     return image
 
 

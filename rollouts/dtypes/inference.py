@@ -63,9 +63,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _FINISH_REASONS = get_args(FinishReason)
 
 LogprobsOf: TypeAlias = Literal["raw", "tempered", "processed"]
-"""The distribution that a logprob is of. ``raw``: that of the weights. ``tempered``: after temperature and penalties,
-before top-k, top-p and min-p; a greedy token has that of temperature 1. ``processed``: after all of them, the one that
-the token was drawn from."""
+"""The distribution of a logprob. ``raw``: the distribution of the weights. ``tempered``: after temperature and
+penalties, before top-k, top-p and min-p; for a greedy token, at temperature 1. ``processed``: after all of them; the
+token was drawn from it."""
 _LOGPROBS_OF = get_args(LogprobsOf)
 
 OnRewrite: TypeAlias = Literal["append", "fork", "error"]
@@ -88,10 +88,10 @@ class VersionSpan:
 
 @attrs.frozen
 class SamplingParams:
-    """Sampling parameters. The defaults sample from the full distribution, so that logprobs are the policy's own.
+    """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
 
-    With ``top_p`` below 1 or ``top_k`` set, SGLang reports the logprob of the untruncated distribution, as vLLM
-    does in its raw mode. For a vLLM server whose logprobs would be of another distribution they are refused.
+    With ``top_p`` below 1 or ``top_k`` set, SGLang 0.5.23 reports the logprob of the untruncated distribution, as vLLM
+    0.32.0 does in its raw mode. The client refuses them for a vLLM server in its processed mode.
     """
 
     temperature: float = attrs.field(default=1.0, validator=number(least=0))
@@ -117,7 +117,7 @@ class SamplingParams:
     repetition_penalty: float = attrs.field(
         default=1.0, validator=check("a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
     )
-    """Logprobs are those of the penalised distribution."""
+    """Logprobs belong to the penalised distribution."""
 
     @property
     def greedy(self) -> bool:
@@ -135,7 +135,7 @@ class SamplingParams:
 
 
 def without_password(text: str) -> str:
-    """A text for printing: user names and passwords in its URLs are removed."""
+    """Text for printing, without the user names and passwords of its URLs."""
     return re.sub(r"//[^/@\s]*@", "//", text)
 
 
@@ -145,8 +145,8 @@ def _printed_urls(urls: Any) -> str:
 
 def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not (are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
-        shown = tuple(map(without_password, value)) if are_texts(value) else value
-        raise ConfigError.of("Endpoint.base_url", shown, "one or more URLs that start with http:// or https://")
+        printable = tuple(map(without_password, value)) if are_texts(value) else value
+        raise ConfigError.of("Endpoint.base_url", printable, "one or more URLs that start with http:// or https://")
 
 
 def _urls(value: Any) -> Any:
@@ -209,7 +209,7 @@ class Endpoint:
 
 @attrs.frozen(eq=False)
 class Extras:
-    """What a server reports about a completion beyond its tokens and logprobs, where the caller asks for it.
+    """Further data of a server about a completion, where the caller asks for them.
 
     It stays in memory with the completion; no run folder contains it.
 
@@ -227,7 +227,7 @@ class Extras:
     top_p_ids: TokenColumn | None = None
     """The ids that ``top_p`` kept, token after token, in one column."""
     top_p_counts: TokenColumn | None = None
-    """How many of them each sampled token has, as long as the completion."""
+    """The number of kept ids for each sampled token, as long as the completion."""
 
     def __attrs_post_init__(self) -> None:
         ids = 0 if self.top_p_ids is None else len(self.top_p_ids)
@@ -239,7 +239,7 @@ class Extras:
     def joined(cls, parts: Sequence[Extras]) -> Extras:
         """The extras of consecutive completions of one sequence.
 
-        The rows of a position are those of the part that had it first: a later part computed them again, perhaps with
+        The rows of a position come from the part that had it first: a later part computed them again, perhaps with
         other weights.
 
         Raises:
@@ -247,17 +247,17 @@ class Extras:
         """
         start: int | None = None
         rows: list[TokenColumn] = []
-        held = 0
+        covered = 0
         for part in parts:
             if part.experts is None:
                 continue
             if start is None:
-                start = held = part.experts_start
-            if part.experts_start > held:
-                raise ValueError(f"routed experts from position {part.experts_start} on; expected {held} or less")
-            new = part.experts[held - part.experts_start :]
+                start = covered = part.experts_start
+            if part.experts_start > covered:
+                raise ValueError(f"routed experts from position {part.experts_start} on; expected {covered} or less")
+            new = part.experts[covered - part.experts_start :]
             rows.append(new)
-            held += len(new)
+            covered += len(new)
         ids = [part.top_p_ids for part in parts if part.top_p_ids is not None]
         counts = [part.top_p_counts for part in parts if part.top_p_counts is not None]
         return cls(

@@ -1,7 +1,7 @@
 """Messages, tools, tool calls and prompts, and their forms: chat dicts, and records that name images by their hashes.
 
-Invariant: a message shows its content in one form: text, or texts and images in their order. What is read from others
-is read completely or refused by the name of its field.
+Invariant: a message shows its content in one form: text, or texts and images in their order. Data of others are read
+completely, or refused with the name of the field.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ that do not fit the schema; any other error of form."""
 class ToolCall:
     """One tool call of a reply.
 
-    ``arguments`` are those of the text, never repaired. A malformed call has ``error`` set and its text in ``raw``; it
+    ``arguments`` are read from the text, never repaired. A malformed call has ``error`` set and its text in ``raw``; it
     is answered with an error message to the model instead of being executed.
     """
 
@@ -113,14 +113,14 @@ class Tool:
         Templates get the function as it is: other keys and the order of the keys stay, and what is absent stays absent.
 
         Raises:
-            ConfigError: it has no name, or the parameters are no JSON schema of an object.
+            ConfigError: it has no name, or the parameters are not a JSON schema of an object.
         """
         function = chat.get("function", chat) if isinstance(chat, Mapping) else None
         if not isinstance(function, Mapping):
             raise ConfigError.of("tool", chat, "an object with a function that has a name")
-        given = {name: function[name] for name in ("description", "parameters") if function.get(name) is not None}
+        fields = {name: function[name] for name in ("description", "parameters") if function.get(name) is not None}
         whole = chat if "function" in chat else {"type": "function", "function": dict(function)}
-        return cls(function.get("name", ""), **given, chat=dict(whole))
+        return cls(function.get("name", ""), **fields, chat=dict(whole))
 
 
 def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
@@ -191,7 +191,7 @@ class Message:
         return self.text
 
     def with_texts(self, change: Callable[[str], str]) -> Message:
-        """The message with each of its texts changed; itself if no text changes."""
+        """The message with each text changed; itself if no text changes."""
         if isinstance(self.content, str):
             text = change(self.content)
             return self if text is self.content else attrs.evolve(self, content=text)
@@ -222,14 +222,14 @@ class Message:
     def from_chat(cls, chat: Mapping[str, Any]) -> Message:
         """Read a chat dict. Content is a string or a list of parts; arguments are an object or its JSON text.
 
-        A part is a text, or an image in the form of the OpenAI API (``image_url``, ``input_image``) or of transformers
+        A part is text, or an image in the form of the OpenAI API (``image_url``, ``input_image``) or of transformers
         (``{"type": "image", "image": ...}``). A string that stands for an image must be a ``data:`` URL: a path in the
         data of others would read files of this machine. ``Image.of(path)`` reads one.
 
         The role ``developer`` is read as ``system``: most templates leave out or refuse the other name.
 
         Raises:
-            ConfigError: an unknown role, content of another kind, or arguments that are no object.
+            ConfigError: an unknown role, content of another kind, or arguments that are not an object.
         """
         content = chat.get("content")
         if isinstance(content, list | tuple):
@@ -288,7 +288,7 @@ def as_record(entry: Message | ChatDict) -> ChatDict:
 
 
 def images_in(entry: Message | ChatDict) -> Sequence[Image]:
-    """The images of a message or of a chat dict, without those that are named by their hashes."""
+    """The images of a message or of a chat dict, except images that are named by their hashes."""
     if isinstance(entry, Message):
         return entry.images
     content = entry.get("content") if isinstance(entry, Mapping) else None
@@ -444,9 +444,9 @@ class Prompt:
     group_index: int | None = None
     index: int | None = None
     replacement: int = 0
-    """How many rollouts of this index were lost before; part of the seed, so that each retry samples other tokens."""
+    """Number of lost rollouts of this index; part of the seed, so that each retry samples other tokens."""
     turn_log: Any = attrs.field(default=None, eq=False, repr=False)
-    """Where the episode of this rollout logs its turns, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
+    """The log of the turns of this rollout's episode, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
     for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""
 
     @property

@@ -1,8 +1,8 @@
 """The embedded engine: a server of SGLang's protocol on torch and transformers, with a demo model of 0.7 MB.
 
 It makes the full path from prompt to batch testable without a GPU. Exactness comes before speed: the logprob of a token
-is that of a teacher-forced forward pass of the same ids. Importing this package does not load torch; serving needs the
-extra ``engine``.
+equals that of a teacher-forced forward pass of the same ids. Importing this package does not load torch; serving needs
+the extra ``engine``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def running_server(
         keep_alive_seconds: after how long an idle connection is closed.
         dtype: ``"float32"``, or ``"bfloat16"`` for half the memory; a logprob then depends, within its rounding, on the
             other rows of its batch.
-        api_key: the key that every request but those of ``/health`` must have.
+        api_key: the key that every request must have, except requests of ``/health``.
         unflushed_updates: inject a fault for tests: a weight update without a pause while requests run changes the
             weights, does not flush the cache, and answers 400. SGLang does this occasionally.
         stale_cache: inject a fault for tests: a flush succeeds, and the cached prefixes stay.

@@ -3,7 +3,7 @@
 Invariant: ``output_ids`` contains exactly the sampled ids, and ``output_token_logprobs`` has one entry for each.
 ``text`` is for display and is trimmed before the stop token or string. A request may still run while it is read.
 
-This module knows no validation and no HTTP.
+This module does not know validation or HTTP.
 """
 
 from __future__ import annotations

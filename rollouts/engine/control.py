@@ -72,7 +72,7 @@ class _Detokenize(msgspec.Struct):
 
 
 def control_routes(frontend: Frontend) -> list[web.RouteDef]:
-    """The routes of single engine."""
+    """The routes of a single engine."""
     control = _Control(frontend)
     gets: dict[str, Callable[[web.Request], Awaitable[web.Response]]] = {
         "/health": control.health,

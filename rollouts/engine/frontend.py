@@ -3,7 +3,7 @@
 Invariant: a rid is in flight from :meth:`Frontend.enter` to :meth:`Frontend.leave` and names one request. A call that
 leaves early (a disconnect, a deadline) aborts its requests. All methods run in the event loop and never compute.
 
-This module knows no HTTP.
+This module does not know HTTP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNFLUSHED = (
     "Weights were updated, but the cache was not flushed because requests are still running or queued."
     " Retract or finish them, then call /flush_cache."
 )
-"""SGLang's message, verbatim: clients match it."""
+"""The message of SGLang 0.5.23, verbatim: clients match it."""
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 The engine is a stand-in for a server of a vision model: it loads images, counts their tokens and refuses wrong numbers
 as SGLang 0.5.23 does, but the model computes with the embedding of the placeholder and sees no pixel.
 
-Invariant: the ids around placeholders stay as they are. This module knows no request and no model.
+Invariant: the ids around placeholders stay as they are. This module does not know requests or models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Expander:
         with self._lock:
             placeholder = self._placeholder
             found = list(ids).count(placeholder)
-            if found != len(image_data):  # SGLang's text
+            if found != len(image_data):  # the message of SGLang 0.5.23
                 raise ConfigError(
                     f"Prompt has {found} image placeholders but {len(image_data)} image inputs were provided"
                 )

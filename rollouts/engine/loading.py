@@ -3,7 +3,7 @@
 Invariant: a loaded model can be served: it is a causal language model whose layers all attend to the whole sequence, as
 the attention mask of the slots assumes. Loading never uses the network.
 
-This module knows no slot and no request.
+This module does not know slots or requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollouts.errors import ConfigError
 __all__ = ["DTYPES", "Loaded", "load_folder", "load_weights"]
 
 RESERVED = 6
-"""Tokens of the context that no prompt gets, as in SGLang."""
+"""Tokens of the context that no prompt gets, as in SGLang 0.5.23."""
 
 DTYPES = ("float32", "bfloat16")
 
@@ -53,7 +53,7 @@ class Loaded:
 
     @property
     def max_input(self) -> int:
-        """Number of tokens from which on a prompt is too long; SGLang's ``max_req_input_len``."""
+        """The smallest number of tokens of a prompt that is too long; ``max_req_input_len`` of SGLang 0.5.23."""
         return self.max_context - RESERVED
 
 

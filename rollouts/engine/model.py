@@ -4,7 +4,7 @@ Invariant: after :meth:`SlotModel.forward` with start s and n tokens, positions 
 of that sequence only. Later positions are stale, and masked until they are overwritten. In float32 a logprob does not
 depend on the other rows of the batch; in bfloat16 it does, within rounding.
 
-This module knows no request, no sampling and no time. It runs any transformers model whose layers all attend to the
+This module does not know requests, sampling or time. It runs any transformers model whose layers all attend to the
 whole sequence: it implements the Cache interface of transformers and copies no model code.
 """
 

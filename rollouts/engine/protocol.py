@@ -4,7 +4,7 @@ Invariant: every request that :func:`read_generate` returns can be served: ids a
 their ranges, prompt and reply fit the context, and no field asks for what is not implemented. All others raise
 :class:`Refusal`, with the status and body of SGLang 0.5.23.
 
-This module knows no HTTP server and no scheduler.
+This module does not know HTTP servers or the scheduler.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _object(message: str, kind: str, code: int) -> dict[str, Any]:
 
 
 class GenerateBody(msgspec.Struct, gc=False):
-    """``POST /generate``. Unknown keys are ignored, as in SGLang; those after the blank line are not implemented."""
+    """``POST /generate``. Unknown keys are ignored, as in SGLang 0.5.23; keys after the blank line are not
+    implemented."""
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
@@ -139,7 +140,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-_MOST_SEQUENCES = 4096
+_MAX_SEQUENCES = 4096
 """Sequences of one request: each takes memory from its arrival on."""
 
 
@@ -194,8 +195,8 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     if body.image_data:
         prompts = _with_images(body.image_data, prompts, single, loaded)
     samplings = [_sampling(one or {}) for one in _each("sampling_params", body.sampling_params, count)]
-    if count > _MOST_SEQUENCES:
-        raise Refusal(f"input_ids: got {count} prompts; expected at most {_MOST_SEQUENCES}")
+    if count > _MAX_SEQUENCES:
+        raise Refusal(f"input_ids: got {count} prompts; expected at most {_MAX_SEQUENCES}")
     rids = _rids(body.rid, count, single)
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]
@@ -304,7 +305,7 @@ def _limit(prompt: int, sampling: SamplingBody, loaded: Loaded) -> int:
             f"Input length ({prompt} tokens) exceeds the maximum allowed length ({loaded.max_input} tokens)."
             " Use a shorter input or enable --allow-auto-truncate."
         )
-    room = longest - prompt - 2  # of which SGLang uses no token either
+    room = longest - prompt - 2  # SGLang 0.5.23 uses none of these two either
     return room if budget is None else min(budget, room)
 
 

@@ -3,7 +3,7 @@
 Invariant: ``tokens`` is the prompt followed by the sampled tokens; ``logprobs`` has one entry for each sampled token;
 ``spans`` covers the sampled tokens without gaps. Only the engine thread writes; others may read appended values.
 
-This module knows no model and no protocol.
+This module does not know models or the protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Rules:
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """1 is greedy; below 1 is no limit."""
+    """1 is greedy; a value below 1 sets no limit."""
     min_p: float = 0.0
     limit: int = 128
     """Maximum number of new tokens; 0 only computes the prompt."""
@@ -33,7 +33,7 @@ class Rules:
     """Number of new tokens before a stop token may be sampled."""
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end the reply, including those of the model."""
+    """Ids that end the reply, including the model's stop ids."""
     bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of some ids."""
     seed: int = 0

@@ -2,9 +2,9 @@
 
 Invariant: the logprob of a token is ``log_softmax(logits / temperature)`` over the whole vocabulary, before top-k,
 top-p and min-p, from the same tensor as the draw; for greedy rows the temperature is 1. A draw depends only on the
-row's own logits, seed and position, never on other rows.
+row's logits, seed and position, never on other rows.
 
-This module knows no request and no slot.
+This module does not know requests or slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Draws:
     """0 is greedy."""
     top_p: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
-    """Below 1 is no limit."""
+    """A value below 1 sets no limit."""
     min_p: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     position: npt.NDArray[np.int64]

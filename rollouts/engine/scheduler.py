@@ -4,7 +4,7 @@ Invariant: only this thread touches the engine's state. Other threads post comma
 steps. A prefix that is computed in a slot is not computed again for another request. A step decodes all rows with one
 pending token in one forward pass. Every submitted request ends with a finish reason.
 
-This module knows no HTTP, and of the tokenizer only ``decode``, for stop strings.
+This module does not know HTTP, and of the tokenizer only ``decode``, for stop strings.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Scheduler:
     # -- commands: engine thread only ---------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in placement."""
+        """Stop stepping; running requests are aborted, requeued without their K/V (retract), or left in their slots."""
         self.paused = True
         if mode == "abort":
             self._abort([*self._waiting, *self.slots.running])

@@ -6,7 +6,7 @@ disconnects, which aborts its requests.
 The deliberate differences from SGLang are ``control.DIFFERENCES``, which ``/server_info`` reports and
 ``rollouts conformance`` prints.
 
-Quirks of SGLang that are reproduced:
+Quirks of SGLang 0.5.23 that are reproduced:
 - Aborting a known rid aborts every rid that begins with it.
 - ``/health`` blocks while paused and then fails.
 - Cached prefixes survive weight updates and pauses until a flush. A flush fails while a request has K/V in a slot.
@@ -18,7 +18,7 @@ Quirks of SGLang that are reproduced:
 - ``ignore_eos`` also disables ``stop_token_ids``.
 - Errors of a stream have status 200.
 
-This module knows no tensor.
+This module does not know tensors.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Invariant: of a slot's ``total`` tokens the first ``length`` have their K/V in t
 equal to ``total`` and stays available as a cached prefix. All columns are arrays over slots, so that a step needs no
 Python per token until the tokens are delivered.
 
-This module knows no tensor and no time.
+This module does not know tensors or time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Slots:
         return np.where(self.busy, self.total - self.length, 0)
 
     def inputs(self, rows: Ids, lengths: Ids) -> Ids:
-        """The next tokens of some slots, ``(rows, longest)``; ids after a row's own length are arbitrary."""
+        """The next tokens of some slots, ``(rows, longest)``; ids after the length of a row are arbitrary."""
         columns = self.length[rows][:, None] + np.arange(lengths.max())
         return self._tokens[rows[:, None], np.minimum(columns, self._tokens.shape[1] - 1)]
 

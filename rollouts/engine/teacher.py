@@ -1,9 +1,9 @@
-"""Teacher-forced logprobs: what a model folder says about given tokens, by transformers alone.
+"""Teacher-forced logprobs: the logprobs that a model folder gives to tokens, computed by transformers alone.
 
-Invariant: one sequence at a time, through the model's own cache and attention; nothing of the engine's slots, prefixes
+Invariant: one sequence at a time, through the model's cache and attention; nothing of the engine's slots, prefixes
 or sampler takes part, so that the result can judge the engine and any other server.
 
-This module knows no request and no stored run.
+This module does not know requests or stored runs.
 """
 
 from __future__ import annotations

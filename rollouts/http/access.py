@@ -1,4 +1,4 @@
-"""Access to a server of this package: it refuses requests of web pages and, on a public address, requests without key.
+"""Access to the servers of this package: no request of a web page, and none without the key on a public address.
 
 Invariant: a page of another origin reaches no route, neither by a request that needs no preflight (the browser then
 names its origin) nor by a name that it resolves to this machine (the Host is then that name). A server that listens on
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["guard", "is_loopback"]
 
 _PUBLIC = "/health"
-"""Answered without the key, since a load balancer does not have it; SGLang does the same."""
+"""Answered without the key, as by SGLang 0.5.23: a load balancer has none."""
 
 
 def guard(host: str, api_key: str | None) -> Any:
@@ -59,7 +59,7 @@ def guard(host: str, api_key: str | None) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name in a Host header, reaches this machine only."""
+    """Whether an address, or the name in a Host header, means this machine only."""
     if host.lower() == "localhost":
         return True
     try:
@@ -73,7 +73,7 @@ def _foreign(request: web.Request, *, any_host: bool) -> str | None:
     host = request.headers.get("Host")
     origin = request.headers.get("Origin")
     if origin is not None and _part(origin, "netloc") != host:
-        return f"Origin: got {origin!r}; expected none, or this server's own"
+        return f"Origin: got {origin!r}; expected none, or this server"
     if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site"):
         return "Sec-Fetch-Site: got a request of another site's page; expected none"
     if host is not None and not any_host and not is_loopback(_part(f"//{host}", "hostname") or ""):
@@ -90,10 +90,10 @@ def _part(url: str, part: str) -> str | None:
 
 
 def _has_key(request: web.Request, api_key: str) -> bool:
-    sent = request.headers.get("X-API-Key")
-    if sent is None:
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return hmac.compare_digest(sent.encode("utf-8", "replace"), api_key.encode())
+    received = request.headers.get("X-API-Key")
+    if received is None:
+        received = request.headers.get("Authorization", "").removeprefix("Bearer ")
+    return hmac.compare_digest(received.encode("utf-8", "replace"), api_key.encode())
 
 
 def _refused(status: int, message: str) -> web.Response:

@@ -2,10 +2,10 @@
 
 Invariant: every network exception becomes :class:`ConnectFailed` (the server did not receive the request) or
 :class:`ConnectionLost` (the server may be processing it). No request is sent twice. The pool belongs to the event loop
-that opened it and is closed with it. The size of a response is bounded; the caller sets the bound of a response that is
-read as a whole.
+that opened it and is closed with it. The bytes received of a response are bounded; for a response read as a whole, by
+the caller.
 
-The only deadline set here is the one for connecting; callers use anyio scopes. Redirects, cookies and proxies are not
+The only deadline set here limits connecting; callers use anyio scopes. Redirects, cookies and proxies are not
 supported. The client does not know what the payloads mean.
 """
 
@@ -29,7 +29,8 @@ from rollouts.http.request import request_head
 __all__ = ["ConnectFailed", "ConnectionLost", "HttpClient", "ProtocolError", "Response"]
 
 KEEPALIVE_SECONDS = 4.0
-"""Less than the 5 seconds after which servers close idle connections (SGLang 0.5.23, SGLANG_TIMEOUT_KEEP_ALIVE)."""
+"""Shorter than the 5 seconds after which a server closes an idle connection (SGLang 0.5.23:
+SGLANG_TIMEOUT_KEEP_ALIVE)."""
 
 
 class ConnectFailed(EndpointUnavailable):
@@ -207,7 +208,7 @@ class HttpClient:
             body: sent unchanged.
             headers: sent unchanged.
             new_connection: use a new connection and close it afterwards.
-            max_bytes: bytes of the response; a longer one is a :class:`ProtocolError`.
+            max_bytes: limit of the response; a longer one is a :class:`ProtocolError`.
 
         Returns:
             The status and the body. Redirects are not followed.
@@ -217,33 +218,16 @@ class HttpClient:
             ConnectionLost: the server may have received the request; the response is incomplete or invalid.
             ConfigError: invalid URL or header.
         """
-        return await self._request("POST", url, body, headers, new_connection, max_bytes)
+        return await _whole(_Exchange(self, "POST", url, headers, body, new_connection, max_bytes))
 
     async def get(self, url: str, headers: Mapping[str, str], *, new_connection: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""
-        return await self._request("GET", url, None, headers, new_connection)
+        return await _whole(_Exchange(self, "GET", url, headers, None, new_connection))
 
     async def aclose(self) -> None:
         """Close all connections."""
         if self._closer is not None:
             await self._closer.aclose()
-
-    async def _request(
-        self,
-        method: str,
-        url: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        new_connection: bool,
-        max_bytes: int = MAX_RESPONSE_BYTES,
-    ) -> tuple[int, bytes]:
-        exchange = _Exchange(self, method, url, headers, body, new_connection, max_bytes)
-        connection = await exchange.send()
-        try:
-            await exchange.wait_for(END_OF_MESSAGE)
-            return connection.status, connection.body()
-        finally:
-            exchange.release()
 
     def open(
         self,
@@ -258,10 +242,10 @@ class HttpClient:
         return _Exchange(self, method, url, headers, body, new_connection)
 
     async def pool(self) -> Pool:
-        """Return the pool; raises ConfigError in any event loop but the one that opened it."""
+        """Return the pool; raises ConfigError in an event loop that did not open it."""
         pool = self._pool or await self._open()
         if pool.loop is not asyncio.get_running_loop():
-            raise ConfigError("this connection pool belongs to another event loop; each loop needs its own policy")
+            raise ConfigError("this connection pool belongs to another event loop; each loop needs a separate policy")
         return pool
 
     async def _open(self) -> Pool:
@@ -281,6 +265,16 @@ class HttpClient:
             pool.close()
             with anyio.CancelScope(shield=True):
                 await anyio.lowlevel.checkpoint()  # the loop closes the sockets in its next iteration
+
+
+async def _whole(exchange: _Exchange) -> tuple[int, bytes]:
+    """Send a request and read the complete response."""
+    connection = await exchange.send()
+    try:
+        await exchange.wait_for(END_OF_MESSAGE)
+        return connection.status, connection.body()
+    finally:
+        exchange.release()
 
 
 def _message(error: BaseException) -> str:

@@ -114,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
             head: from :func:`~rollouts.http.request.request_head`.
             body: ``None`` sends no ``Content-Length``.
             streamed: pause reading while more than :data:`HIGH_WATER` bytes of the response are unread.
-            max_bytes: bytes of a response that is not streamed; the connection of a longer one is closed.
+            max_bytes: limit of a response that is not streamed; the connection of a longer one is closed.
         """
         self.requests += 1
         self.status, self.headers, self._chunks, self._unread = 0, [], [], 0

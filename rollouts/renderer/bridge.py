@@ -110,7 +110,7 @@ def is_system(message: Message) -> bool:
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({"short": short, "one_round": one_round})
-"""Strategies by name; by default, the renderer uses the first one that passes the self-test."""
+"""Strategies by name; by default, the renderer uses the first that passes the self-test."""
 
 
 def bridge_text(
@@ -174,7 +174,8 @@ def _unused_words(messages: Sequence[Message], count: int) -> list[str]:
 def _dummies(reply: Message | None, new: Sequence[Message], sentinel: str) -> Iterator[tuple[str, Message]]:
     """Yield the turns that end in a sentinel, the most similar one first.
 
-    One has each call twice: some templates end a turn of two calls with a stop token, and a turn of one with none.
+    The second has each call twice: some templates end a turn of two calls with a stop token, and a turn with one call
+    without.
     """
     results = [message for message in new if message.role == "tool"]
     if results and new[0].role == "tool":
@@ -202,7 +203,7 @@ def _up_to_first(rest: str, words: Sequence[str], new: Sequence[Message]) -> str
     """Return the text before the first new message; ``rest`` has a word in the place of each.
 
     Raises:
-        ConfigError: the template leaves one of them out, or moves it to the front.
+        ConfigError: the template leaves out one of the messages, or moves it to the front.
     """
     for word, message in zip(words, new, strict=True):
         if word not in rest:
@@ -214,7 +215,7 @@ def _from_stop(rest: str, end: str, stops: Sequence[str], *, anywhere: bool) -> 
     """Drop the end of the dummy's turn, so that the text begins with the turn's closing mark.
 
     After a call comes the rest of its markup; after content, at most white space. If a turn without calls has no
-    closing mark, or one that the model never samples, nothing is dropped.
+    closing mark, or a mark that the model never samples, nothing is dropped.
 
     Args:
         rest: the text after the sentinel.

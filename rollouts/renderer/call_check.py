@@ -41,7 +41,7 @@ _FORMS: tuple[tuple[str, str, tuple[Mapping[str, Any], ...]], ...] = (
 )
 _IDS = ("call{:05d}", "functions.{name}:{}")
 """Formats of ids: nine characters (some templates require that), and ids from which a dialect reads the name."""
-_SHOWN = 200
+_EXCERPT = 200
 
 
 @attrs.frozen
@@ -51,7 +51,7 @@ class Reader:
     render: Render
     stops: Sequence[str]
     respell: Callable[[str], str]
-    """Encode and decode a text."""
+    """Encode and decode text."""
     dialect: Dialect
 
 
@@ -96,7 +96,7 @@ def _read(reader: Reader, text: str, tools: Sequence[Tool]) -> Sequence[ToolCall
 
 
 def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+    return repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
 
 
 def _describe(calls: Sequence[ToolCall]) -> str:

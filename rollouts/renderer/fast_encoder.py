@@ -1,7 +1,7 @@
 """Encoding with ``fastokens`` instead of ``tokenizers``, where both give the same ids.
 
-Invariant: its ids are those of the tokenizer. A tokenizer that ``fastokens`` does not load, or whose ids for a list of
-hard texts differ, has no fast encoder; a text on which it raises is encoded by the tokenizer.
+Invariant: its ids equal the tokenizer's ids. A tokenizer that ``fastokens`` does not load, or whose ids for a list of
+hard texts differ, has no fast encoder; text on which it raises is encoded by the tokenizer.
 
 This module does not know messages or templates.
 """
@@ -21,8 +21,8 @@ from rollouts.dtypes import TokenColumn
 
 __all__ = ["FastEncoder", "Loader", "loader"]
 
-_MOST_MARKS = 64
-"""Number of added tokens that the hard texts contain."""
+_MAX_MARKS = 64
+"""Maximum number of added tokens in the hard texts."""
 
 
 class FastEncoder:
@@ -50,10 +50,10 @@ class FastEncoder:
             return None
         try:
             made = cls(raw)
-        except Exception:  # noqa: BLE001 - what it cannot load, it refuses with several types
+        except Exception:  # noqa: BLE001 - it raises several types for a tokenizer that it cannot load
             return None
         marks = [token.content for token in raw.get_added_tokens_decoder().values()]
-        texts = hard_texts([mark for mark in marks if mark][:_MOST_MARKS])
+        texts = hard_texts([mark for mark in marks if mark][:_MAX_MARKS])
         for text, expected in zip(texts, raw.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             found = made.encode(text)
             if found is None or found.tolist() != expected.ids:
@@ -68,7 +68,7 @@ class FastEncoder:
         return raw.id_to_token(self._next_id) is not None
 
     def encode(self, text: str) -> TokenColumn | None:
-        """Ids of a text; int32, read-only. ``None`` if it is the tokenizer's to encode.
+        """Ids of text; int32, read-only. ``None`` if the tokenizer must encode it.
 
         Special tokens in the text become their ids.
         """
@@ -76,7 +76,7 @@ class FastEncoder:
             ids, _ = self._fast.encode_batch_flat([text], add_special_tokens=False)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # noqa: BLE001 - or a panic: the tokenizer encodes this text, or raises its own error
+        except BaseException:  # noqa: BLE001 - or a panic: the tokenizer encodes this text, or raises
             return None
         return np.frombuffer(ids, np.int32)
 
@@ -92,7 +92,7 @@ class Loader:
         self._future: Future[FastEncoder | None] | None = None
 
     def __call__(self) -> Future[FastEncoder | None]:
-        """The encoder, loaded once in a thread of its own.
+        """The encoder, loaded once in a separate thread.
 
         It takes one to three seconds of CPU for a vocabulary of 150,000 tokens, most without the interpreter lock.
         """
@@ -103,8 +103,8 @@ class Loader:
             return self._future
 
 
-# The key is the tokenizer of transformers, because those of the library tokenizers have no weak references before 0.23.
-# A loader does not refer to it, so both are freed together.
+# The key is the tokenizer of transformers, because objects of the library tokenizers have no weak references before
+# 0.23. A loader does not refer to it, so both are freed together.
 _LOADERS: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
 
 

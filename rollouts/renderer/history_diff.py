@@ -12,7 +12,7 @@ from rollouts.dtypes import Message
 
 __all__ = ["rewriting", "shared"]
 
-_SHOWN = 30
+_EXCERPT = 30
 
 
 def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closing: str = "</think>") -> str:
@@ -27,7 +27,7 @@ def rewriting(before: str, after: str, reply: Message, *, kept: str = "", closin
     """
     if not after.startswith(before):
         at = shared(before, after)
-        return f"history rewritten: {before[at : at + _SHOWN]!r} became {after[at : at + _SHOWN]!r}"
+        return f"history rewritten: {before[at : at + _EXCERPT]!r} became {after[at : at + _EXCERPT]!r}"
     written = after[len(before) :]
     if kept and written.startswith(kept):
         return ""

@@ -1,8 +1,8 @@
-"""The placeholders of images: what a model's own processor writes for each, and the inputs that it makes of it.
+"""The placeholders of images: the text and the inputs that a model's processor makes of each image.
 
-Invariant: the ids of a text with images are those that the processor gives for the whole text, and each image is
+Invariant: the ids of text with images equal those that the processor gives for the whole text, and each image is
 processed once while the cache holds it. The processor expands one placeholder alone; the expansion replaces the
-placeholder before the text is encoded. The self-test compares that with the processor's own result at the start.
+placeholder before the text is encoded. The self-test compares that with the processor's result for the whole text.
 
 This module does not know conversations or chat templates.
 """
@@ -68,7 +68,7 @@ def load_processor(path_or_name: str) -> Any:
 
 
 class ImageProcessor:
-    """A model's own processor, called for one image at a time. Thread-safe.
+    """A model's processor, called for one image at a time. Thread-safe.
 
     Args:
         processor: a transformers processor with an image processor and a tokenizer.
@@ -77,7 +77,7 @@ class ImageProcessor:
         decode: convert ids to text.
 
     Raises:
-        ConfigError: it is no such processor, or the template writes no placeholder of it.
+        ConfigError: the object is not such a processor, or the template does not write its placeholder.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ImageProcessor:
         self.placeholder: str = found[0]
         """The text that the template writes for an image, and the processor expands."""
         self.processed = 0
-        """How many images were processed so far."""
+        """Number of images processed so far."""
         self._processor = processor
         self._encode = encode
         self._decode = decode
@@ -125,13 +125,13 @@ class ImageProcessor:
         """Replace the placeholders of a rendered text by the expansions of its images, in order.
 
         Raises:
-            ConfigError: the text has another number of placeholders than images: the template leaves an image out, or
-                a text contains a placeholder; or the processor refuses an image.
+            ConfigError: the numbers of placeholders and images differ: the template leaves an image out, or a message
+                contains a placeholder; or the processor refuses an image.
         """
         pieces = text.split(self.placeholder)
         if len(pieces) != len(images) + 1:
             expected = (
-                f"{len(images)}, one for each image: the chat template leaves images out, or a text contains the"
+                f"{len(images)}, one for each image: the chat template leaves images out, or a message contains the"
                 ' placeholder (special_text="as_text" encodes it as plain text)'
             )
             raise ConfigError.of(f"placeholders {self.placeholder}", len(pieces) - 1, expected)
@@ -162,7 +162,7 @@ class ImageProcessor:
         positions = np.flatnonzero(tokens == self._fill)
         counts = [self._fills.get(image.sha256) or self._of(image).fills for image in images]
         if sum(counts) != len(positions):
-            expected = f"{sum(counts)}, those of {len(counts)} images: a text contains the token of an image"
+            expected = f"{sum(counts)}, those of {len(counts)} images: a message contains the token of an image"
             raise ConfigError.of("image tokens of the prompt", len(positions), expected)
         ends = np.cumsum(counts).tolist()
         return tuple(
@@ -180,14 +180,14 @@ class ImageProcessor:
             raise ConfigError.of("the reply", self.placeholder, "no placeholder of an image")
 
     def inputs(self, images: Sequence[Image]) -> dict[str, npt.NDArray[Any]]:
-        """What the model computes with, such as ``pixel_values``: for each name the arrays of the images, joined.
+        """The inputs of the model, such as ``pixel_values``: for each name the arrays of the images, joined.
 
         Raises:
             ConfigError: the arrays of two images cannot be joined.
         """
         return joined_inputs([self._of(image).inputs for image in images])
 
-    def own_ids(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, npt.NDArray[Any]]]:
+    def processor_ids(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, npt.NDArray[Any]]]:
         """The ids and the inputs that the processor itself gives for a whole text with all of its images."""
         with self._processing:
             return self._call(text, images)

@@ -23,7 +23,7 @@ _LONG_TEXT = 8000
 """Characters from which rendering runs in a worker thread: some 2,000 tokens, 1 to 4 ms."""
 
 _MANY_MESSAGES = 100
-"""Number of messages from which a comparison of all of them counts as rendering them; long texts are shortened."""
+"""Number of messages from which their comparison counts as rendering them; long texts are shortened."""
 
 Rendered = TypeVar("Rendered")
 
@@ -36,7 +36,7 @@ async def rendered(new: Sequence[Message], function: Callable[..., Rendered], *a
 
 
 def _length(content: Content) -> int:
-    """Characters of a text; an image counts as a long one, because its processor takes 10 ms or more."""
+    """Characters of the content; an image counts as a long text, because its processor takes 10 ms or more."""
     return len(content) if isinstance(content, str) else _LONG_TEXT
 
 

@@ -1,7 +1,8 @@
-"""What a renderer remembers of one conversation that grows, so that a bridge costs what is new.
+"""A renderer's memory of one growing conversation, so that the cost of a bridge depends on the new messages only.
 
-Invariant: each message is searched for switches once. From some number of messages with switches on, those that no
-probe depends on are dropped: the probes' texts are equal with and without them. This module does not know token ids.
+Invariant: each message is searched for switches once. Above some number of messages with switches, messages that no
+probe depends on are dropped: the texts of the probes are equal with and without them. This module does not know
+token ids.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from rollouts.renderer.switches import Switches
 __all__ = ["BridgeMemory"]
 
 _KEPT = 4
-"""Number of messages with switches that are kept without a look at their effect."""
+"""Number of messages with switches that are kept whatever their effect."""
 
 
 class BridgeMemory:
-    """The messages of one conversation that a bridge depends on, and which bridges are compared.
+    """The messages that the bridges of one conversation depend on, and the choice of bridges to compare.
 
     It serves one renderer and one list of messages that only grows; with another list, it starts again. Not
     thread-safe.
@@ -36,7 +37,7 @@ class BridgeMemory:
         self._read = 0
         self._system: list[Message] = []
         self._kept: list[tuple[int, Message]] = []
-        self._most_kept = _KEPT
+        self._max_kept = _KEPT
         self._last_user: int | None = None
         self._results: tuple[Message, ...] = ()
         self._patterns: set[tuple[str, ...]] = set()
@@ -49,7 +50,7 @@ class BridgeMemory:
         return _is_power_of_two(self.bridges + 1)
 
     def read(self, history: Sequence[Message], switches: Switches, marks: Marks) -> Kept:
-        """Read the messages since the last bridge, without the reply; return those that the dummy needs."""
+        """Read the messages since the last bridge, without the reply; return the messages that the dummy needs."""
         starts = history is not self._history or len(history) <= self._read
         if starts:
             self._start(history)
@@ -60,7 +61,7 @@ class BridgeMemory:
             self._switches_seen = len(self._kept)
             replies = (at for at in reversed(range(self._read)) if history[at].role == "assistant")
             self._again = bool(self._kept) and self._kept[-1][0] >= next(replies, 0)
-        if len(self._kept) > self._most_kept:
+        if len(self._kept) > self._max_kept:
             self._drop_those_without_effect(switches)
         return self._dummy(self._kept)
 
@@ -93,7 +94,7 @@ class BridgeMemory:
             fewer = [other for other in self._kept if other is not one]
             if texts(fewer) == before:
                 self._kept = fewer
-        self._most_kept = max(_KEPT, 2 * len(self._kept))
+        self._max_kept = max(_KEPT, 2 * len(self._kept))
 
     def compares(self, reply: Message | None, new: Sequence[Message], switches: Switches) -> bool:
         """Count a bridge behind a dummy; return whether to compare it with the rendering of the whole conversation.
@@ -103,15 +104,15 @@ class BridgeMemory:
         comparisons of a conversation cost, in all, in proportion to its length.
         """
         self.bridges += 1
-        fresh = False
+        is_new = False
         for message in (*([reply] if reply is not None else ()), *new):
             pattern = switches.found(message)
             if pattern:
                 self._switches_seen += 1
-                fresh = fresh or pattern not in self._patterns or _is_power_of_two(self._switches_seen)
+                is_new = is_new or pattern not in self._patterns or _is_power_of_two(self._switches_seen)
                 self._patterns.add(pattern)
-        again, self._again = self._again, fresh
-        return fresh or again or _is_power_of_two(self.bridges)
+        again, self._again = self._again, is_new
+        return is_new or again or _is_power_of_two(self.bridges)
 
 
 def _is_power_of_two(number: int) -> bool:

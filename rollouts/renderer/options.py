@@ -1,4 +1,4 @@
-"""The options of a renderer that a run sets, and those that a prompt brings in its metadata.
+"""The options of a renderer that a run sets, and the options in the metadata of a prompt.
 
 Invariant: an option has one name wherever it is set: here, in a recipe, on the command line and in the metadata.
 """
@@ -31,21 +31,23 @@ class RendererOptions(TypedDict, total=False):
     stop_token_ids: Iterable[int] | None
     """Ids that end a turn."""
     special_text: SpecialText
-    """What happens to special tokens in the text of user and tool messages."""
+    """The treatment of special tokens in the text of user and tool messages."""
     images: Any
-    """The model's processor for messages with images: ``True`` for that of the tokenizer's folder, the folder of
-    another one, or a processor. By default images are refused."""
+    """The model's processor for messages with images: ``True`` for the processor in the tokenizer's folder, another
+    folder, or a processor. By default images are refused."""
 
 
 def with_prompt_options(options: RendererOptions, metadata: Mapping[str, Any]) -> RendererOptions:
-    """The options with those of a prompt: its ``metadata["template_kwargs"]`` override single variables.
+    """The options, in which the ``metadata["template_kwargs"]`` of a prompt override single variables.
 
     Raises:
-        ConfigError: the metadata has something else than a mapping under this key.
+        ConfigError: the value of this key is not a mapping.
     """
-    own = metadata.get(TEMPLATE_KWARGS)
-    if own is None:
+    variables = metadata.get(TEMPLATE_KWARGS)
+    if variables is None:
         return options
-    if not isinstance(own, Mapping):
-        raise ConfigError.of(f"Prompt.metadata[{TEMPLATE_KWARGS!r}]", own, "a mapping of variables of the template")
-    return {**options, "template_kwargs": {**(options.get("template_kwargs") or {}), **own}}
+    if not isinstance(variables, Mapping):
+        raise ConfigError.of(
+            f"Prompt.metadata[{TEMPLATE_KWARGS!r}]", variables, "a mapping of variables of the template"
+        )
+    return {**options, "template_kwargs": {**(options.get("template_kwargs") or {}), **variables}}

@@ -1,4 +1,4 @@
-"""The prompt of a conversation that ends in an assistant message: the reply goes on in that turn.
+"""The prompt of a conversation that ends in an assistant message: the reply continues that turn.
 
 Invariant: the text is the template's own rendering up to the end of the message, as with ``continue_final_message`` of
 transformers. Nothing is written after it: no closing mark, no header. This module does not know token ids.
@@ -15,14 +15,14 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.reply_text import after_prompt
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["goes_on", "open_turn", "turn_start"]
+__all__ = ["continues_turn", "open_turn", "turn_start"]
 
 _END = "qz7endqz7 "
 """The space shows whether the template trims the message."""
 
 
-def goes_on(messages: Sequence[Message]) -> bool:
-    """Whether the reply to these messages goes on in their last turn."""
+def continues_turn(messages: Sequence[Message]) -> bool:
+    """Whether the reply to these messages continues their last turn."""
     return bool(messages) and messages[-1].role == "assistant"
 
 
@@ -41,8 +41,8 @@ def open_turn(template: ChatTemplate, messages: Sequence[Message], tools: Sequen
     text = template.render([*messages[:-1], marked], tools, generation_prompt=False)
     at = text.rfind(_END.strip())
     if at < 0 or not text[:at].rstrip().endswith(last.text.strip()):
-        expected = f"a text that chat template {template.name} writes at the end of its turn as it is"
-        raise ConfigError.of("messages[-1].content (an assistant message that goes on)", last.text, expected)
+        expected = f"text that chat template {template.name} writes unchanged at the end of its turn"
+        raise ConfigError.of("messages[-1].content (an assistant message to continue)", last.text, expected)
     return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
 
 

@@ -7,21 +7,21 @@ rendering of the whole conversation. This module only calls the template; it doe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
+from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import Strategy, bridge_text
+from rollouts.renderer.bridge import STRATEGIES, bridge_text
 from rollouts.renderer.call_check import Calls
 from rollouts.renderer.history_diff import shared
-from rollouts.renderer.images import ImageProcessor, example_images
+from rollouts.renderer.model_format import ModelFormat
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["SelfTest", "Step", "Verdict", "run_image_steps", "run_self_test"]
+__all__ = ["SelfTest", "Step", "Verdict", "run_self_test", "tool_turn"]
 
 Verdict: TypeAlias = Literal["exact", "forks", "refused"]
 """``exact``: ids appended step by step equal the template's own rendering. ``forks``: the bridge is right, but the
@@ -96,48 +96,38 @@ class _Turn:
     new: tuple[Message, ...]
     marks: tuple[str, ...] = ()
     """Texts of the reply that the rendering must contain: its content, or the arguments of its calls."""
-    alone: _Turn | None = None
+    with_one_call: _Turn | None = None
     """The same turn with one call, if this one has several: some templates end such a turn differently."""
 
 
-def run_self_test(
-    template: ChatTemplate,
-    strategy: tuple[str, Strategy],
-    encode: Callable[[str], TokenColumn],
-    stops: Sequence[str],
-    tools: Sequence[Tool],
-    system: str | None,
-) -> SelfTest:
+def run_self_test(model: ModelFormat, strategy: str, tools: Sequence[Tool], system: str | None) -> SelfTest:
     """Render a synthetic conversation with the template and with bridges, and compare.
 
     Args:
-        template: the chat template.
-        strategy: the name and the function of the strategy that builds the dummy.
-        encode: converts text to ids.
-        stops: the stop tokens, as text.
+        model: the template, the tokenizer and the stop tokens.
+        strategy: the name of the strategy that builds the dummy.
         tools: the tools; without tools, the steps with tools are skipped.
         system: the system prompt, or ``None`` for a conversation without one.
     """
-    opening = (
-        [Message("user", "userone")] if system is None else [Message("system", system), Message("user", "userone")]
-    )
-    reasons = _may_reason(template, opening, tools)
-    parallel = 2 if not tools or _takes_two_calls(template, opening, tools) else 1
-    steps = list(_judge(template, strategy[1], encode, stops, tools, opening, _turns(tools, parallel, reasons)))
-    notes = [*_notes(template, opening, tools)]
+    user = Message("user", "userone")
+    opening = [user] if system is None else [Message("system", system), user]
+    parallel = 2 if not tools or _takes_two_calls(model.template, opening, tools) else 1
+    turns = _turns(tools, parallel, _may_reason(model.template, opening, tools))
+    steps = list(_judge(model, strategy, tools, opening, turns))
+    notes = _notes(model.template, opening, tools)
     notes += [_ONE_CALL] if parallel == 1 and steps[1:] and steps[1].verdict != "refused" else []
-    notes += _note_of_stops(template, strategy[1], stops)
-    return SelfTest(template.name, strategy[0], tuple(steps), tuple(notes))
+    notes += _note_of_stops(model, strategy)
+    return SelfTest(model.template.name, strategy, tuple(steps), tuple(notes))
 
 
 def _turns(tools: Sequence[Tool], parallel: int, reasons: bool) -> list[_Turn]:
     turns = []
     if tools:
-        first = _tool_turn("tools, first round", tools, 1, 1, reasons)
+        first = tool_turn("tools, first round", tools, 1, 1, reasons)
         if parallel == 2:
-            first = attrs.evolve(_tool_turn(f"{first.name} (2 calls)", tools, 1, 2, reasons), alone=first)
+            first = attrs.evolve(tool_turn(f"{first.name} (2 calls)", tools, 1, 2, reasons), with_one_call=first)
         turns.append(first)
-        turns.append(_tool_turn("tools, next round", tools, 3, 1, reasons))
+        turns.append(tool_turn("tools, next round", tools, 3, 1, reasons))
     user = "user, after tools" if tools else "user"
     turns.append(_Turn(user, _reply("finalone", reasons), (Message("user", "usertwo"),), ("finalone",)))
     turns.append(_Turn("user, again", _reply("finaltwo", reasons), (Message("user", "userthree"),), ("finaltwo",)))
@@ -148,7 +138,8 @@ def _reply(content: str, reasons: bool) -> Message:
     return Message("assistant", content, reasoning=f"thought{content}" if reasons else None)
 
 
-def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons: bool) -> _Turn:
+def tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons: bool) -> _Turn:
+    """A reply with this number of calls, and their results; ``first`` is the number of the first call."""
     numbers = range(first, first + count)
     calls = [ToolCall(tools[n % len(tools)].name, {"x": f"argument{n}"}, id=f"call{n:05d}") for n in numbers]
     results = [
@@ -159,28 +150,31 @@ def _tool_turn(name: str, tools: Sequence[Tool], first: int, count: int, reasons
     return _Turn(name, reply, tuple(results), tuple(f"argument{n}" for n in numbers))
 
 
-def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, ...]:
+def _notes(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> list[str]:
     try:
         hides_tools = bool(tools) and template.render(opening, tools) == template.render(opening)
     except ConfigError:
-        return ()
-    return (
-        ("the template does not tell the model of its tools; describe them in the system prompt",)
-        if hides_tools
-        else ()
-    )
+        return []
+    note = "the template does not tell the model of its tools; describe them in the system prompt"
+    return [note] if hides_tools else []
 
 
-def _note_of_stops(template: ChatTemplate, strategy: Strategy, stops: Sequence[str]) -> list[str]:
+def _note_of_stops(model: ModelFormat, strategy: str) -> list[str]:
     """Return a note if the template ends a reply with none of the stop tokens: the list may be incomplete."""
     try:
-        bridge = bridge_text(template, strategy, (), [Message("user", "usertwo")], (), stops)
+        bridge = _bridge(model, strategy, (), [Message("user", "usertwo")], ())
     except ConfigError:
         return []
-    if bridge.startswith(tuple(stops)):
+    if bridge.startswith(model.stops):
         return []
-    given = ", ".join(stops)
-    return [f"the template ends a reply with {bridge[:20]!r}, and the stop tokens are {given}: are these all?"]
+    stops = ", ".join(model.stops)
+    return [f"the template ends a reply with {bridge[:20]!r}, and the stop tokens are {stops}: are these all?"]
+
+
+def _bridge(
+    model: ModelFormat, strategy: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+) -> str:
+    return bridge_text(model.template, STRATEGIES[strategy], history, new, tools, model.stops)
 
 
 def _may_reason(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
@@ -194,7 +188,7 @@ def _may_reason(template: ChatTemplate, opening: Sequence[Message], tools: Seque
 
 def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: Sequence[Tool]) -> bool:
     """Whether the template writes two calls in one turn; some refuse the second, some leave it out."""
-    turn = _tool_turn("", tools, 1, 2, reasons=False)
+    turn = tool_turn("", tools, 1, 2, reasons=False)
     try:
         text = template.render([*opening, turn.reply, *turn.new], tools)
     except ConfigError:
@@ -204,15 +198,9 @@ def _takes_two_calls(template: ChatTemplate, opening: Sequence[Message], tools: 
 
 
 def _judge(
-    template: ChatTemplate,
-    strategy: Strategy,
-    encode: Callable[[str], TokenColumn],
-    stops: Sequence[str],
-    tools: Sequence[Tool],
-    opening: Sequence[Message],
-    turns: Sequence[_Turn],
+    model: ModelFormat, strategy: str, tools: Sequence[Tool], opening: Sequence[Message], turns: Sequence[_Turn]
 ) -> Iterator[Step]:
-    history = list(opening)
+    template, history = model.template, list(opening)
     name = "opening" if opening[0].role == "system" else "opening, no system prompt"
     try:
         before: str | None = template.render(history, tools)
@@ -225,85 +213,24 @@ def _judge(
         replied = [*history, turn.reply]
         try:
             whole = template.render([*replied, *turn.new], tools)
-            bridge = bridge_text(template, strategy, replied, turn.new, tools, stops)
+            bridge = _bridge(model, strategy, replied, turn.new, tools)
         except ConfigError as error:
             return "refused", str(error), None
-        verdict, reason = _bridge_verdict(whole, bridge, turn, encode, stops)
+        verdict, reason = _bridge_verdict(model, whole, bridge, turn)
         if verdict == "exact" and before is not None:
-            own = _up_to_mark(template, replied, tools, turn.marks[-1])
-            verdict, reason = _history_verdict([text for text in (before, own, whole) if text is not None])
+            with_reply = _up_to_mark(template, replied, tools, turn.marks[-1])
+            verdict, reason = _history_verdict([text for text in (before, with_reply, whole) if text is not None])
         return verdict, reason, whole
 
     for turn in turns:
         verdict, reason, whole = judge(turn)
-        if turn.alone is not None:
-            alone, why, _ = judge(turn.alone)
-            if _SEVERITY.index(alone) > _SEVERITY.index(verdict):
-                verdict, reason = alone, f"one call: {why}"
+        if turn.with_one_call is not None:
+            other, why, _ = judge(turn.with_one_call)
+            if _SEVERITY.index(other) > _SEVERITY.index(verdict):
+                verdict, reason = other, f"one call: {why}"
         yield Step(turn.name, verdict, reason)
         before = whole
         history += [turn.reply, *turn.new]
-
-
-def run_image_steps(
-    template: ChatTemplate,
-    strategy: Strategy,
-    encode: Callable[[str], TokenColumn],
-    stops: Sequence[str],
-    images: ImageProcessor,
-    tools: Sequence[Tool],
-) -> Iterator[Step]:
-    """Compare openings and bridges with images with what the processor itself gives for the whole text.
-
-    A template that leaves out the images of tool results, or raises on them, is not refused for that: such results are
-    refused when they occur.
-    """
-    first, second, third = example_images()
-    opening = [Message("user", ("userone", first, "and", second))]
-    history = [*opening, Message("assistant", "finalone")]
-    turns = {"image, user": (history, [Message("user", (third, "usertwo", first))])}
-    if tools:
-        turn = _tool_turn("", tools, 1, 1, reasons=False)
-        result = attrs.evolve(turn.new[0], content=("resultone", third))
-        turns["image, tool"] = ([*opening, turn.reply], [result])
-    yield Step("image, opening", *_image_verdict(template.render(opening, tools), (), encode, images, opening))
-    for name, (before, new) in turns.items():
-        try:
-            text = template.render([*before, *new], tools)
-            bridge = bridge_text(template, strategy, before, new, tools, stops)
-        except ConfigError as error:
-            yield Step(name, "exact", f"images are refused here: {error}")
-            continue
-        if name == "image, tool" and bridge.count(images.placeholder) != 1:
-            yield Step(name, "exact", "images are refused here: the template leaves them out")
-            continue
-        yield Step(name, *_image_verdict(text, (bridge, new), encode, images, [*before, *new]))
-
-
-def _image_verdict(
-    text: str,
-    bridge: tuple[()] | tuple[str, Sequence[Message]],
-    encode: Callable[[str], TokenColumn],
-    images: ImageProcessor,
-    messages: Sequence[Message],
-) -> tuple[Verdict, str]:
-    """Compare ids and inputs with the processor's own."""
-    shown = [image for message in messages for image in message.images]
-    try:
-        own, inputs = images.own_ids(text, shown)
-        ids = encode(images.expanded(text, shown)).tolist()
-        joined = images.inputs(shown)
-        if bridge:
-            tail = encode(images.expanded(bridge[0], [image for message in bridge[1] for image in message.images]))
-            ids = ids[: -len(tail)] + tail.tolist()
-    except ConfigError as error:
-        return "refused", str(error)
-    if ids != own:
-        at = shared(ids, own)
-        return "refused", f"the processor gives the ids …{own[at : at + 5]} where ours are …{ids[at : at + 5]}"
-    if inputs.keys() != joined.keys() or not all(np.array_equal(joined[name], inputs[name]) for name in joined):
-        return "refused", f"the processor gives other {', '.join(inputs)} for several images than for each alone"
-    return "exact", ""
 
 
 def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, str]:
@@ -311,19 +238,19 @@ def _opening_verdict(text: str, opening: Sequence[Message]) -> tuple[Verdict, st
     return ("refused", f"the template leaves out the {missing[0]} message") if missing else ("exact", "")
 
 
-def _bridge_verdict(
-    whole: str, bridge: str, turn: _Turn, encode: Callable[[str], TokenColumn], stops: Sequence[str]
-) -> tuple[Verdict, str]:
+def _bridge_verdict(model: ModelFormat, whole: str, bridge: str, turn: _Turn) -> tuple[Verdict, str]:
     if not whole.endswith(bridge):
-        stop = next((stop for stop in stops if bridge.startswith(stop) and whole.endswith(bridge[len(stop) :])), None)
+        found = (stop for stop in model.stops if bridge.startswith(stop) and whole.endswith(bridge[len(stop) :]))
+        stop = next(found, None)
         if stop is not None:
             return "forks", f"history rewritten: no {stop!r} ends the reply"
         written, end = whole[-len(bridge) :], shared(whole[::-1], bridge[::-1])
         at = len(bridge) - end
         return "refused", f"the template writes …{written[:at][-40:]!r} where the bridge has …{bridge[:at][-40:]!r}"
+    encode = model.codec.encode_uncounted
     ids = encode(bridge)
     if not np.array_equal(encode(whole)[-len(ids) :], ids):
-        return "refused", "the bridge has other ids inside the conversation than on its own"
+        return "refused", "the bridge has other ids inside the conversation than alone"
     if any(mark not in whole for mark in turn.marks):
         return "forks", "the template leaves calls out of the history"
     return "exact", ""

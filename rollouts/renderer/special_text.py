@@ -1,8 +1,8 @@
 """Special tokens written in the text of users and tools.
 
-Invariant: with ``as_text``, no part of a user or tool message becomes a special token. A guard, a character that no
-text can contain, breaks each mark before the template is rendered. The encoder removes it and encodes the mark as plain
-text. This module does not know conversations.
+Invariant: with ``as_text``, no part of a user or tool message becomes a special token. A guard, a character that UTF-8
+text cannot contain, breaks each mark before the template is rendered. The encoder removes it and encodes the mark as
+plain text. This module does not know conversations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError
 __all__ = ["GUARD", "Marks", "SpecialText", "plain_encoder"]
 
 SpecialText: TypeAlias = Literal["as_ids", "as_text", "error"]
-"""How special tokens in the text of users and tools are encoded: as their ids (as transformers and servers do), as
+"""The encoding of special tokens in the text of users and tools: as their ids (as transformers and servers do), as
 plain text, or not at all."""
 
 GUARD = "\udfff"
@@ -76,7 +76,7 @@ class Marks:
 
 
 def plain_encoder(raw: object) -> Callable[[str], list[int]]:
-    """Return a function that encodes text with the model of a raw tokenizer, which knows no special tokens."""
+    """Return a function that encodes text with the model of a raw tokenizer, which does not know special tokens."""
     model, normalizer, splitter = (getattr(raw, name) for name in ("model", "normalizer", "pre_tokenizer"))
 
     def encode(text: str) -> list[int]:

@@ -14,9 +14,9 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import Kept, bridge_text, short, whole, with_kept
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["Switches"]
+__all__ = ["PROBE", "Switches"]
 
-_TOOL = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
+PROBE = Tool("probe", "Probes.", {"type": "object", "properties": {"x": {"type": "string", "description": "Any."}}})
 _CALL = ToolCall("probe", {"x": "1"}, id="call00000")
 _CALLING = Message("assistant", tool_calls=(_CALL,))
 _SAID = Message("assistant", "A")
@@ -44,8 +44,8 @@ class Switches:
         history = [*system, *with_kept(short, kept)(())]
         later = [*history, _SAID, Message("user", _PLAIN)]
         user, result = _NEWS
-        asked = [(user, ()), (user, (_TOOL,)), (result, (_TOOL,))]
-        return [self._bridge(start, new, tools) for start in (history, later) for new, tools in asked]
+        cases = [(user, ()), (user, (PROBE,)), (result, (PROBE,))]
+        return [self._bridge(start, new, tools) for start in (history, later) for new, tools in cases]
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Switches:
     def _effects(self, text: str, earlier: Sequence[str]) -> list[str | None]:
         """The texts after a reply in conversations with this text; ``None`` where the template raises."""
         start = [turn for each in earlier for turn in (Message("user", each), Message("assistant", "A"))]
-        news = [(new, (_TOOL,) if new.role == "tool" else ()) for new in _NEWS]
+        news = [(new, (PROBE,) if new.role == "tool" else ()) for new in _NEWS]
         return [self._bridge([*start, *history], *new) for history in _histories(text) for new in news]
 
     def _bridge(self, history: Sequence[Message], new: Message, tools: Sequence[Tool]) -> str | None:

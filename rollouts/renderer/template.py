@@ -1,7 +1,7 @@
 """A chat template: convert messages to text, as transformers does, but with a fixed date.
 
 Invariant: one object renders the same messages to the same text at any time. This module does not know token ids or
-dialects. A template is tried in a process of its own first (:mod:`rollouts.renderer.template_sandbox`).
+dialects. A template is first tried in a separate process (:mod:`rollouts.renderer.template_sandbox`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def reads(self) -> frozenset[str]:
-        """The variables that a caller can set, special tokens included, without those that each rendering sets.
+        """The variables that a caller can set, special tokens included, without the variables that each rendering sets.
 
         A name that the template assigns is one of its own variables, unless the template asks whether it is defined.
         """
@@ -125,12 +125,12 @@ class ChatTemplate:
         names = jinja2.meta.find_undeclared_variables(tree)
         assigned = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "store"}
         parameters = {node.name for node in tree.find_all(jinja2.nodes.Name) if node.ctx == "param"}
-        asked = {
+        tested = {
             node.node.name
             for node in tree.find_all((jinja2.nodes.Test, jinja2.nodes.Filter))
             if node.name in ("defined", "undefined", "default", "d") and isinstance(node.node, jinja2.nodes.Name)
         }
-        return frozenset(names - environment.globals.keys() - _RENDERED - parameters - (assigned - asked))
+        return frozenset(names - environment.globals.keys() - _RENDERED - parameters - (assigned - tested))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generation_prompt: bool = True) -> str:
         """Render the conversation as text.

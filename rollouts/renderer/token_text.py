@@ -1,6 +1,6 @@
 """The text of each token of a sequence.
 
-Invariant: the texts, joined, are what the tokenizer decodes from all tokens. A character that several
+Invariant: the texts, joined, equal the text that the tokenizer decodes from all tokens. A character that several
 tokens spell belongs to the first of them.
 """
 
@@ -27,38 +27,38 @@ class TokenTexts:
 
     def __init__(self, decode: Decode | None) -> None:
         self._decode = decode
-        self._alone: dict[int, str] = {}
+        self._usual: dict[int, str] = {}
 
-    def alone(self, token: int) -> str:
-        """The text of a token after another one, as far as it does not depend on which."""
+    def usual(self, token: int) -> str:
+        """The text of a token after another token, as far as it does not depend on that token."""
         if self._decode is None:
             return f"⟨{token}⟩"
-        text = self._alone.get(token)
+        text = self._usual.get(token)
         if text is None:
             before = self._decode([token])
             after = self._decode([token, token])
-            # Some decoders drop a space at the start of a text.
+            # Some decoders drop a space at the start.
             text = after[len(before) :] if after.startswith(before) and _BROKEN not in after else before
-            self._alone[token] = text
+            self._usual[token] = text
         return text
 
     def exceptions(self, ids: Sequence[int]) -> dict[int, str]:
-        """The positions whose text is not :meth:`alone`, with their text."""
+        """The positions whose text is not :meth:`usual`, with their text."""
         if self._decode is None or not ids:
             return {}
-        alone = [self.alone(token) for token in ids]
+        usual = [self.usual(token) for token in ids]
         whole = self._decode(ids)
-        if "".join(alone) == whole:
+        if "".join(usual) == whole:
             return {}
         texts = self._spelled(ids)
         if "".join(texts) != whole:
             texts = self._by_prefix(ids, whole)
-        return {place: text for place, (text, other) in enumerate(zip(texts, alone, strict=True)) if text != other}
+        return {place: text for place, (text, other) in enumerate(zip(texts, usual, strict=True)) if text != other}
 
     def of(self, ids: Sequence[int]) -> list[str]:
         """The text of each token; joined, they are the text of all."""
         exceptions = self.exceptions(ids)
-        return [exceptions.get(place, self.alone(token)) for place, token in enumerate(ids)]
+        return [exceptions.get(place, self.usual(token)) for place, token in enumerate(ids)]
 
     def _spelled(self, ids: Sequence[int]) -> list[str]:
         """The shortest runs of tokens that spell whole characters; the text of a run belongs to its first token."""
@@ -66,7 +66,7 @@ class TokenTexts:
         texts: list[str] = []
         start = 0
         while start < len(ids):
-            stop, text = start + 1, self.alone(ids[start]) if start else self._decode(ids[:1])
+            stop, text = start + 1, self.usual(ids[start]) if start else self._decode(ids[:1])
             while text.endswith(_BROKEN) and stop < len(ids) and stop - start < _LONGEST_CHARACTER:
                 stop += 1
                 text = self._decode(ids[start:stop])
@@ -77,11 +77,11 @@ class TokenTexts:
     def _by_prefix(self, ids: Sequence[int], whole: str) -> list[str]:
         """The text that each token adds to the text before it; quadratic, for the few samples that need it."""
         assert self._decode is not None
-        texts, shown = [], 0
+        texts, written = [], 0
         for stop in range(1, len(ids) + 1):
             text = whole if stop == len(ids) else self._decode(ids[:stop])
             while not whole.startswith(text):  # the last character is not whole yet, or changes with the next token
                 text = text[:-1]
-            texts.append(text[shown:])
-            shown = max(shown, len(text))
+            texts.append(text[written:])
+            written = max(written, len(text))
         return texts

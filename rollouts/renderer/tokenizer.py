@@ -47,7 +47,7 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
     expected = "a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub"
     if path_or_name == "default":  # the hub would be asked for it, again and again where there is no network
         raise ConfigError.of("tokenizer", path_or_name, f"{expected}; an Endpoint without model= names none")
-    # A name of the hub begins with neither: its own error for such a text is about the form of a name.
+    # A name of the hub begins with neither: its error for a path is about the form of a name.
     is_path = isinstance(path_or_name, Path) or path_or_name.startswith(("/", "."))
     if is_path and not Path(path_or_name).is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
@@ -64,7 +64,7 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
 
 
 def _names_own_code(folder: Path) -> bool:
-    """Whether the tokenizer of a local folder is a class of the model's own."""
+    """Whether the tokenizer of a local folder is a class in the model's code."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -159,8 +159,8 @@ class Codec:
     """Encode and decode with one tokenizer.
 
     Fast tokenizers are used without their Python wrapper: the wrapper sets padding and truncation on a shared object
-    at each call, which is not thread-safe. Those that tokenizer.json sets are cleared. A slow tokenizer is used
-    directly, one thread at a time.
+    at each call, which is not thread-safe. Padding and truncation of tokenizer.json are cleared. A slow tokenizer is
+    used directly, one thread at a time.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -178,8 +178,6 @@ class Codec:
         self._lock = threading.Lock()
         self.encoded_tokens = 0
         """Tokens that :meth:`encode` has returned so far, if ``counted``."""
-        self.encoded_characters = 0
-        """Characters that :meth:`encode` has taken so far, if ``counted``."""
 
     @property
     def encoder(self) -> str:
@@ -192,11 +190,11 @@ class Codec:
         return "tokenizers" if self._loader().result() is None else "fastokens"
 
     def encode(self, text: str, *, counted: bool = True) -> TokenColumn:
-        """Return the ids of a text; int32, read-only. Special tokens in the text become their ids; none is added.
+        """Return the ids of text; int32, read-only. Special tokens in the text become their ids; none is added.
 
         Args:
             text: the text.
-            counted: whether the text enters a conversation, and so the counters.
+            counted: whether the text enters a conversation, and so the counter.
         """
         fast = self._fast
         if fast is None:
@@ -213,8 +211,11 @@ class Codec:
         if counted:
             with self._lock:
                 self.encoded_tokens += len(ids)
-                self.encoded_characters += len(text)
         return ids
+
+    def encode_uncounted(self, text: str) -> TokenColumn:
+        """Return the ids of text that does not enter a conversation."""
+        return self.encode(text, counted=False)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a short text in which special tokens are plain text.

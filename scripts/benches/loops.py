@@ -107,7 +107,7 @@ _JSON = {"Content-Type": "application/json"}
 
 def lean(play: Play, url: str, *, encoder: Literal["fastokens", "tokenizers"] = "fastokens") -> Round:
     """The floor."""
-    raw = play.renderer._codec._raw  # the tokenizer without anything around it
+    raw = play.renderer._model.codec._raw  # the tokenizer without anything around it
     assert raw is not None
     encode = raw.encode_batch_fast
     fast = Loader(raw)().result() if encoder == "fastokens" else None
@@ -168,7 +168,7 @@ def naive(play: Play, url: str) -> Round:
     import httpx  # needed by this loop only
 
     params = _params(play)
-    raw = play.renderer._codec._raw
+    raw = play.renderer._model.codec._raw
     assert raw is not None
     decode = raw.decode
     file = tempfile.TemporaryFile("w")  # noqa: SIM115 - closed below

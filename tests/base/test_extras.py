@@ -1,4 +1,4 @@
-"""What a message says to install can be installed."""
+"""The packages that a message names can be installed."""
 
 from __future__ import annotations
 

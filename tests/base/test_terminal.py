@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """The hooks of the interpreter are those of before."""
+    """The hooks of the interpreter are as before."""
     hook, format_warning = sys.excepthook, warnings.formatwarning
     yield
     sys.excepthook, warnings.formatwarning = hook, format_warning

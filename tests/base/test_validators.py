@@ -1,4 +1,4 @@
-"""Checks of numbers and texts that users give."""
+"""Checks of numbers and strings from users."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Values:
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, expected: str, good: list[Any], bad: list[Any]) -> None:
-    """A bool is no number, and neither is NaN, infinity, or an integer that no float holds."""
+    """A bool, NaN, infinity, or an integer that does not fit a float is not a number."""
     for value in good:
         assert getattr(Values(**{field: value}), field) == value
     for value in bad:
@@ -69,7 +69,7 @@ def test_a_number_that_no_float_holds_is_refused_by_every_class(kind: Any, field
 
 
 def test_numbers_of_user_code_are_read_as_float_does() -> None:
-    """Scalars of NumPy and decimals are numbers; text, NaN and arrays of several elements are none."""
+    """Scalars of NumPy and decimals are numbers; text, NaN and arrays of several elements are not."""
     assert [finite(value) for value in (1, True, np.float32(0.5), Decimal("0.25"))] == [1.0, 1.0, 0.5, 0.25]
     assert {finite(value) for value in ("1", b"1", math.nan, -math.inf, HUGE, np.zeros(2), None, 1j)} == {None}
     assert [is_number(value) for value in (1, 0.5, True, HUGE, np.float32(1))] == [True, True, False, False, False]

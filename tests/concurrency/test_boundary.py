@@ -60,7 +60,7 @@ async def test_a_broken_law_is_found_inside_a_group() -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError()])])
 async def test_a_signal_to_the_process_passes(error: BaseException) -> None:
-    """Ctrl-C is no failure of a rollout."""
+    """Ctrl-C is not a failure of a rollout."""
     with pytest.raises(type(error)) as caught, boundary(GenerateFailure, "x"):
         raise error
     assert caught.value is error
@@ -94,7 +94,7 @@ async def test_a_native_cancellation_passes() -> None:
 
 
 async def test_a_timeout_that_user_code_catches_is_no_failure() -> None:
-    """It is no cancellation from outside."""
+    """It is not a cancellation from outside."""
 
     async def judge() -> float:
         for limit in (partial(asyncio.timeout, 0.01), lambda: anyio.fail_after(0.01)):

@@ -137,7 +137,7 @@ async def test_results_and_errors_pass_the_guard() -> None:
 
 
 async def test_timeouts_of_the_coroutine_itself_are_not_counted() -> None:
-    """A coroutine that waits in many short timeouts of its own is not abandoned: no scope around it is cancelled."""
+    """A coroutine that waits in many short timeouts is not abandoned: no scope around it is cancelled."""
 
     async def looks_often() -> str:
         for _ in range(125):
@@ -150,7 +150,7 @@ async def test_timeouts_of_the_coroutine_itself_are_not_counted() -> None:
 
 
 async def test_a_wait_report_sees_through_the_guard() -> None:
-    """The reported line is that of the coroutine."""
+    """The reported line is in the coroutine."""
 
     async def call() -> None:
         await call_foreign(EnvironmentFailure, "World.step", hides, seconds=9)

@@ -87,7 +87,7 @@ async def test_a_deadline_that_is_armed_too_late_expires_at_once() -> None:
 
 
 async def test_a_global_pause_is_reported_first() -> None:
-    """With its duration and the number of waiting turns; afterwards it is no longer listed."""
+    """With its duration and the number of waiting turns; afterwards it is not listed."""
     with listed_pause("http://a is paused for new weights", lambda: 7):
         assert str(pauses()[0]) == "http://a is paused for new weights for 0.0 s, 7 turns wait"
         assert report().startswith("rollouts: http://a is paused for new weights for 0.0 s, 7 turns wait\n")

@@ -25,7 +25,7 @@ def test_spans_come_back_in_order() -> None:
 
 
 def test_a_span_that_ends_now_has_its_seconds() -> None:
-    """The clock is that of the machine."""
+    """The clock agrees with the machine's."""
     began, line = now(), Timeline()
     line.ended("tool", "add", began)
     (span,) = line

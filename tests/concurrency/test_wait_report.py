@@ -48,7 +48,7 @@ async def test_a_coroutine_is_reported_with_the_line_that_it_waits_in() -> None:
 
 
 async def test_a_hanging_thread_is_reported_with_its_line_and_counted() -> None:
-    """The run continues; a thread that ends is no longer counted."""
+    """The run continues; a thread that ended is not counted."""
     released = threading.Event()
     begun = threading.Event()
 

@@ -40,7 +40,7 @@ def test_the_embedded_engine_conforms(report: Report) -> None:
 
 
 def test_reports_become_a_table(report: Report, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--table`` prints a column for each stored report, and names a file that is none."""
+    """``--table`` prints a column for each stored report, and names a file that is not a report."""
     import msgspec
 
     for name in ("a", "b"):

@@ -23,7 +23,7 @@ async def verdicts(server: VLLMServer, *names: str) -> dict[str, str]:
 
 
 async def test_the_stand_in_conforms() -> None:
-    """No point fails on which a feature relies; the server scores its own replies. More than 2 s of CPU: all points."""
+    """No point fails on which a feature relies; the server scores its replies. More than 2 s of CPU: all points."""
     async with vllm_server() as server:
         endpoint = Endpoint(provider="vllm", base_url=server.url)
         report = await vllm_conformance_of(endpoint, unsafe=True, idle_seconds=0.1)

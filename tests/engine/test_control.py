@@ -137,7 +137,7 @@ async def test_pause_by_abort_ends_what_runs_and_holds_what_comes(client: Any) -
 async def test_retracted_requests_are_recomputed_with_the_new_weights(
     client: Any, other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
-    """One response, split by version spans; each part has the logprobs of its own weights."""
+    """One response, split by version spans; each part has the logprobs of its weights."""
     running = await begun(client)
     await client.post("/pause_generation", mode="retract")
     flushed, _ = await client.post("/flush_cache")
@@ -201,7 +201,7 @@ async def test_pausing_needs_a_body(client: Any, path: str, body: bytes) -> None
 async def test_an_update_waits_for_what_runs_and_drops_old_prefixes(
     client: Any, other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
-    """The running request ends with its own weights; the next has the new ones and no stale K/V."""
+    """The running request ends with its weights; the next has the new ones and no stale K/V."""
     running = await begun(client)
     ask = {"model_path": str(other_weights), "weight_version": "v2"}
     status, _ = await client.post("/update_weights_from_disk", **ask)

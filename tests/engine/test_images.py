@@ -26,7 +26,7 @@ def expander() -> Expander:
 
 
 async def test_the_server_counts_the_ids_of_the_processor(client: Any) -> None:
-    """``prompt_tokens`` and ``prompt_token_ids`` are of the expanded prompt; the context is that of these ids."""
+    """``prompt_tokens`` and ``prompt_token_ids`` are of the expanded prompt, whose ids count for the context."""
     sampling = {"max_new_tokens": 1}
     body = {"input_ids": [5, PAD, 6, PAD], "image_data": URLS, "return_prompt_token_ids": True}
     answer = await client.generate(**body, sampling_params=sampling)

@@ -1,4 +1,4 @@
-"""What the package does before torch is there."""
+"""The package without torch."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def test_chunks_of_ragged_rows_give_the_logits_of_the_whole_sequence(model: SlotModel) -> None:
-    """Whatever the other rows and the chunk sizes, a row's logits are those of one forward pass of its own."""
+    """Whatever the other rows and the chunk sizes, a row's logits equal those of a separate forward pass."""
     first, second = tokens(40, 0), tokens(23, 1)
     got = {1: [], 3: []}
     logits = advance(model, {1: (0, first[:30]), 3: (0, second[:5])})
@@ -54,7 +54,7 @@ def test_chunks_of_ragged_rows_give_the_logits_of_the_whole_sequence(model: Slot
 
 
 def test_a_copied_prefix_is_as_good_as_a_computed_one(model: SlotModel) -> None:
-    """Logits after a prefix copied from another slot are those of the whole sequence."""
+    """Logits after a prefix copied from another slot equal those of the whole sequence."""
     prefix, rest = tokens(17, 2), tokens(6, 3)
     advance(model, {4: (0, prefix + tokens(3, 4))})
     model.copy(4, 0, 17)

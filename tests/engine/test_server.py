@@ -41,7 +41,7 @@ async def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 async def test_logprobs_are_those_of_a_teacher_forced_pass(client: Any, reference: Callable[..., list[float]]) -> None:
-    """Through ragged prefill, reuse, copies and continuous batching, each logprob is the policy's own."""
+    """Through ragged prefill, reuse, copies and continuous batching, each logprob equals the policy's."""
     rng = random.Random(0)
     prompts = [[7] * rng.randint(0, 90) + rng.choices(range(500), k=rng.randint(1, 40)) for _ in range(24)]
     temperatures = [rng.choice([0.7, 1.0, 1.3]) for _ in prompts]
@@ -193,7 +193,7 @@ async def test_without_a_seed_requests_differ(client: Any) -> None:
 
 
 async def test_the_stop_token_stays_in_the_ids_and_leaves_the_text(client: Any) -> None:
-    """The model's own stop token ends the reply; it is counted, and trimmed from the text only."""
+    """The model's stop token ends the reply; it is counted, and trimmed from the text only."""
     answer = await client.generate(text=QUESTION, sampling_params={"temperature": 0}, return_logprob=True)
     assert answer["output_ids"][-1] == EOS
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
@@ -202,7 +202,7 @@ async def test_the_stop_token_stays_in_the_ids_and_leaves_the_text(client: Any) 
 
 
 async def test_a_stop_token_id_of_the_request_ends_the_reply(client: Any) -> None:
-    """``stop_token_ids`` add to those of the model; ``no_stop_trim`` leaves the token in the text."""
+    """``stop_token_ids`` add to the model's; ``no_stop_trim`` leaves the token in the text."""
     whole = await client.generate(text=QUESTION, sampling_params={"temperature": 0})
     stop = whole["output_ids"][3]
     sampling = {"temperature": 0, "stop_token_ids": [stop]}
@@ -286,7 +286,7 @@ async def test_text_and_its_ids_are_the_same_request(client: Any, tokenizer: Any
 
 
 async def test_a_batch_is_answered_in_its_order_with_numbered_rids(client: Any) -> None:
-    """Each prompt may have its own parameters; a rid for the batch is numbered."""
+    """Each prompt may have different parameters; a rid for the batch is numbered."""
     answers = await client.generate(
         input_ids=[[1], [2, 3]],
         sampling_params=[{**FREE, "max_new_tokens": 2}, {**FREE, "max_new_tokens": 5}],

@@ -112,8 +112,8 @@ async def test_an_invalid_url_is_a_config_error(transport: HttpClient, url: str)
     await transport.aclose()
 
 
-async def test_connections_are_reused_unless_a_new_one_is_asked_for(transport: HttpClient) -> None:
-    """Sequential requests share one connection; each request for a new connection opens another one."""
+async def test_connections_are_reused_unless_fresh(transport: HttpClient) -> None:
+    """Sequential requests share one connection; each request with a new connection opens one."""
     async with StubServer() as server:
         for new_connection in (False, False, False, True, True):
             await transport.post(f"{server.url}/generate", BODY, {}, new_connection=new_connection)
@@ -134,7 +134,7 @@ async def test_the_connection_of_a_cancelled_request_is_not_reused(transport: Ht
 
 
 async def test_a_closed_client_can_be_used_again(transport: HttpClient) -> None:
-    """The next use opens a new pool; closing twice is not an error."""
+    """The next use opens a new pool; closing twice is allowed."""
     async with StubServer() as server:
         for _ in range(2):
             await transport.post(f"{server.url}/generate", BODY, {})
@@ -395,7 +395,7 @@ async def test_an_endless_response_ends_at_its_limit(transport: HttpClient) -> N
                 pytest.raises(ProtocolError, match=r"longer than the \d+ bytes that the request"),
             ):
                 await transport.post(url, BODY, {}, **limit)
-            assert sent < limit.get("max_bytes", 1 << 26) + (8 << 20)
+            assert sent < (limit.get("max_bytes", 1 << 26)) + (8 << 20)
             sent = 0
         with anyio.fail_after(30), pytest.raises(ProtocolError, match="longer than the"):
             async with transport.open("GET", url, {}) as response:

@@ -30,7 +30,7 @@ from tests.test_families import World
 
 FAMILIES = {**REAL_AND_SMALL, **STRUCTURES}
 ALONE = ("Qwen2.5", "gpt-oss")
-"""Families that load a tokenizer of their own, for seconds: played with ``--long``, and by ``test_families.py``."""
+"""Families that load another tokenizer, for seconds: played with ``--long``, and by ``test_families.py``."""
 WRITTEN = ("/no_think", "/think", "<think>", "</think>", "detailed thinking off", "<tool_response>", "/nothink")
 
 
@@ -72,7 +72,7 @@ def play(family: Family, renderer: Renderer, seed: int) -> tuple[Marked, Traject
 
 def rendered(renderer: Renderer, messages: Sequence[Message], world: Marked) -> str:
     """The whole conversation by transformers; the fields have the form that the template takes."""
-    template = renderer._template
+    template = renderer._model.template
     text: str = _compile_jinja_template(template.source).render(  # apply_chat_template drops content that is None
         messages=[template._chat(message) for message in messages],
         tools=[tool.to_chat() for tool in world.tools] or None,

@@ -246,7 +246,7 @@ def test_a_trainer_integration_refuses_before_anything_is_sampled(model: Callabl
 
 
 def test_a_dialect_with_a_renderer_is_refused() -> None:
-    """A renderer has its own."""
+    """A renderer already has its options."""
     renderer = renderer_of(UNKNOWN, dialect="plain")
     assert renderer_for(renderer) is renderer
     with pytest.raises(ConfigError, match=r"dialect: got 'hermes'; expected"):

@@ -74,7 +74,7 @@ def codec_of(raw: Any) -> Codec:
 
 
 def parts_of(sources: Sequence[str], count: int, seed: int = 1) -> list[str]:
-    """Parts of up to 400 characters of texts, from any place."""
+    """Parts of up to 400 characters, from any place of the texts."""
     rng = random.Random(seed)
     parts = []
     for _ in range(count):
@@ -86,7 +86,7 @@ def parts_of(sources: Sequence[str], count: int, seed: int = 1) -> list[str]:
 
 @pytest.fixture(scope="module")
 def count(request: pytest.FixtureRequest) -> int:
-    """How many texts of each kind are encoded."""
+    """Number of encoded texts of each kind."""
     return 50_000 if request.config.getoption("--long") else 1_000
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_that_is_read_differently_is_found() -> None:
 
 
 def test_a_tokenizer_of_another_kind_is_not_loaded() -> None:
-    """Such as one with a vocabulary of whole words."""
+    """Such as a tokenizer with a vocabulary of whole words."""
     raw = tokenizers.Tokenizer(tokenizers.models.WordLevel({"plum": 0, "?": 1}, unk_token="?"))
     raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     codec = codec_of(raw)
@@ -218,7 +218,7 @@ def test_a_tokenizer_without_weak_references_is_loaded() -> None:
 
 
 def test_a_text_that_cannot_be_encoded_has_the_tokenizers_error() -> None:
-    """A lone surrogate is no text."""
+    """A lone surrogate is refused."""
     codec = codec_of(of_bytes())
     assert codec.encoder == "fastokens"
     with pytest.raises(TypeError, match="must be str"):

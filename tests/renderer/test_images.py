@@ -1,4 +1,5 @@
-"""Images: our ids and inputs are those of the real processors, openings and bridges, each image processed once."""
+"""Images: our ids and inputs equal those of the real processors, in openings and bridges; each image is processed
+once."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from rollouts.dtypes import Image, Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.renderer.images import joined_inputs
-from rollouts.renderer.renderer import images_of
+from rollouts.renderer.model_format import images_of
 from tests.processors import CHATML, FAMILIES, build_processor, load_tokenizer_of, own_output, own_text, picture
 
 pytest.importorskip("torch")
@@ -98,7 +99,7 @@ def test_ids_and_inputs_are_the_processors_own(family: str, model: Callable[[str
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_self_test_has_steps_with_images(family: str, model: Callable[[str], Model]) -> None:
-    """It compares ids and inputs with the processor's own, and with tools also an image in a result."""
+    """It compares ids and inputs with the processor's, and with tools also an image in a result."""
     result = model(family).renderer().self_test([TOOL] if family == "qwen3_vl" else [])
     steps = {step.name: step for step in result.steps if step.name.startswith("image")}
     assert {name: (step.verdict, step.reason) for name, step in steps.items()} == dict.fromkeys(
@@ -162,7 +163,7 @@ def test_a_processor_that_counts_otherwise_in_a_conversation_is_refused(model: C
 
 @pytest.mark.parametrize("images", [0, 1])
 def test_a_placeholder_in_a_text_is_refused(images: int, model: Callable[[str], Model]) -> None:
-    """The processor and the server would take it for an image; as plain text it is none."""
+    """The processor and the server would take it for an image; as plain text it is not an image."""
     built = model("qwen2_5_vl")
     content = ("Look: <|image_pad|>", *[picture(64, 64)] * images)
     with pytest.raises(

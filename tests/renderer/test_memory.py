@@ -79,13 +79,13 @@ def test_messages_with_switches_are_dropped_only_if_no_bridge_depends_on_them(ki
         bridge = renderer.decode(renderer.bridge(history, new, tools=TOOLS, tail=STOP, memory=memory))
         history += new
         assert renderer.render(history, TOOLS).endswith(bridge)
-    assert len(memory.read(history, renderer._switches, renderer._marks).messages) <= 5
+    assert len(memory.read(history, renderer._model.switches, renderer._model.marks).messages) <= 5
 
 
 def test_a_switch_that_toggles_is_never_dropped() -> None:
     """The number of such messages decides, so that all of them stay."""
     renderer, memory = renderer_of(TOGGLED), BridgeMemory()
-    assert renderer._switches.texts == ("/flip",)
+    assert renderer._model.switches.texts == ("/flip",)
     history = [Message("user", "Well?")]
     for turn in range(11):
         history.append(Message("assistant", "Yes."))

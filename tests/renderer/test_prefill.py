@@ -1,4 +1,4 @@
-"""A prompt that ends in an assistant message: the reply goes on in that turn."""
+"""A prompt that ends in an assistant message: the reply continues that turn."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_the_prompt_is_that_of_continue_final_message(
     """Text for text and id for id what transformers writes; the reply begins with the message, or before it."""
     renderer = FAMILIES[name].make(request)
     messages = [SYSTEM, USER, Message("assistant", text)]
-    options = {"chat_template": renderer._template.source, "continue_final_message": True, "tokenize": False}
+    options = {"chat_template": renderer._model.template.source, "continue_final_message": True, "tokenize": False}
     chat = [message.to_chat() for message in messages]
     try:
-        expected = LOADED.apply_chat_template(chat, **{**renderer._template._variables, **options})
+        expected = LOADED.apply_chat_template(chat, **{**renderer._model.template._variables, **options})
     except ValueError:
         with pytest.raises(ConfigError, match="messages"):
             renderer.opening(messages)

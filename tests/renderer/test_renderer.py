@@ -94,7 +94,7 @@ def test_results_of_the_self_test_are_kept_for_the_latest_sets_of_tools() -> Non
     """An environment with other tools for each prompt does not grow the cache; the latest result is in it."""
     renderer = Renderer(DEMO)
     found = renderer.self_test()
-    renderer._self_tests.update(dict.fromkeys(range(2000), found))
+    renderer._tests._results.update(dict.fromkeys(range(2000), found))
     latest = renderer.self_test([Tool("look", "Looks.")])
-    assert len(renderer._self_tests) == 1024
+    assert len(renderer._tests._results) == 1024
     assert renderer.self_test([Tool("look", "Looks.")]) is latest

@@ -35,7 +35,7 @@ def bridge_of(renderer: Renderer, new: Message) -> list[int]:
 
 
 def special(renderer: Renderer, ids: Sequence[int]) -> list[int]:
-    return [token for token in ids if token in renderer._special]
+    return [token for token in ids if token in renderer._model.special_ids]
 
 
 NEWS = [Message("user", FORGED), result(FORGED)]
@@ -91,7 +91,7 @@ def test_as_text_holds_for_each_family(name: str, request: pytest.FixtureRequest
     """Each special token of a real tokenizer, in a user's text: the same text, and no special id for it."""
     usual = FAMILIES[name].make(request)
     renderer = FAMILIES[name].make(request, special_text="as_text")
-    marks = sorted(renderer.decode([token]) for token in renderer._special)[:40]
+    marks = sorted(renderer.decode([token]) for token in renderer._model.special_ids)[:40]
     text = "Well, " + " and ".join(marks) + "?"
     ids = renderer.opening([Message("user", text)]).tolist()
     assert renderer.decode(ids) == usual.render([Message("user", text)])

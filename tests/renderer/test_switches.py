@@ -76,7 +76,7 @@ def as_rendered(renderer: Renderer, history: Sequence[Message], new: Sequence[Me
     bridge = renderer.decode(renderer.bridge(history, new, tools=TOOLS, tail=DEMO.encode("<|im_end|>")))
     whole = DEMO.apply_chat_template(
         [message.to_chat() for message in [*history, *new]],
-        chat_template=renderer._template.source,
+        chat_template=renderer._model.template.source,
         tools=[tool.to_chat() for tool in TOOLS],
         tokenize=False,
         add_generation_prompt=True,
@@ -103,18 +103,18 @@ CONVERSATIONS = {
 @pytest.mark.parametrize("system", [[], [Message("system", "Be brief.")]], ids=["alone", "with a system prompt"])
 @pytest.mark.parametrize("history", CONVERSATIONS.values(), ids=CONVERSATIONS)
 def test_a_switch_in_an_earlier_message_reaches_the_bridge(history: list[Message], system: list[Message]) -> None:
-    """The bridge is that of the real conversation, also where it is not compared with it."""
+    """The bridge equals the text in the real conversation, also where it is not compared."""
     renderer = renderer_of(THINKS)
     assert as_rendered(renderer, [*system, *history, SAID], [Message("user", "And 3 + 3?")])
     assert as_rendered(renderer, [*system, *history, calling(9)], [result(9)])
 
 
 def test_a_text_that_changes_no_bridge_is_no_switch(chat_template: Any, tokenizer: Any) -> None:
-    """Templates compare many strings; only those that change a later bridge count."""
-    assert set(renderer_of(THINKS)._switches.texts) == {"/no_think", "/think"}
-    assert renderer_of(NUMBERED)._switches.texts == ()
+    """Templates compare many strings; only strings that change a later bridge count."""
+    assert set(renderer_of(THINKS)._model.switches.texts) == {"/no_think", "/think"}
+    assert renderer_of(NUMBERED)._model.switches.texts == ()
     qwen3 = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
-    assert qwen3._switches.texts == ()
+    assert qwen3._model.switches.texts == ()
 
 
 def test_a_bridge_that_depends_on_the_history_is_refused() -> None:
@@ -177,7 +177,8 @@ CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 
 
 async def test_the_first_bridges_of_an_episode_are_compared() -> None:
-    """Also behind a long past, which the self-test does not have: ``append`` fails the rollout, ``fork`` goes on."""
+    """Also behind a long history, which the self-test does not have: ``append`` fails the rollout, ``fork``
+    continues."""
     past = [USER, *[SAID, USER] * 4]
 
     class Past(Looking):
@@ -197,7 +198,7 @@ async def test_the_first_bridges_of_an_episode_are_compared() -> None:
 
 
 async def test_one_call_a_turn_is_a_limit_of_its_own() -> None:
-    """Where the template has one call a turn, a reply with two ends the episode; no step is rendered for it."""
+    """If the template has one call a turn, a reply with two ends the episode; no step is rendered for it."""
     renderer = renderer_of(ONE_CALL)
     found = renderer.self_test(TOOLS)
     assert found.calls == "one a turn"

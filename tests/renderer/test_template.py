@@ -72,7 +72,7 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4))
-@settings(deadline=None)  # the first example tries the template in a process of its own
+@settings(deadline=None)  # the first example tries the template in a separate process
 def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) -> None:
     """Arguments of a call and the schema of a tool: in order, not escaped, with spaces after separators."""
     message = Message("assistant", tool_calls=(ToolCall("f", arguments),))
@@ -84,7 +84,8 @@ def test_json_is_written_as_transformers_writes_it(arguments: dict[str, Any]) ->
 
 
 def test_lists_of_tools_in_turn_are_written_as_their_own() -> None:
-    """The forms of the latest tools are kept; those of other tools, equal in part, are never written in their place."""
+    """The forms of the latest tools are kept; the forms of other tools, equal in part, are never written in their
+    place."""
     compiled = template("{% for tool in tools or [] %}{{ tool|tojson }}{% endfor %}")
     one, two = Tool("one"), Tool("two")
     for tools in ([one], [two], [one, two], [one], [Tool("one", "other")], []):
@@ -109,6 +110,6 @@ def test_renderings_share_no_variables() -> None:
     ],
 )
 def test_the_variables_of_a_template_are_found(name: str, reads: set[str], chat_template: Callable[[str], str]) -> None:
-    """Those that a caller can set: not the template's own variables, nor those of each rendering."""
+    """The variables that a caller can set: without those that the template assigns or each rendering sets."""
     template = ChatTemplate(chat_template(name), name=name, variables={}, moment=datetime.datetime(2026, 1, 1))
     assert template.reads == reads

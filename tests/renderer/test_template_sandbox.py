@@ -1,4 +1,4 @@
-"""The trial of a template in a process of its own."""
+"""The trial of a template in a separate process."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_a_decoder_that_drops_the_first_space() -> None:
         return "".join(words[token] for token in ids).removeprefix(" ")
 
     texts = TokenTexts(decode)
-    assert texts.alone(1) == " cat"
+    assert texts.usual(1) == " cat"
     assert texts.exceptions([0, 1, 2, 1]) == {0: "the"}
     assert texts.of([0, 1, 2, 1]) == ["the", " cat", "s", " cat"]
 
@@ -37,4 +37,4 @@ def test_a_decoder_that_drops_the_first_space() -> None:
 def test_without_a_tokenizer_ids_are_shown() -> None:
     """No text is invented."""
     texts = TokenTexts(None)
-    assert (texts.alone(17), texts.exceptions([17])) == ("⟨17⟩", {})
+    assert (texts.usual(17), texts.exceptions([17])) == ("⟨17⟩", {})

@@ -18,7 +18,7 @@ from rollouts.renderer.tokenizer import Codec, load_tokenizer
 
 
 def _steps_meanwhile(work: Callable[[], Any]) -> int:
-    """How many steps this thread makes while another one works."""
+    """Number of steps that this thread makes while another works."""
     begun, done = threading.Event(), threading.Event()
 
     def run() -> None:

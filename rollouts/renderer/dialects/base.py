@@ -2,7 +2,7 @@
 
 Invariant: every block that looks like a call becomes a ToolCall, valid or with ``error`` set. Nothing is repaired or
 dropped, and text inside reasoning is never a call. No token id is ever built from a parsed reply.
-This module knows no tokenizer and no template.
+This module does not know tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BlockDialect:
     name: ClassVar[str]
     block: ClassVar[re.Pattern[str]]
     marks: ClassVar[tuple[str, ...]] = ()
-    """Each block begins with one of these texts; empty if a block may begin otherwise. They belong to ``block``."""
+    """Each block begins with one of these marks; empty if a block may begin otherwise. They belong to ``block``."""
     reasoning: ClassVar[tuple[str, str]] = ("<think>", "</think>")
 
     def __init_subclass__(cls) -> None:
@@ -120,8 +120,8 @@ class BlockDialect:
         if reasoning_open and not text.lstrip().startswith(opening):
             thought, at = _up_to(text, closing, 0)
             thoughts.append(thought)
-        # From left to right: a call inside a thought is no call, and a thought inside an argument is no thought. Marks
-        # found further on are remembered, so that a reply that repeats one mark is parsed in linear time.
+        # From left to right: marks of calls inside a thought do not count, nor marks of thoughts inside an argument.
+        # Marks found further on are remembered, so that a reply that repeats one mark is parsed in linear time.
         think, block = text.find(opening, at), self.first(text, at)
         while at < len(text):
             if 0 <= think < at:

@@ -73,7 +73,7 @@ _PARAMETER = re.compile(
 class DeepSeekV32(SectionDialect):
     """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON.
 
-    A value that is marked as JSON is text if the schema allows only strings, or if it is no JSON and the schema allows
+    A value that is marked as JSON is text if the schema allows only strings, or if it is not JSON and the schema allows
     a string.
     """
 

@@ -66,8 +66,8 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     try:
         return json_prefix(text, at)  # a number, true, false, null
     except MalformedCallError as error:
-        shown = re.match(r"[^,}\]]*", text[at : at + 40])
-        reason = f"{shown[0] if shown else ''!r} is no value: strings stand between {_QUOTE}"
+        excerpt = re.match(r"[^,}\]]*", text[at : at + 40])
+        reason = f"{excerpt[0] if excerpt else ''!r} is not a value: strings stand between {_QUOTE}"
         raise MalformedCallError(reason, "bad_arguments") from error
 
 

@@ -88,10 +88,10 @@ def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
 
 
 def json_value(text: str) -> Any:
-    """Parse a text that is one JSON value, with white space around it.
+    """Parse one JSON value with white space around it.
 
     Raises:
-        MalformedCallError: the text is anything else.
+        MalformedCallError: the text is not one JSON value.
     """
     text = text.strip()
     value, end = json_prefix(text)
@@ -128,7 +128,7 @@ def call_in_json(
         id_key: the key of the call's id, in dialects that have one.
 
     Raises:
-        MalformedCallError: the value is no call.
+        MalformedCallError: the value is not a call.
     """
     key = arguments
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The dialects with calls in Python syntax: a list (LFM2, and Llama 3.2 and 4 with a suitable prompt), lines (OLMo 3).
 
-Only literals are parsed, and nothing is evaluated. Python's own parser is not used: it warns about text that models
-write, and its versions accept different texts.
+Only literals are parsed, and nothing is evaluated. Python's parser is not used: it warns about text that models
+write, and its versions accept different literals.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Olmo3(BlockDialect):
         while not text.startswith(_CLOSING, at):
             try:
                 if calls and "\n" not in text[end:at]:
-                    raise MalformedCallError("each call must be on a line of its own")
+                    raise MalformedCallError("each call must be on a separate line")
                 call, end = _call(text, at)
             except MalformedCallError as error:
                 close = text.find(_CLOSING, at)
@@ -93,10 +93,10 @@ class Olmo3(BlockDialect):
 
 
 def json_or_literal(text: str) -> Any:
-    """Parse a text that is one JSON value or one Python literal, with white space around it.
+    """Parse one JSON value or one Python literal with white space around it.
 
     Raises:
-        MalformedCallError: the text is neither.
+        MalformedCallError: the text is neither of them.
     """
     try:
         return json_value(text)
@@ -139,7 +139,7 @@ def _call(text: str, at: int) -> tuple[ToolCall, int]:
         if key is None or equals is None or equals[1] != "=":
             if not text[key.end() if key else at :].strip():
                 raise _error(text, len(text), ")")
-            raise MalformedCallError(f"{text[at : at + 20]!r} is no argument with its name", "bad_arguments")
+            raise MalformedCallError(f"{text[at : at + 20]!r} is not an argument with its name", "bad_arguments")
         if key[1] in arguments:
             raise MalformedCallError(f'the argument "{key[1]}" is given more than once', "bad_arguments")
         arguments[key[1]], at = _value(text, equals.end(), 0)
@@ -175,7 +175,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
         return _entries(text, mark.end(), depth)
     if not text[at:].strip() or text[at : at + 1] in ("'", '"'):
         raise _error(text, len(text), "a value")
-    raise MalformedCallError(f"{text[at : at + 20]!r} is no literal value", "bad_arguments")
+    raise MalformedCallError(f"{text[at : at + 20]!r} is not a literal value", "bad_arguments")
 
 
 def _items(text: str, at: int, closing: str, depth: int) -> tuple[list[Any], int]:
@@ -192,7 +192,7 @@ def _entries(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     while (mark := _MARK.match(text, at)) is None or mark[1] != "}":
         key, at = _value(text, at, depth + 1)
         if not isinstance(key, str) or key in entries:
-            raise MalformedCallError(f"the key {key!r} is no string, or given more than once", "bad_arguments")
+            raise MalformedCallError(f"the key {key!r} is not a string, or occurs more than once", "bad_arguments")
         entries[key], at = _value(text, _expected(text, at, ":"), depth + 1)
         at = _comma(text, at, "}")
     return entries, mark.end(1)
@@ -202,7 +202,7 @@ def _number(text: str) -> int | float:
     try:
         return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
     except ValueError as error:  # more digits than Python converts
-        raise MalformedCallError(f"a number is no number: {error}", "bad_arguments") from error
+        raise MalformedCallError(f"this is not a number: {error}", "bad_arguments") from error
 
 
 def _unescaped(string: re.Match[str]) -> str:
@@ -211,7 +211,7 @@ def _unescaped(string: re.Match[str]) -> str:
         if hexadecimal or escape[4]:
             return chr(int(hexadecimal, 16) if hexadecimal else int(escape[4], 8))
         if escape[5] in "xuUN":
-            raise MalformedCallError(f"{escape[0]!r} in a string is no character", "bad_arguments")
+            raise MalformedCallError(f"{escape[0]!r} in a string is not a character", "bad_arguments")
         return _ESCAPES.get(escape[5], escape[0])
 
     return _ESCAPE.sub(character, string[1] if string[1] is not None else string[2])

@@ -67,10 +67,10 @@ class MarkedJson(BlockDialect):
         """The call in a JSON value.
 
         Raises:
-            MalformedCallError: the value is no call.
+            MalformedCallError: the value is not a call.
         """
-        given = value if isinstance(value, dict) else {}
-        keys = [key for key in self.argument_keys if key in given] or self.argument_keys[:1]
+        fields = value if isinstance(value, dict) else {}
+        keys = [key for key in self.argument_keys if key in fields] or self.argument_keys[:1]
         if len(keys) > 1:
             raise MalformedCallError(f"it must have only one of {' and '.join(keys)}", "bad_arguments")
         return call_in_json(value, raw, name=self.name_key, arguments=keys[0])

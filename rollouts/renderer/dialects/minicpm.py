@@ -25,7 +25,7 @@ class MiniCPM(BlockDialect):
     """``<function name="f"><param name="key">value</param></function>``; ``<![CDATA[...]]>`` quotes a value.
 
     A quoted value is text. Other values take their type from the tool's schema, and are JSON or Python literals, which
-    the model's own template writes.
+    the model's template writes.
     """
 
     name = "minicpm"

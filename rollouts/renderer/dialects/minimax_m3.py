@@ -22,7 +22,7 @@ _Node: TypeAlias = str | list[tuple[str, "_Node"]]
 class MiniMaxM3(SectionDialect):
     """``<tool_call><invoke name="f"><key>text</key><tags><item>a</item></tags></invoke></tool_call>``, marked tags.
 
-    Types come from the tool's schema. A value without a schema is JSON, or text if it is no JSON; tags with the name
+    Types come from the tool's schema. A value without a schema is JSON, or text if it is not JSON; tags with the name
     ``item`` are an array.
     """
 
@@ -54,7 +54,7 @@ class MiniMaxM3(SectionDialect):
 
 
 def _node(body: str) -> _Node:
-    """The tags of a text, from left to right, without recursion: a model may repeat one tag 10,000 times."""
+    """The tags in a value, from left to right, without recursion: a model may repeat one tag 10,000 times."""
     stack: list[tuple[str, list[tuple[str, _Node]], list[str]]] = [("", [], [])]
     at = 0
     for tag in _TAG.finditer(body):
@@ -90,8 +90,8 @@ def _fields(nodes: list[tuple[str, _Node]], schema: Mapping[str, Any]) -> dict[s
     for name, node in nodes:
         if name in fields:
             raise MalformedCallError(f'the key "{name}" is given more than once', "bad_arguments")
-        own = properties.get(name, further)
-        fields[name] = _value(name, node, own if isinstance(own, Mapping) else {})
+        schema = properties.get(name, further)
+        fields[name] = _value(name, node, schema if isinstance(schema, Mapping) else {})
     return fields
 
 

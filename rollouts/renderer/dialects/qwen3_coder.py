@@ -76,7 +76,7 @@ class Qwen3Coder(BlockDialect):
 
 
 class SeedOss(Qwen3Coder):
-    """The same in ``<seed:tool_call>``. Values are JSON or Python literals, which the model's own template writes."""
+    """The same in ``<seed:tool_call>``. Values are JSON or Python literals, which the model's template writes."""
 
     name = "seed_oss"
     tag = "seed:tool_call"

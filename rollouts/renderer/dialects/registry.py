@@ -1,6 +1,6 @@
 """The registry of dialects, and the detection of a chat template's dialect.
 
-Invariant: a template gets a dialect only if it contains every text of that dialect's row; whether the dialect reads the
+Invariant: a template gets a dialect only if it contains every mark in that dialect's row; whether the dialect reads the
 calls that the template writes is tested elsewhere.
 """
 
@@ -124,17 +124,17 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama_json", ('{"name": function name, "parameters": dictionary',)),
     ("xlam", ('[{"name": ', '"arguments": ')),
 )
-"""A template has the first dialect whose texts it all contains; more specific dialects come first."""
+"""A template has the first dialect all of whose marks it contains; more specific dialects come first."""
 
 
 def get_dialect(name: str) -> Dialect:
     """The dialect with this name, or at the path ``package.module:attribute``.
 
-    A name is that of a built-in dialect, or that of an entry point in the group ``rollouts.dialects``. Built-in names
+    A name belongs to a built-in dialect or to an entry point in the group ``rollouts.dialects``. Built-in names
     cannot be replaced.
 
     Raises:
-        ConfigError: the name is unknown (the message lists the known names), or what was loaded is no dialect.
+        ConfigError: the name is unknown (the message lists the known names), or the loaded object is not a dialect.
     """
     if name in DIALECTS:
         return DIALECTS[name]

@@ -77,7 +77,7 @@ def tagged_arguments(pattern: re.Pattern[str], body: str) -> Iterator[re.Match[s
         at += len(body[at:end]) - len(body[at:end].lstrip())
         argument = pattern.match(body, at)
         if argument is None:
-            raise MalformedCallError(f"this is no argument with its tags: {body[at : at + 80]!r}", "bad_arguments")
+            raise MalformedCallError(f"this is not an argument with its tags: {body[at : at + 80]!r}", "bad_arguments")
         at = argument.end()
         if argument["key"] in seen:
             raise MalformedCallError(f'the argument "{argument["key"]}" is given more than once', "bad_arguments")

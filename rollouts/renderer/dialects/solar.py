@@ -19,7 +19,7 @@ _WRAPPING = ("<|begin|>assistant", "<|content|>", "<|end|>")
 class Solar(SectionDialect):
     """``<|tool_calls|><|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>{...}<|tool_call:end|>``.
 
-    A thought is a message of its own, from ``<|think|>`` to ``<|end|>``.
+    A thought is a separate message, from ``<|think|>`` to ``<|end|>``.
     """
 
     name = "solar"

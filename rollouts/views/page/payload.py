@@ -197,7 +197,7 @@ class _Head:
                 for kind in self._failures.kinds
             ],
             "held_up": as_rows(self._batches.held_up()),
-            "vocabulary": {"ids": ids, "texts": [self._texts.alone(token) for token in ids]},
+            "vocabulary": {"ids": ids, "texts": [self._texts.usual(token) for token in ids]},
         }
 
     def times(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class _Head:
     def _described(self, sample: Sample, images: _Names, *, has_logprobs: bool) -> dict[str, Any]:
         ids = sample.token_column.tolist()
         exceptions = self._texts.exceptions(ids)
-        texts = [exceptions.get(place, self._texts.alone(token)) for place, token in enumerate(ids)]
+        texts = [exceptions.get(place, self._texts.usual(token)) for place, token in enumerate(ids)]
         described: dict[str, Any] = {
             "n": len(ids),
             "mask": _runs(sample.mask_column),

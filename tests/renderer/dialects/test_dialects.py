@@ -63,7 +63,7 @@ def test_text_around_the_calls_is_content(name: str) -> None:
     ],
 )
 def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
-    """A list in Python syntax is at the start of the reply or after its tag; others are messages of their own."""
+    """A list in Python syntax is at the start of the reply or after its tag; other lists are separate messages."""
     reply = get_dialect(name).parse(f"{before}{WRITTEN[name]}{after}", tools=TOOLS, reasoning_open=False)
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 
@@ -159,7 +159,7 @@ LITERALS = st.recursive(
 def test_literals_are_read_as_python_reads_them(arguments: dict[str, object]) -> None:
     """The ``repr`` of any plain value parses as with ``ast.literal_eval``."""
     written = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]", reasoning_open=False)  # a text may close one
+    reply = get_dialect("llama_pythonic").parse(f"[f({written}), g()]", reasoning_open=False)  # a value may close it
     expected = {name: ast.literal_eval(repr(value)) for name, value in arguments.items()}
     assert brief(reply.tool_calls) == [("f", expected, None), ("g", {}, None)]
 
@@ -185,7 +185,7 @@ def test_what_is_written_in_gemmas_notation_is_read_back(arguments: dict[str, ob
 
 
 def test_harmony_channels() -> None:
-    """Analysis is reasoning, final is content, and a call in the analysis is no call."""
+    """Analysis is reasoning, final is content, and a call in the analysis does not count."""
     text = '<|channel|>analysis<|message|>I call {"a"}<|end|><|start|>assistant<|channel|>final<|message|>Three.'
     reply = get_dialect("harmony").parse(text)
     assert (reply.reasoning, reply.content, reply.tool_calls) == ('I call {"a"}', "Three.", ())
@@ -222,7 +222,7 @@ PIECES = sorted({piece for name in MARKED for piece in re.findall(r"[<\[{][^<>\]
 
 @pytest.mark.parametrize("name", MARKED)
 def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
-    """For any text, the result equals that of the same dialect without ``marks``."""
+    """For any text, the result equals the result of the same dialect without ``marks``."""
     dialect = DIALECTS[name]
     kind = type(dialect)
     whole = type("Whole", (kind,), {"block": kind.block})()

@@ -67,7 +67,7 @@ def test_reasoning_between_calls_is_taken_out() -> None:
 
 
 def test_think_tags_inside_an_argument_are_text() -> None:
-    """Where the prompt opened no thought, an argument may quote one."""
+    """An argument may quote a thought if the prompt opened none."""
     reply = PARSE(call(arguments='{"a": "<think>x</think>"}'), reasoning_open=False)
     assert dict(reply.tool_calls[0].arguments) == {"a": "<think>x</think>"}
     assert reply.reasoning is None

@@ -1,5 +1,5 @@
 """The outcome of a reply is the same in every dialect: the calls that run, the errors shown to the model, the counters.
-Played through the agent loop, with the dialect's own marks.
+Played through the agent loop, with the marks of the dialect.
 """
 
 import json
@@ -190,7 +190,7 @@ def test_arguments_as_a_string_are_never_parsed(name: str) -> None:
     ],
 )
 async def test_a_duplicate_call_id_is_replaced(name: str, text: str) -> None:
-    """In dialects with ids: both calls run, and each result has its own id."""
+    """In dialects with ids: both calls run, and each result has a different id."""
     _, trajectory = await play(name, text)
     calls = next(message for message in trajectory.messages if message.tool_calls).tool_calls
     assert len({call.id for call in calls}) == 2

@@ -1,0 +1,168 @@
+"""The form of one model's conversations: its chat template, tokenizer, stop tokens, dialect and image processor.
+
+Invariant: the parts never change; only their caches and counters do. Text of messages becomes ids in
+:meth:`ModelFormat.encode` alone. This module does not know openings, bridges or the loss mask.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import attrs
+
+from rollouts.dtypes import Image, Message, TokenColumn, packed_tokens
+from rollouts.errors import ConfigError
+from rollouts.renderer.dialects import Dialect, dialect_of_template, get_dialect
+from rollouts.renderer.images import ImageProcessor, example_images, load_processor
+from rollouts.renderer.special_text import GUARD, Marks, SpecialText
+from rollouts.renderer.switches import Switches
+from rollouts.renderer.template import ChatTemplate
+from rollouts.renderer.tokenizer import Codec, stop_ids_of
+
+__all__ = ["ModelFormat", "images_of"]
+
+
+@attrs.frozen(kw_only=True)
+class ModelFormat:
+    """The parts that openings, bridges and self-tests of one renderer share."""
+
+    template: ChatTemplate
+    codec: Codec
+    marks: Marks
+    dialect: Dialect
+    stop_ids: tuple[int, ...]
+    stops: tuple[str, ...]
+    """The stop tokens as text, in the order of ``stop_ids``."""
+    special_ids: frozenset[int]
+    images: ImageProcessor | None
+    switches: Switches
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: Any,
+        name: str,
+        *,
+        chat_template: str | Path | None,
+        stop_token_ids: Iterable[int] | None,
+        dialect: str | Dialect | None,
+        template_kwargs: Mapping[str, Any],
+        moment: datetime.datetime,
+        tells_tools: bool,
+        special_text: SpecialText,
+        images: Any,
+    ) -> ModelFormat:
+        """Read a tokenizer called ``name``; the options are those of :class:`~rollouts.renderer.Renderer`.
+
+        Raises:
+            ConfigError: as ``Renderer``.
+        """
+        source = _template_source(tokenizer, chat_template, name)
+        template = ChatTemplate(
+            source,
+            name=name,
+            variables={**tokenizer.special_tokens_map, **template_kwargs},
+            moment=moment,
+            tells_tools=tells_tools,
+            shows_images=bool(images),
+        )
+        _check_read(template, template_kwargs, tokenizer.special_tokens_map)
+        codec = Codec(tokenizer)
+        stop_ids = stop_ids_of(tokenizer) if stop_token_ids is None else dict.fromkeys(int(i) for i in stop_token_ids)
+        if not stop_ids:
+            raise ConfigError.of("stop_token_ids", (), f"at least one; the tokenizer {name!r} has no EOS token")
+        stops = tuple(codec.decode([stop]) for stop in stop_ids)
+        dialect = dialect_of_template(source) if dialect is None else dialect
+        if special_text not in get_args(SpecialText):
+            raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
+        return cls(
+            template=template,
+            codec=codec,
+            marks=Marks(_marks_of(tokenizer, source, stops), special_text),
+            dialect=get_dialect(dialect) if isinstance(dialect, str) else dialect,
+            stop_ids=tuple(stop_ids),
+            stops=stops,
+            special_ids=frozenset(stop_ids) | _special_ids(tokenizer),
+            images=_image_processor(name if images is True else images, template, codec) if images else None,
+            switches=Switches(template, stops),
+        )
+
+    def encode(
+        self, text: str, images: Sequence[Image] = (), *, counted: bool = True, partly: bool = False
+    ) -> TokenColumn:
+        """Encode rendered text: marks with a guard are plain text, and placeholders of images are expanded.
+
+        Args:
+            text: the text, with guards.
+            images: the images of its messages.
+            counted: whether the text enters a conversation, and so the counter.
+            partly: the text is the start of a rendering, and contains only the first of the images.
+        """
+        if self.images is not None:
+            images = images[: text.count(self.images.placeholder)] if partly else images
+            text = self.images.expanded(text, images)
+        if GUARD not in text:
+            return self.codec.encode(text, counted=counted)
+        ids: list[int] = []
+        for part, plain in self.marks.parts(text):
+            ids += self.codec.encode_plain(part) if plain else self.codec.encode(part, counted=counted).tolist()
+        return packed_tokens(ids)
+
+    def images_of(self, messages: Iterable[Message]) -> Sequence[Image]:
+        """The images of messages; none without an image processor, where the template refuses them."""
+        return () if self.images is None else images_of(messages)
+
+
+def images_of(messages: Iterable[Message]) -> list[Image]:
+    """The images of messages, in their order."""
+    return [image for message in messages for image in message.images]
+
+
+def _image_processor(given: Any, template: ChatTemplate, codec: Codec) -> ImageProcessor:
+    processor = load_processor(str(given)) if isinstance(given, str | Path) else given
+    written = template.render([Message("user", (next(example_images()),))])
+    return ImageProcessor(processor, written, codec.encode_uncounted, codec.decode)
+
+
+def _check_read(template: ChatTemplate, variables: Mapping[str, Any], special: Mapping[str, Any]) -> None:
+    """Refuse variables that have no effect, e.g. a mistyped ``enable_thinking``."""
+    for name in variables:
+        if name not in template.reads:
+            switches = ", ".join(sorted(template.reads - special.keys())) or "none"
+            raise ConfigError.of("template_kwargs", name, f"a variable that {template.name} reads: {switches}")
+
+
+def _template_source(tokenizer: Any, chosen: str | Path | None, name: str) -> str:
+    if isinstance(chosen, Path):
+        try:
+            chosen = chosen.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError.of("chat_template", str(chosen), f"a file with a chat template ({error})") from error
+    declared = getattr(tokenizer, "chat_template", None)
+    if isinstance(declared, Mapping):
+        template_name = "default" if chosen is None else chosen
+        if template_name in declared:
+            return str(declared[template_name])
+        if chosen is None:
+            names = ", ".join(sorted(declared))
+            raise ConfigError.of("chat_template", None, f"the name of a template of {name!r}: {names}")
+    source = chosen or declared
+    if not isinstance(source, str) or not source:
+        expected = f"template text (--chat-template FILE): the tokenizer {name!r} has no chat template"
+        raise ConfigError.of("chat_template", source, expected)
+    return source
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def _marks_of(tokenizer: Any, source: str, stops: Sequence[str]) -> set[str]:
+    """The texts of special tokens, and of other added tokens that the template writes."""
+    added = {str(token.content): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    marks = {text for text, special in added.items() if special or text in source}
+    return marks | set(stops) | set(tokenizer.all_special_tokens)
