@@ -6,7 +6,7 @@ Invariant: the server samples with the weights that the trainer wrote under the 
 and every sampled token stores its version. Held-out prompts are never trained on.
 
 Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows what the policy
-does, the sampled one also how sure it is. ``--kinds`` adds prompts of other kinds than those that are trained on.
+does, the sampled one also how sure it is. ``--kinds`` adds prompts of kinds that are not trained on.
 
 With ``--endpoint`` a running SGLang server generates, which must be able to read the folder of ``--out``: it loads the
 model that training starts from, and then each version. Without it, the embedded engine does.
@@ -65,7 +65,7 @@ __all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn", "le
 START_MODEL = Path(__file__).parent / "start_model"
 """Folder of the model that training starts from: its most probable episode guesses without a tool, and is wrong."""
 OWN_KIND = "as trained"
-"""Name of the held-out prompts that are of the same kind as those that are trained on."""
+"""Name of the held-out prompts of the trained kind."""
 
 Ablation = Literal["mask", "advantages"]
 """Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""

@@ -219,7 +219,7 @@ def _server_line(target: RunTarget, server: ServerInfo) -> str:
 
 
 def _plan_line(recipe: Recipe, writer: RunWriter) -> str:
-    """What is generated, and where it is written."""
+    """The size of the run, and its folder."""
     size, n = recipe.config.batch_size, recipe.config.n_samples_per_prompt
     first, last = writer.batches, recipe.batches - 1
     batches = "no batch" if first > last else f"batch {first}" if first == last else f"batches {first} to {last}"

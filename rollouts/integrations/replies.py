@@ -24,7 +24,7 @@ __all__ = ["Reply", "TrainerPolicy"]
 
 @attrs.frozen(kw_only=True)
 class Reply:
-    """What an engine sampled."""
+    """The reply of an engine."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float] | None

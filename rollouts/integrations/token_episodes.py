@@ -42,11 +42,11 @@ __all__ = ["Observation", "TokenEnvironment", "generate_token_batch", "token_rol
 
 @attrs.frozen
 class Observation:
-    """What an environment shows next: the whole sequence that the next reply is sampled from."""
+    """The next observation of an environment: the whole sequence from which the reply is sampled."""
 
     tokens: Sequence[int] = ()
     stop: Sequence[int | str] = ()
-    """What ends the next reply: ids or texts."""
+    """Ids and strings that end the next reply."""
     done: bool = False
     """The episode is over; ``tokens`` are not read."""
     reward: float | None = None
@@ -95,7 +95,7 @@ async def token_rollout_to_samples(
         endpoint: the inference server and its options.
         policy: replaces the client of ``endpoint``.
         sampling: replaces ``endpoint.sampling``; stop texts of an observation are added.
-        limits: turns, tokens and seconds. There are no tool calls to limit; a cut reply goes to the environment.
+        limits: turns, tokens and seconds. The environment gets a cut reply, too.
 
     Raises:
         ConfigError: a limit of tool calls is set.
@@ -189,7 +189,7 @@ class _Episode:
             self.branches[-1].add_context(new, [Message("user", self.decode(new))])
 
     def _budget(self) -> tuple[int, StopReason]:
-        """The most ids of the next reply, and the stop reason if that is none."""
+        """The maximum length of the next reply, and the stop reason if it is below 1."""
         limits, length = self.limits, len(self.branches[-1])
         budget, limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
         if limits.max_tokens is not None:

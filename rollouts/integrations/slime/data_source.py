@@ -1,9 +1,10 @@
 """A data source with complete checkpoints: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
 
 Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
-groups in the buffer, and groups in flight. slime's own data source saves its cursor only. Our rollout function alone
-reports which groups are in flight: with another one, the buffer is all that is saved. A sample of the data set with a
-value that cannot be loaded safely is refused when it is taken, so a checkpoint never fails by a value.
+groups in the buffer, and groups in flight. slime's own data source saves only its cursor
+(slime 0.3.1, rollout/data_source.py: RolloutDataSource.save). Only our rollout function reports the groups in flight:
+with another function, a checkpoint has the buffer alone. A sample of the data set with a value that cannot be loaded
+safely is refused when it is taken, so a checkpoint never fails because of a value.
 
 It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """
