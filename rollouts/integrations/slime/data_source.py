@@ -115,8 +115,8 @@ class CheckpointedDataSource:
     def save(self, rollout_id: int) -> None:
         """Save the cursor of the data set, and every group that is in no batch yet.
 
-        What a function has set on a sample and is not plain data is left out, with a warning; a rollout with such a
-        value in a column is saved without its response, and is played again.
+        A value that a function has set on a sample and that is not plain data is left out, with a warning; a rollout
+        with such a value in a column is saved without its response, and is played again.
         """
         import torch
 

@@ -181,7 +181,7 @@ async def test_responses_to_bad_requests_name_the_problem(
 
 
 async def test_sessions_are_closed_once_by_client_or_server() -> None:
-    """Also those that are still starting."""
+    """Also sessions that are still starting."""
     events: list[str] = []
 
     class Watched(Talkative):
