@@ -5,8 +5,8 @@
 Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
 and every sampled token stores its version. Held-out prompts are never trained on.
 
-Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows what the policy
-does, the sampled one also how sure it is. ``--kinds`` adds prompts of kinds that are not trained on.
+Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows the most likely
+behaviour, the sampled score also its certainty. ``--kinds`` adds prompts of kinds that are not trained on.
 
 With ``--endpoint`` a running SGLang server generates, which must be able to read the folder of ``--out``: it loads the
 model that training starts from, and then each version. Without it, the embedded engine does.

@@ -19,10 +19,10 @@ __all__ = ["add", "new_environment"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_INIT = '''"""{title}: what it is, in one line."""
+_INIT = '''"""{title}: one line about the task."""
 '''
 
-_ENVIRONMENT = '''"""The world: what the model can do in it, and when an episode ends."""
+_ENVIRONMENT = '''"""The world: the actions of the model, and the end of an episode."""
 
 from collections.abc import Mapping
 from typing import Any

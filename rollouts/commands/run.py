@@ -277,7 +277,7 @@ def _begun(
 def _resumed(
     recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, progress: Progress
 ) -> tuple[RunWriter, RunJournal, ManagerState | None]:
-    """Open the files of a resumed run, and print what was restored and what differs."""
+    """Open the files of a resumed run; print the restored groups and the changes of settings."""
     stored = read_info(out).get("vocab_size")
     if stored is not None and stored != description["vocab_size"]:
         expected = f"{stored}: a resumed run needs the vocabulary that it began with"

@@ -72,7 +72,7 @@ async def open_target(
     Args:
         target: from the command line.
         log: the file for the output of an embedded engine, in the folder of ``--out``; by default a temporary file.
-        say: called with what is done next.
+        say: called with the name of each step.
 
     Raises:
         ConfigError: the recipe or its options are wrong, the model folder does not exist, ``log`` cannot be written,

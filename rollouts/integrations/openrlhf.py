@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11: samples as what an ``AgentExecutor`` returns, and our agent as the executor.
+"""OpenRLHF 0.11: samples as the results of an ``AgentExecutor``, and our agent as the executor.
 
     out: to_response(sample, prompt, label)
     in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names;

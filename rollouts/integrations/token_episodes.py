@@ -89,7 +89,7 @@ async def token_rollout_to_samples(
     """Play one episode; return its branches as samples, whose reward is the sum of the environment's rewards.
 
     Args:
-        prompt: what the environment starts with.
+        prompt: the argument of the environment's ``start``.
         environment_cls: called without arguments to create the environment.
         decode: the text of ids, for the view of the conversation.
         endpoint: the inference server and its options.
@@ -177,7 +177,7 @@ class _Episode:
         return seen
 
     def _observe(self, seen: Observation, name: str) -> None:
-        """Append what the observation has after the ids so far, or open a branch with all of it."""
+        """Append the new ids of an observation, or open a branch with all its ids."""
         tokens, known = packed_tokens(seen.tokens), self.branches[-1].tokens
         if not len(tokens):
             raise bad_step(name, "got an observation without tokens and not done; expected one or the other")
@@ -209,8 +209,8 @@ class _Episode:
         texts = tuple(dict.fromkeys((*self.sampling.stop, *(one for one in seen.stop if isinstance(one, str)))))
         ids = tuple(one for one in seen.stop if not isinstance(one, str))
         least = min(self.sampling.min_new_tokens, budget)
-        asked = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
-        reply = await self.policy.complete(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
+        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
+        reply = await self.policy.complete(trajectory.tokens, sampling, stop_token_ids=ids, session=self.session)
         message = Message("assistant", self.decode(reply.tokens))
         trajectory.add_reply(reply, message, temperature=self.sampling.sent_temperature)
         trajectory.count("generation_seconds", reply.seconds)

@@ -70,8 +70,9 @@ class RolloutFunc:
     (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate_and_score_completions).
 
     Args:
-        config: provides ``generate_fn``, ``reward_fn`` and deadlines. TRL forms the groups, so sizes are not used.
-        prompts: the prompts of the data set, with labels and metadata, because TRL passes only the text.
+        config: provides ``generate_fn``, ``reward_fn`` and deadlines; its sizes are not used.
+        prompts: the prompts of the data set, with the labels and metadata that TRL does not pass
+            (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate).
         endpoint: the server that gets new weights before each generation; ``None`` for no weight updates.
         folder: where weights are written for the server, which must be able to read it.
         pad_token_id: the one token of a failed rollout.
@@ -113,7 +114,10 @@ class RolloutFunc:
         self._stack.close()
 
     def __call__(self, prompts: Sequence[str | Sequence[ChatDict]], trainer: Any) -> dict[str, Any]:
-        """Generate one completion per prompt, in order; TRL has already repeated each prompt for its group.
+        """Generate one completion per prompt, in order.
+
+        TRL has repeated each prompt for its group
+        (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._get_train_sampler).
 
         Returns:
             Columns with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` (lists
@@ -191,7 +195,10 @@ def _chat_key(messages: object) -> str:
 
 @attrs.frozen(eq=False)
 class RolloutRow:
-    """One row of the trainer's queue: the fields of TRL's ``RolloutSample``; columns are as wide as ``input_ids``."""
+    """One row of the trainer's queue; columns are as wide as ``input_ids``.
+
+    Its fields are those of ``RolloutSample`` (TRL 1.16.0, experimental/async_grpo/async_rollout_worker.py).
+    """
 
     prompt: list[ChatDict]
     completion: list[ChatDict]

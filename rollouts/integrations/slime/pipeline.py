@@ -56,7 +56,7 @@ from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample,
 __all__ = ["Pipeline", "find_recipe"]
 
 PROBE = (0, 0)
-"""The prompt of the request that tests what the server returns."""
+"""The prompt of the request that tests the server."""
 _LOST = (Status.FAILED, Status.ABORTED)
 
 
@@ -138,7 +138,7 @@ class Pipeline:
             self._check_text(data)
 
     async def check(self) -> None:
-        """Test the recipe's environment, template, tools and dialect, and what the server returns; once.
+        """Test the recipe's environment, template, tools and dialect, and the server's replies; once.
 
         Raises:
             ConfigError, EnvironmentFailure: as :func:`~rollouts.recipe.preflight`; or the server leaves out a column

@@ -170,7 +170,7 @@ class DynamicFilterOutput:
 
 @attrs.frozen
 class Family:
-    """A trainer with slime's samples and flags, and what is its own."""
+    """A trainer with slime's samples and flags, and its differences."""
 
     package: str
     session: str = "session_id"

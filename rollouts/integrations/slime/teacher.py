@@ -1,4 +1,4 @@
-"""Logprobs of a teacher for on-policy distillation, ``rollouts_teacher_url``: the task's rewards stay what they are.
+"""Logprobs of a teacher for on-policy distillation, ``rollouts_teacher_url``: the task's rewards stay unchanged.
 
 Invariant: a sample gets one logprob for each token of its response, of exactly its own ids, or
 :class:`~rollouts.errors.RewardFailure` is raised. slime's reward function and post-processing function for distillation

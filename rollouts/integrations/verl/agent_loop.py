@@ -43,7 +43,7 @@ class ServerManagerPolicy(TrainerPolicy):
         self.prompt_length, self.response_length = prompt_length, response_length
         self.max_context = prompt_length + response_length
         self._limits: dict[str, int] = {}
-        """For each session the most tokens of its row."""
+        """The maximum length of the row of each session."""
 
     def budget(self, tokens: TokenColumn, sampling: SamplingParams, session: str) -> int:
         if not self._limits:

@@ -1,7 +1,7 @@
 """Samples as the rows of verl 0.9: ``AgentLoopOutput``, the ``DataProto`` of v0, the TransferQueue of V1.
 
 Invariant: prompt, response, mask and logprobs of a row are those of its sample up to the last sampled token. Batches
-are made by verl's own functions. A row that verl would damage, or end its step with, is refused before it gets there.
+are made by verl's own functions. A row that verl would damage, or that would end its step, is refused first.
 
 verl and torch are imported in the functions that need them.
 """
@@ -123,7 +123,7 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
 
 
 def _check_images(sample: Sample, output: Any, worker: Any) -> None:
-    """Check that verl makes of the images of a row what the processor of the rollout made."""
+    """Check that verl's arrays of the images of a row equal those of the rollout's processor."""
     ours = row_images(sample)
     if not ours:
         return

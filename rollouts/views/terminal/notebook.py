@@ -34,7 +34,7 @@ class NotebookProgress:
 
     Args:
         batches: the number of batches of the recipe.
-        show: displays HTML, in place of what it displayed before; by default in the output of the current cell.
+        show: displays HTML, in place of the previous HTML; by default in the output of the current cell.
 
     Raises:
         ConfigError: IPython is not installed, and ``show`` is not given.
