@@ -177,6 +177,7 @@ MOST_PHRASES: dict[str, int] = {
     "tests": 36,
     "tests/agent": 8,
     "tests/base": 2,
+    "tests/commands": 1,
     "tests/concurrency": 3,
     "tests/conformance": 2,
     "tests/distributed": 3,

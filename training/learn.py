@@ -129,7 +129,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:
             step = trainer.batches
-            asked = time.monotonic()
+            began = time.monotonic()
             while step < lesson.steps:
                 samples = await anext(batches)
                 step += 1
@@ -143,16 +143,16 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                     {
                         "elapsed": now - started,
                         **numbers,
-                        "generation_seconds": generated - asked,
+                        "generation_seconds": generated - began,
                         "step_seconds": trained - generated,
                         "update_seconds": now - trained,
-                        "tokens_per_second": sum(int(sample.mask_column.sum()) for sample in samples) / (now - asked),
+                        "tokens_per_second": sum(int(sample.mask_column.sum()) for sample in samples) / (now - began),
                         **{
                             name: value for name, value in manager.metrics.items() if name.startswith(("stale", "idle"))
                         },
                     },
                 )
-                asked = now
+                began = now
                 if lesson.save_every and step % lesson.save_every == 0:
                     await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         learned = time.monotonic()

@@ -114,7 +114,7 @@ async def test_20_a_label_that_one_prompt_lacks_is_found(group_rm: bool) -> None
 
     def needs_it(sample: Sample) -> float:
         if sample.label is None:
-            raise RewardFailure("label: got None; expected text, or several")
+            raise RewardFailure("label: got None; expected a text, or several")
         return 1.0
 
     def needs_all(samples: Sequence[Sample]) -> list[float]:

@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _PLAIN = "tensors, arrays and plain data only"
 _NAMED = 5
 """Values that a warning names."""
-_GIVEN = {
+_OF_DATA_SET = {
     "group_index",
     "index",
     "rollout_id",
@@ -128,13 +128,13 @@ class CheckpointedDataSource:
         written = io.BytesIO()
         images: dict[str, bytes] = {}
         left_out: list[str] = []
-        columns = records().sample.__dataclass_fields__.keys() - _GIVEN
+        columns = records().sample.__dataclass_fields__.keys() - _OF_DATA_SET
 
         def plain(sample: Any) -> dict[str, Any]:
             data, lost = only_plain(stored(sample.to_dict(), images))
             left_out.extend(f"slime sample {sample.index}.{place}" for place in lost)
             if columns & {re.split(r"[\[ ]", place, maxsplit=1)[0] for place in lost}:
-                data = {name: data[name] for name in _GIVEN if name in data} | {"status": "pending"}
+                data = {name: data[name] for name in _OF_DATA_SET if name in data} | {"status": "pending"}
             return data
 
         torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, written)

@@ -155,10 +155,10 @@ class RolloutsManager:
     async def _trained(self, count: int, step: int) -> AsyncIterator[list[Sample]]:
         """Whole groups for training, as many as ``count``."""
         if self._stored is not None:
-            for given in range(count):
+            for position in range(count):
                 members = next(self._stored, None)
                 if members is None:
-                    raise DataExhausted(f"the stored run has no more groups: {given} of {count} prompts got one")
+                    raise DataExhausted(f"the stored run has no more groups: {position} of {count} prompts got one")
                 yield members
             return
         fillers = [filler for filler in self._idle if filler.manager.config.batch_size == count]
