@@ -109,6 +109,7 @@ LAW_BOOKS = {
     "integrations/slime/test_parity.py",
     "integrations/slime/test_on_policy.py",
     "integrations/slime/test_examples.py",
+    "test_sources.py",
     "test_founding_bugs.py",
     "test_hardening.py",
     "test_families.py",
@@ -139,6 +140,65 @@ STORED_NAME = "# a stored name"
 TEXTS = {"", ".py", ".md", ".sh", ".toml", ".yaml"}
 OLD_WORDS = ("told", "whoever", "nobody", "somebody", "anew", "beside")
 """Words that neither texts nor identifiers contain, also not as a part of a snake_case name."""
+PHRASES = {
+    "is no X": r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer\b|more\b)\w+",
+    "What … as a subject": r"(?:\"\"\" ?|[.:] |# )What (?![^.]*\?)",
+    "a text": r"\b[Aa] text(?=[.,;:)]| (?:that|which|of|in|with|without|is|for|by|as)\b)",
+    "those that": r"\b(?:those|ones?) (?:that|which|who)\b",
+    "of its own": r"\bof (?:its|their|his) own\b",
+    "that is none": r"\b(?:that|which) (?:is|are) none\b",
+    "goes on": r"\b(?:go|goes|going|went) on\b",
+    "Who … as a subject": r"(?:\"\"\" ?|[.:] |# )Who (?![^.]*\?)",
+}
+"""Phrases that comments, docstrings and messages avoid, as regular expressions."""
+MOST_PHRASES: dict[str, int] = {
+    "environments": 8,
+    "rollouts": 11,
+    "rollouts/agent": 15,
+    "rollouts/base": 2,
+    "rollouts/concurrency": 9,
+    "rollouts/conformance": 13,
+    "rollouts/distributed": 6,
+    "rollouts/dtypes": 10,
+    "rollouts/engine": 2,
+    "rollouts/environments": 38,
+    "rollouts/http": 3,
+    "rollouts/inference": 30,
+    "rollouts/integrations": 1,
+    "rollouts/observability": 4,
+    "rollouts/planning": 4,
+    "rollouts/programs": 69,
+    "rollouts/renderer": 60,
+    "rollouts/rewards": 15,
+    "rollouts/runs": 20,
+    "rollouts/sandboxes": 43,
+    "rollouts/testing": 4,
+    "rollouts/training": 31,
+    "scripts": 40,
+    "tests": 36,
+    "tests/agent": 8,
+    "tests/base": 2,
+    "tests/commands": 1,
+    "tests/concurrency": 3,
+    "tests/conformance": 2,
+    "tests/distributed": 3,
+    "tests/engine": 3,
+    "tests/environments": 31,
+    "tests/http": 1,
+    "tests/inference": 16,
+    "tests/integration": 20,
+    "tests/observability": 1,
+    "tests/planning": 3,
+    "tests/programs": 79,
+    "tests/renderer": 9,
+    "tests/rewards": 5,
+    "tests/runs": 19,
+    "tests/sandboxes": 24,
+    "tests/scripts": 1,
+    "tests/testing": 4,
+    "tests/training": 17,
+}
+"""The most ``PHRASES`` of each folder; 0 without an entry. The numbers only go down."""
 
 
 @attrs.frozen
@@ -393,6 +453,24 @@ def old_words(root: Path) -> list[str]:
     return found
 
 
+def phrases(root: Path) -> list[str]:
+    """Phrases in the Python files of folders that have more of them than ``MOST_PHRASES`` allows."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for checked in CHECKED for path in (root / checked).rglob("*.py")):
+        place = path.relative_to(root)
+        if place.name == "test_architecture.py":
+            continue
+        folder = "/".join(place.parent.parts[: 2 if place.parts[0] in ("rollouts", "tests") else 1])
+        text = " ".join(path.read_text(encoding="utf-8").split())
+        hits = [(name, hit[0]) for name, pattern in PHRASES.items() for hit in re.finditer(pattern, text)]
+        found.setdefault(folder, []).extend(f"{place.as_posix()}: {name}: {hit!r}" for name, hit in hits)
+    return [
+        f"{len(hits)} phrases in {folder}, at most {MOST_PHRASES.get(folder, 0)}: {'; '.join(hits)}"
+        for folder, hits in found.items()
+        if len(hits) > MOST_PHRASES.get(folder, 0)
+    ]
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     modules_without_a_floor,
     arrows_up,
@@ -409,6 +487,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     raw_prints,
     stray_tests,
     old_words,
+    phrases,
 ]
 
 
@@ -491,6 +570,20 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
             (f'"""It is {first}."""', first),
             (f"def _{first}(): ...", first),
             (f"is_{first.upper()}_now = 1", first.upper()),
+        ]
+    ),
+    *(
+        (phrases, {"rollouts/attic/a.py": source}, f"rollouts/attic/a.py: {name}")
+        for name, source in [
+            ("is no X", '"""It is no\n    number."""'),
+            ("What … as a subject", '"""What a run writes is data."""'),
+            ("What … as a subject", "x = 1  # What follows is data"),
+            ("a text", '"""Read a text of a model."""'),
+            ("those that", '"""Return the rows, also those that failed."""'),
+            ("of its own", '"""It has a thread of its own."""'),
+            ("that is none", '"""Return the error, or None if that is none."""'),
+            ("goes on", '"""The run goes on."""'),
+            ("Who … as a subject", '"""Who waits is listed."""'),
         ]
     ),
 ]

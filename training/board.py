@@ -23,7 +23,7 @@ from rollouts.training.evaluation import TaskScore, estimate_mean
 
 __all__ = ["Board", "draw_curve", "draw_lessons", "read_steps"]
 
-SHOWN = {
+COLUMNS = {
     "reward": ("reward", "{:.3f}"),
     "tools": ("call a tool", "{:.2f}"),
     "kept_groups": ("kept", "{:.0f}"),
@@ -80,7 +80,7 @@ class Board:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             return
-        parts = [f"{head} {form.format(numbers[name])}" for name, (head, form) in SHOWN.items() if name in numbers]
+        parts = [f"{head} {form.format(numbers[name])}" for name, (head, form) in COLUMNS.items() if name in numbers]
         self.say(f"step {step}/{self.steps}: " + " · ".join(parts))
 
     def _write(self) -> None:
@@ -93,10 +93,10 @@ class Board:
     def _table(self) -> Group:
         table = Table(box=None, header_style="bold")
         table.add_column("step", justify="right")
-        for head, _ in SHOWN.values():
+        for head, _ in COLUMNS.values():
             table.add_column(head, justify="right")
         for row in self.rows[-_ROWS:]:
-            cells = [form.format(row[name]) if name in row else "" for name, (_, form) in SHOWN.items()]
+            cells = [form.format(row[name]) if name in row else "" for name, (_, form) in COLUMNS.items()]
             table.add_row(f"{row['step']:.0f}/{self.steps}", *cells)
         rewards = [min(max(row["reward"], 0.0), 1.0) for row in self.rows][-72:]
         return Group(table, Text("reward " + "".join(_BARS[round(8 * reward)] for reward in rewards), "green"))

@@ -11,7 +11,7 @@ The loss of a trained token with advantage A (``rollouts.training.batch`` comput
 
     ratio     = exp(logprob - old)                       old: this trainer's weights before the step
     surrogate = max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A)
-    tis       = min(exp(old - rollout logprob), tis_clip)     weights of the trainer against those that sampled it
+    tis       = min(exp(old - rollout logprob), tis_clip)     the trainer's weights against the sampling weights
     loss      = tis * surrogate + kl_coef * KL(reference)
 
 This module knows no server, no environment and no prompt.
@@ -201,9 +201,9 @@ class GrpoTrainer:
         if not any(sample.mask_column[1:].any() for sample in samples):
             raise ConfigError.of("step(samples)", samples, "samples with at least one trained token")
         advantages = group_advantages(samples)
-        given = [_trained(sample) for sample in samples]
-        own, entropy = self._logprobs(samples, self.model)
-        old = own if self.config.old_logprobs == "trainer" else given
+        rollout = [_trained(sample) for sample in samples]
+        trainer, entropy = self._logprobs(samples, self.model)
+        old = trainer if self.config.old_logprobs == "trainer" else rollout
         reference = self._logprobs(samples, self.reference)[0] if self.config.kl_coef else old
         sums: collections.Counter[str] = collections.Counter()
         notes: dict[str, list[float]] = {}
@@ -213,7 +213,7 @@ class GrpoTrainer:
             self.optimizer.zero_grad(set_to_none=True)
             loss = 0.0
             for rows in self._micro_batches(samples, part):
-                counts = torch.tensor([len(given[row]) for row in rows], device=self.model.device)
+                counts = torch.tensor([len(rollout[row]) for row in rows], device=self.model.device)
                 logprobs, _ = token_logprobs(
                     self.model, [samples[row] for row in rows],
                     packed=self.config.layout == "packed", temperature=self.config.temperature,
@@ -221,7 +221,7 @@ class GrpoTrainer:
                 each, summed = policy_loss(
                     logprobs,
                     torch.cat([old[row] for row in rows]).to(logprobs),
-                    torch.cat([given[row] for row in rows]).to(logprobs),
+                    torch.cat([rollout[row] for row in rows]).to(logprobs),
                     torch.tensor([advantages[row] for row in rows]).to(logprobs).repeat_interleave(counts),
                     torch.tensor([place[row] for row in rows]).to(logprobs).repeat_interleave(counts),
                     self.config,
@@ -233,7 +233,7 @@ class GrpoTrainer:
             notes.setdefault("loss", []).append(loss)
             notes.setdefault("grad_norm", []).append(self._apply())
         self.batches += 1
-        every, ours = torch.cat(given), torch.cat(own)
+        every, ours = torch.cat(rollout), torch.cat(trainer)
         differences = (every - ours).abs()
         return {
             **{name: value / sums["tokens"] for name, value in sums.items() if name != "tokens"},

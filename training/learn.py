@@ -5,8 +5,8 @@
 Invariant: the server samples with the weights that the trainer wrote under the server's version; versions count from 1,
 and every sampled token stores its version. Held-out prompts are never trained on.
 
-Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows what the policy
-does, the sampled one also how sure it is. ``--kinds`` adds prompts of other kinds than those that are trained on.
+Held-out prompts are scored before and after, sampled as in training and greedy: the greedy score shows the most likely
+behaviour, the sampled score also its certainty. ``--kinds`` adds prompts of kinds that are not trained on.
 
 With ``--endpoint`` a running SGLang server generates, which must be able to read the folder of ``--out``: it loads the
 model that training starts from, and then each version. Without it, the embedded engine does.
@@ -65,7 +65,7 @@ __all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn", "le
 START_MODEL = Path(__file__).parent / "start_model"
 """Folder of the model that training starts from: its most probable episode guesses without a tool, and is wrong."""
 OWN_KIND = "as trained"
-"""Name of the held-out prompts that are of the same kind as those that are trained on."""
+"""Name of the held-out prompts of the trained kind."""
 
 Ablation = Literal["mask", "advantages"]
 """Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""
@@ -129,7 +129,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:
             step = trainer.batches
-            asked = time.monotonic()
+            began = time.monotonic()
             while step < lesson.steps:
                 samples = await anext(batches)
                 step += 1
@@ -143,16 +143,16 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                     {
                         "elapsed": now - started,
                         **numbers,
-                        "generation_seconds": generated - asked,
+                        "generation_seconds": generated - began,
                         "step_seconds": trained - generated,
                         "update_seconds": now - trained,
-                        "tokens_per_second": sum(int(sample.mask_column.sum()) for sample in samples) / (now - asked),
+                        "tokens_per_second": sum(int(sample.mask_column.sum()) for sample in samples) / (now - began),
                         **{
                             name: value for name, value in manager.metrics.items() if name.startswith(("stale", "idle"))
                         },
                     },
                 )
-                asked = now
+                began = now
                 if lesson.save_every and step % lesson.save_every == 0:
                     await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         learned = time.monotonic()

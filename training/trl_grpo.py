@@ -7,8 +7,9 @@
 Invariant: the rollouts of a step are sampled with the trainer's weights before that step. The weights are written to
 ``--weights``, which the server must be able to read, and loaded before each generation.
 
-Groups are TRL's own, so the recipe's filter and over-sampling do not apply; its environment, reward and limits do. One
-optimizer step is taken on each generation of ``batch_size`` prompts. Needs ``rollouts[engine,trl]``.
+TRL forms the groups (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._get_train_sampler), so the recipe's filter and
+over-sampling do not apply; its environment, reward and limits do. One optimizer step is taken on each generation of
+``batch_size`` prompts. Needs ``rollouts[engine,trl]``.
 """
 
 from __future__ import annotations

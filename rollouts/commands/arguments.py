@@ -25,7 +25,7 @@ from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
 from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_options, summary_of
+from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import SpecialText
 
 __all__ = [
@@ -34,14 +34,17 @@ __all__ = [
     "INTERRUPTED",
     "above_0",
     "add_generate_options",
+    "add_options",
     "add_output",
     "add_provider",
+    "add_recipe",
     "add_target",
     "add_verb",
     "all_options_of",
     "at_least_0",
     "check_run",
     "generate_options_of",
+    "generate_settings_of",
     "in_loop",
     "numbers",
     "options_of",
@@ -141,16 +144,33 @@ def recipe_help(name: str, function: RecipeFunction) -> str:
     return "\n".join([f"{name}: {summary_of(function)}", *lines])
 
 
-def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the arguments of a verb that plays a recipe: recipe, endpoint, model, options."""
-    nargs = "?" if optional else None
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--data": {"type": Path, "metavar": "PATH", "help": "data file: the recipe's option data"},
+    "--seed": {"type": int, "metavar": "N", "help": "random seed: the recipe's option seed"},
+    "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE", "help": "set any option of the recipe"},
+}
+
+
+def add_options(verb: argparse.ArgumentParser, *names: str) -> None:
+    """Add arguments for options of a recipe: ``--data``, ``--seed``, ``--set``."""
+    for name in names:
+        verb.add_argument(name, **_OPTIONS[name])
+
+
+def add_recipe(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the argument for a recipe."""
     verb.add_argument(
         "recipe",
         type=Path,
         metavar="RECIPE",
-        nargs=nargs,
+        nargs="?" if optional else None,
         help="built-in recipe (see rollouts recipes), or Python file that defines a function recipe(...)",
     )
+
+
+def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """Add the arguments of a verb that plays a recipe: recipe, endpoint, model, options."""
+    add_recipe(verb, optional=optional)
     verb.add_argument(
         "--endpoint",
         action="append",
@@ -163,9 +183,7 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
-    verb.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
-    verb.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
-    verb.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_options(verb, "--data", "--seed", "--set")
     add_generate_options(verb)
     verb.add_argument(
         "--slots", type=positive, metavar="N", help="requests at once in the embedded engine (default: 64)"
@@ -238,7 +256,7 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
     """The recipe options of ``--set``, and of the arguments that are short for one."""
     options = options_of(args)
     for name in ("data", "seed"):
-        if getattr(args, name) is not None:
+        if getattr(args, name, None) is not None:
             options[name] = str(getattr(args, name))
     return {**options, **generate_options_of(args)}
 
@@ -246,9 +264,17 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
 def generate_options_of(args: argparse.Namespace) -> dict[str, str]:
     """The recipe options of :func:`add_generate_options`."""
     names = ("history", "template_kwargs", "chat_template", "dialect", "special_text", "images")
-    given = {name: getattr(args, name, None) for name in names}
-    given["stop_token_ids"] = getattr(args, "stop", None)
-    return {name: str(value) for name, value in given.items() if value is not None}
+    values = {name: getattr(args, name, None) for name in names}
+    values["stop_token_ids"] = getattr(args, "stop", None)
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def generate_settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of :func:`add_generate_options` as values, for a verb without a recipe."""
+
+    def without_options(endpoint: Any) -> Any: ...
+
+    return read_options(without_options, generate_options_of(args))
 
 
 def target_of(args: argparse.Namespace) -> RunTarget:
@@ -271,10 +297,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def positive(text: str) -> int:
     """Parse an integer >= 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 1")
-    return number
+    return _integer(text, 1)
 
 
 def above_0(text: str) -> float:
@@ -287,7 +310,11 @@ def above_0(text: str) -> float:
 
 def at_least_0(text: str) -> int:
     """Parse an integer >= 0."""
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"got {text}; expected an integer >= {least}")
     return number

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollouts.commands.arguments import BROKEN, add_verb, in_loop, options_of, positive
+from rollouts.commands.arguments import BROKEN, add_options, add_verb, all_options_of, in_loop, positive
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import EnvironmentFactory
@@ -31,20 +31,16 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(verbs, "check-env", _check_env, "test an environment with random replies", "check-env guess")
     parser.add_argument("path", type=Path, metavar="PATH", help="recipe, or file with one environment class")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_options(parser, "--data", "--set")
     parser.add_argument(
-        "--text", default="Begin.", metavar="PROMPT", help="prompt, if there is no recipe (default: Begin.)"
+        "--text", default="Begin.", metavar="PROMPT", help="prompt of a file without a recipe (default: Begin.)"
     )
     parser.add_argument("--tasks", type=positive, default=4, metavar="N", help="play the first N prompts (default: 4)")
     parser.add_argument("--reply-seed", type=int, default=0, metavar="N", help="seed of random replies (default: 0)")
 
 
 def _check_env(args: argparse.Namespace) -> int:
-    options = options_of(args)
-    if args.data is not None:
-        options["data"] = str(args.data)
-    environment_cls, prompts = load_environment(args.path, options, text=args.text, count=args.tasks)
+    environment_cls, prompts = load_environment(args.path, all_options_of(args), text=args.text, count=args.tasks)
     findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.reply_seed))
     return 0 if show_findings(findings, SafeConsole()) else BROKEN
 

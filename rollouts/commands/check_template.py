@@ -23,8 +23,9 @@ from rich.text import Text
 from rollouts.commands.arguments import (
     BROKEN,
     add_generate_options,
+    add_options,
     add_verb,
-    generate_options_of,
+    generate_settings_of,
     in_loop,
     options_of,
 )
@@ -34,7 +35,7 @@ from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
 from rollouts.http.client import HttpClient
 from rollouts.inference.shared import shared_policy
 from rollouts.inference.wire_errors import error_of, message_of
-from rollouts.recipe_files import build, load_recipe, read_options
+from rollouts.recipe_files import build, load_recipe
 from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible
@@ -149,12 +150,8 @@ async def _named(url: str | None) -> str:
 
 
 def _renderer(options: TemplateCheckOptions, model: str) -> Renderer:
-    given = {name: value for name, value in options.generate.items() if name in RendererOptions.__annotations__}
-    return Renderer(load_tokenizer(model), **given)
-
-
-def _no_recipe(endpoint: Endpoint) -> Any:
-    """Stands for a recipe without options of its own."""
+    settings = {name: value for name, value in options.generate.items() if name in RendererOptions.__annotations__}
+    return Renderer(load_tokenizer(model), **settings)
 
 
 async def _recipe_settings(
@@ -256,7 +253,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--model", metavar="NAME_OR_DIR", help="tokenizer (default: the model that the endpoint names)")
     parser.add_argument("--endpoint", metavar="URL", help="server to send ids to, and to compare the ids it scored")
     parser.add_argument("--recipe", type=Path, metavar="RECIPE", help="recipe whose environment's tools are tested")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_options(parser, "--set")
     add_generate_options(parser)
 
 
@@ -266,6 +263,6 @@ def _check(args: argparse.Namespace) -> int:
         endpoint=args.endpoint,
         recipe=args.recipe,
         options=options_of(args),
-        generate=read_options(_no_recipe, generate_options_of(args)),
+        generate=generate_settings_of(args),
     )
     return 0 if in_loop(check, options, SafeConsole()) else BROKEN

@@ -71,7 +71,7 @@ class EvalOptions:
     """A rollout passes if its reward is at least this."""
     greedy: bool = True
     """Also play one rollout of each task at temperature 0, unless the recipe's temperature is 0."""
-    shown: int = 40
+    max_rows: int = 40
     """Rows of the table."""
     resume: bool = False
     """Continue the evaluation in ``out``."""
@@ -283,7 +283,7 @@ def scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
     table.add_column("prompt", max_width=56)  # the column that becomes narrower
     for name in ("passed", "failed", *(f"pass@{k}" for k in options.ks), "reward"):
         table.add_column(name, justify="right", no_wrap=True)
-    for score in sorted(scores, key=lambda score: score.passed / score.rollouts)[: options.shown]:
+    for score in sorted(scores, key=lambda score: score.passed / score.rollouts)[: options.max_rows]:
         table.add_row(
             score.key,
             Text(" ".join(visible(score.text).split()), no_wrap=True, overflow="ellipsis"),
@@ -297,7 +297,7 @@ def scores_table(scores: Sequence[TaskScore], options: EvalOptions) -> Table:
 
 def _counts(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
     text = Text()
-    left = len(scores) - options.shown
+    left = len(scores) - options.max_rows
     if left > 0:
         text.append(f"... and {left} more tasks, with higher scores\n", "dim")
     every = sum(score.rollouts for score in scores)
@@ -351,7 +351,7 @@ def _eval(args: argparse.Namespace) -> int:
         tasks=args.tasks,
         threshold=args.threshold,
         greedy=not args.no_greedy,
-        shown=args.limit,
+        max_rows=args.limit,
     )
     in_loop(evaluate, target_of(args), options, SafeConsole())
     if args.against is not None:

@@ -21,7 +21,7 @@ from rollouts.commands.arguments import (
     add_generate_options,
     add_provider,
     add_verb,
-    generate_options_of,
+    generate_settings_of,
     in_loop,
     positive,
 )
@@ -33,7 +33,6 @@ from rollouts.inference.shared import shared_policy
 from rollouts.programs.gateway.session import ProgramSession
 from rollouts.programs.gateway.tree import Call
 from rollouts.programs.gateway.types import CallReply, CallRequest
-from rollouts.recipe_files import read_options
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.runs.writer import RunWriter, check_free
 from rollouts.training.agent_integration import resuming
@@ -43,7 +42,7 @@ from rollouts.training.types import Sample
 
 __all__ = ["add", "serve_program"]
 
-_SHOWN = 60
+_LINE_CHARACTERS = 60
 
 
 def add(verbs: Any) -> None:
@@ -74,16 +73,12 @@ def add(verbs: Any) -> None:
     add_generate_options(parser)
 
 
-def _no_recipe(endpoint: Endpoint) -> Any:
-    """Stands for a recipe without options of its own."""
-
-
 def _gateway(args: argparse.Namespace) -> int:
     try:
         import aiohttp  # noqa: F401 - part of an extra; refused before any request is sent
     except ImportError as error:
         raise ConfigError(f"gateway needs aiohttp: {install_command('gateway')} ({error})") from error
-    options = read_options(_no_recipe, generate_options_of(args))
+    options = generate_settings_of(args)
     if args.out is not None:
         check_free(args.out, overwrite=args.overwrite)
     return in_loop(serve_program, args, options)
@@ -168,15 +163,15 @@ class _PrintedSession(ProgramSession):
 
 
 def _line(call: Call, *, again: bool) -> str:
-    """One call: what it goes on from, its numbers of tokens, and the beginning of its reply."""
+    """One call: its parent, its numbers of tokens, and the beginning of its reply."""
     place = "root" if call.parent is None else f"after {call.parent.number}"
     message = call.reply.message
     names = ", ".join(one.name for one in message.tool_calls)
     text = " ".join(message.text.split())
-    text = text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    text = text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"
     size = f"{call.reply_start} + {len(call.completion.tokens)} tokens"
-    shown = f"calls {names}" if names else repr(text)
-    return f"call {call.number} · {place} · {size} · {call.reply.finish_reason} · {shown}{' · again' if again else ''}"
+    reply = f"calls {names}" if names else repr(text)
+    return f"call {call.number} · {place} · {size} · {call.reply.finish_reason} · {reply}{' · again' if again else ''}"
 
 
 def _samples(session: ProgramSession, renderer: Renderer) -> list[Sample]:

@@ -48,7 +48,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     """The runs and evaluations in a folder and in its folders, oldest first.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if not folder.is_dir():
         raise ConfigError.of("DIR", str(folder), "a folder with runs")

@@ -19,10 +19,10 @@ __all__ = ["add", "new_environment"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_INIT = '''"""{title}: what it is, in one line."""
+_INIT = '''"""{title}: one line about the task."""
 '''
 
-_ENVIRONMENT = '''"""The world: what the model can do in it, and when an episode ends."""
+_ENVIRONMENT = '''"""The world: the actions of the model, and the end of an episode."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -141,7 +141,7 @@ def test_a_recorded_episode() -> None:
 
 
 def test_a_wrong_argument_is_an_error_message_to_the_model() -> None:
-    """It is no failure of the environment."""
+    """It is not a failure of the environment."""
 
     async def episode() -> None:
         played = await play({cls}(TABLE), "?", [calling("look_up", country="Atlantis")])
@@ -165,7 +165,7 @@ def test_it_passes_check_env() -> None:
 _README = """\
 # {name}
 
-What it is, in one sentence.
+One sentence about the task.
 
 - **Rows**: JSONL with `prompt`, `label`, `metadata.country`.
 - **Environment**: `{cls}` has the tool `look_up`. A reply without a call is the answer.

@@ -60,24 +60,24 @@ async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sam
     """Play a rollout; print it turn by turn if the generate function takes ``on_step``, else at its end."""
     generate_fn: Callable[..., Any] = recipe.config.generate_fn
     decode = recipe.renderer().decode
-    shown = 0
+    printed = 0
     watched: Trajectory | None = None
 
     def on_step(trajectory: Trajectory) -> None:
-        nonlocal shown, watched
+        nonlocal printed, watched
         if trajectory is not watched:  # the first, or a branch: print its history again
-            watched, shown = trajectory, 0
-        pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= shown]
+            watched, printed = trajectory, 0
+        pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= printed]
         columns = (trajectory.tokens, trajectory.logprobs, trajectory.versions)
         console.print(pieces_table(pieces, *columns, decode, trajectory.images))
-        shown = len(trajectory)
+        printed = len(trajectory)
 
     parameters = inspect.signature(generate_fn).parameters.values()
     takes_it = any(each.name == "on_step" or each.kind is each.VAR_KEYWORD for each in parameters)
     live = takes_it and recipe.environment_cls is not None  # a program's calls are a tree, seen at its end
     with boundary(GenerateFailure, f"generate_fn {function_name(generate_fn)}", seconds=recipe.config.rollout_seconds):
         samples: list[Sample] = await (generate_fn([prompt], on_step=on_step) if live else generate_fn([prompt]))
-    if not live or not shown:
+    if not live or not printed:
         for sample in samples:
             console.print(transcript(sample, decode))
     return samples[-1]

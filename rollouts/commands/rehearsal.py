@@ -1,7 +1,7 @@
 """The rehearsal of a run: up to three episodes with random replies, with their reward and filter, before any work.
 
 Invariant: no prompt is taken, nothing is stored or counted, and no server is asked. A rehearsal refuses a run only if
-every episode fails for the same reason; that random replies lead to different failures, or take too long, is no reason.
+every episode fails for the same reason, not for different failures or slow episodes.
 
 This module rehearses recipes of agents; it does not know other generate functions.
 """

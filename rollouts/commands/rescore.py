@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_verb, check_run, in_loop, options_of
+from rollouts.commands.arguments import add_options, add_verb, check_run, in_loop, options_of
 from rollouts.commands.target import RunTarget, stored_recipe
 from rollouts.runs.rescore import rescore
 from rollouts.runs.writer import check_free
@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
         "--recipe", type=Path, required=True, metavar="RECIPE", help="recipe with the reward, filter, batch size"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new run")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_options(parser, "--set")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(
         "--format", default="auto", choices=("jsonl", "parquet", "auto"), help="format of batches (default: auto)"

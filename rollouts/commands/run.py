@@ -219,7 +219,7 @@ def _server_line(target: RunTarget, server: ServerInfo) -> str:
 
 
 def _plan_line(recipe: Recipe, writer: RunWriter) -> str:
-    """What is generated, and where it is written."""
+    """The size of the run, and its folder."""
     size, n = recipe.config.batch_size, recipe.config.n_samples_per_prompt
     first, last = writer.batches, recipe.batches - 1
     batches = "no batch" if first > last else f"batch {first}" if first == last else f"batches {first} to {last}"
@@ -277,7 +277,7 @@ def _begun(
 def _resumed(
     recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, progress: Progress
 ) -> tuple[RunWriter, RunJournal, ManagerState | None]:
-    """Open the files of a resumed run, and print what was restored and what differs."""
+    """Open the files of a resumed run; print the restored groups and the changes of settings."""
     stored = read_info(out).get("vocab_size")
     if stored is not None and stored != description["vocab_size"]:
         expected = f"{stored}: a resumed run needs the vocabulary that it began with"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anyio
 
 from rollouts.base.extras import install_command
-from rollouts.commands.arguments import add_verb, all_options_of, in_loop
+from rollouts.commands.arguments import add_options, add_recipe, add_verb, all_options_of, in_loop
 from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
@@ -28,15 +27,8 @@ def add(verbs: Any) -> None:
         "serve a recipe's environment (Open Reward Standard)",
         "serve-env calculator",
     )
-    parser.add_argument(
-        "recipe",
-        type=Path,
-        metavar="RECIPE",
-        help="built-in recipe (see rollouts recipes), or Python file that defines a function recipe(...)",
-    )
-    parser.add_argument("--data", type=Path, metavar="PATH", help="data file: the recipe's option data")
-    parser.add_argument("--seed", type=int, metavar="N", help="random seed: the recipe's option seed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set any option of the recipe")
+    add_recipe(parser)
+    add_options(parser, "--data", "--seed", "--set")
     parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")
     parser.add_argument("--host", default="127.0.0.1", help=HOST)
     parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")

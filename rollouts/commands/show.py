@@ -71,22 +71,22 @@ def show_run(
         link = f"rollouts view {path} shows it at {path.name}.html#group={sample.group_index}&sample={position}"
         console.print(Text(visible(link), "dim"), soft_wrap=True)
         return
-    shown = list(itertools.islice(groups, limit))
+    listed = list(itertools.islice(groups, limit))
     if group is not None:
-        console.print(samples_table(shown[0]))
-        _print_next(path, shown[0], console)
+        console.print(samples_table(listed[0]))
+        _print_next(path, listed[0], console)
         return
-    if not shown:
+    if not listed:
         console.print(Text(visible(f"{path} contains no groups of outcome {outcome}")), soft_wrap=True)
         return
-    console.print(groups_table(shown))
+    console.print(groups_table(listed))
     more = sum(1 for _ in groups)
     if more:
         console.print(f"... and {more} more: --limit", style="dim")
-    failed = next((rows for rows in shown if any(row.data.get("failure") for row in rows)), None)
+    failed = next((rows for rows in listed if any(row.data.get("failure") for row in rows)), None)
     if failed is not None:
         console.print(Text(visible(f"next: rollouts show {path} --failures"), "dim"), soft_wrap=True)
-    _print_next(path, failed or shown[0], console)
+    _print_next(path, failed or listed[0], console)
 
 
 def _show_failures(path: Path, groups: Iterator[list[Row]], console: Console) -> None:

@@ -72,12 +72,12 @@ async def open_target(
     Args:
         target: from the command line.
         log: the file for the output of an embedded engine, in the folder of ``--out``; by default a temporary file.
-        say: called with what is done next.
+        say: called with the name of each step.
 
     Raises:
         ConfigError: the recipe or its options are wrong, the model folder does not exist, ``log`` cannot be written,
             the server serves another model than the resumed run's, or a stored URL lacks its password.
-        EndpointError: the server does not answer, is no SGLang server, or did not start.
+        EndpointError: the server does not answer, is not an SGLang server, or did not start.
     """
     if target.recipe is None:
         raise ConfigError.of(
@@ -174,7 +174,7 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
     With ``allow_changes`` the server may have another model: the comparison of the settings records it.
 
     Raises:
-        ConfigError: there is no run, or neither it nor the command line names a recipe.
+        ConfigError: the run does not exist, or neither it nor the command line names a recipe.
     """
     info = read_info(run)
     before = info.get("command") or {}
@@ -228,7 +228,7 @@ def stored_recipe(target: RunTarget, run: Path) -> Recipe:
     """The recipe with the endpoint of a stored run; no request is sent.
 
     Raises:
-        ConfigError: there is no run, or the recipe or its options are wrong.
+        ConfigError: the run does not exist, or the recipe or its options are wrong.
     """
     if target.recipe is None:
         raise ConfigError.of(

@@ -50,7 +50,7 @@ async def _exported(
     """The config with tracing, and an observer that exports metrics."""
     if trace:
         recipe = attrs.evolve(recipe, config=traced(recipe.config, recipe.name))
-        for policy in shared_policies():  # preflight has created the one that the rollouts share
+        for policy in shared_policies():  # preflight has created the shared policy
             trace_completions(policy)
     if metrics_port is None:
         yield recipe.config, None

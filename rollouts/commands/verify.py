@@ -16,7 +16,7 @@ from rollouts.errors import ConfigError
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
 
-_VIOLATIONS_SHOWN = 20
+_MAX_VIOLATIONS = 20
 _PACKAGES = ("torch", "safetensors")
 
 __all__ = ["add"]
@@ -55,9 +55,9 @@ def _verify(args: argparse.Namespace) -> int:
         violations = logprobs.violations
     elif models:
         say("law 8 (logprobs): not checked, since another law is broken")
-    for violation in violations[:_VIOLATIONS_SHOWN]:
+    for violation in violations[:_MAX_VIOLATIONS]:
         say(violation, file=sys.stderr)
-    left = len(violations) - _VIOLATIONS_SHOWN
+    left = len(violations) - _MAX_VIOLATIONS
     if left > 0:
         say(f"... and {left} more", file=sys.stderr)
     return BROKEN if violations else 0

@@ -4,9 +4,10 @@
     in:  RolloutsWorkflow(gconfig, tokenizer, recipe=…), for engine.submit or by its name
 
 Invariant: ids, mask, logprobs and versions of a row are those of its sample up to the last sampled token, because AReaL
-puts the reward on the token before the last and would lose it on context. All branches of a rollout are rows of one
-dict, and every dict has the same keys. A rollout that failed is ``None``, which AReaL counts as rejected. A token has
-the version that AReaL names for it.
+puts the reward on the token before the last and would lose it on context
+(AReaL 1.0.4, trainer/ppo/actor.py: PPOActor._compute_advantages). All branches of a rollout are rows of one dict, and
+every dict has the same keys. A rollout that failed is ``None``, which AReaL counts as rejected
+(AReaL 1.0.4, infra/workflow_executor.py: WorkflowExecutor). A token has the version that AReaL reports for it.
 
 ``RolloutsWorkflow`` is :class:`Workflow`, registered with AReaL's base class when its name is first read. areal and
 torch are imported in the functions that need them.
@@ -47,12 +48,15 @@ __all__ = ["EnginePolicy", "ServersPolicy", "Workflow", "to_tensors", "write_bat
 
 _LOG = logging.getLogger(__name__)
 _NO_TOP_K = 10**8 - 1
-"""AReaL's default of ``top_k``, which means none."""
+"""From here on ``top_k`` means none; the default is 10**8 (AReaL 1.0.4, api/cli_args.py: GenerationHyperparameters)."""
 _PAUSE_SECONDS = 0.5
 
 
 class EnginePolicy(TrainerPolicy):
-    """A policy over ``engine.agenerate``, which resumes a generation that an update of weights aborts."""
+    """A policy over ``engine.agenerate``, which resumes a generation that an update of weights aborts.
+
+    (AReaL 1.0.4, infra/remote_inf_engine.py: agenerate)
+    """
 
     trainer = "AReaL"
     unsupported = ("stop", "seed", "min_new_tokens", "repetition_penalty", "min_p")
@@ -178,7 +182,9 @@ class Workflow:
 def to_tensors(
     samples: Sequence[Sample], *, version: int | None = None, images: bool = False, temperature: float | None = None
 ) -> dict[str, Any]:
-    """Samples as AReaL's dict of tensors ``[m, T]``, one row a sample, in order, padded on the right by AReaL.
+    """Convert samples to AReaL's dict of tensors ``[m, T]``, one row a sample, in order.
+
+    AReaL's own function pads them on the right (AReaL 1.0.4, utils/data.py: concat_padded_tensors).
 
     Keys: ``input_ids``, ``loss_mask``, ``versions``, ``turn_ids`` (int32), ``logprobs`` (float32), ``attention_mask``
     (bool); ``rewards`` (float32 ``[m]``). With images also ``mm_token_type_ids`` (int64, 1 on the ids of images), and
@@ -186,9 +192,9 @@ def to_tensors(
 
     Args:
         samples: the branches of one rollout, or all samples of one group.
-        version: the version of all tokens, where theirs are no numbers.
-        images: whether the keys of images are there although no sample has one.
-        temperature: AReaL's ``actor.temperature``, by which its trainer divides logits.
+        version: the version of all tokens, if their versions are not numbers.
+        images: whether the keys of images exist although no sample has an image.
+        temperature: AReaL's ``actor.temperature``; samples of another temperature are refused.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled

@@ -33,7 +33,7 @@ _REWARD_SECONDS = 300.0
 
 @attrs.frozen(kw_only=True)
 class Episodes:
-    """What a rollout consists of: environment, limits, reward, and the options of the renderer."""
+    """The parts of a rollout: environment, limits, reward, and the options of the renderer."""
 
     environment_cls: EnvironmentFactory
     limits: Limits = attrs.field(factory=Limits)
@@ -74,8 +74,8 @@ class Episodes:
         if (recipe is None) == (environment is None):
             expected = "one of recipe and environment"
             raise ConfigError.of("recipe, environment", (recipe, environment), expected)
-        own = {field.name for field in attrs.fields(cls)} - {"environment_cls", "options", "reward_fn", "limits"}
-        given = {name: options.pop(name) for name in own & options.keys()}
+        plain = {field.name for field in attrs.fields(cls)} - {"environment_cls", "options", "reward_fn", "limits"}
+        values = {name: options.pop(name) for name in plain & options.keys()}
         bound: dict[str, Any] = {}
         if recipe is not None:
             bound = _of_recipe(recipe_of(recipe, recipe_options), scored=reward is None)
@@ -87,8 +87,8 @@ class Episodes:
             bound["limits"] = Limits(**limits)
         renderer = {**bound.pop("options", {}), **options}
         for name in renderer.keys() - _RENDERER:
-            raise ConfigError.of(name, renderer[name], f"one of {sorted({*own, *_RENDERER})}")
-        return cls(**{**bound, **given, "options": renderer})
+            raise ConfigError.of(name, renderer[name], f"one of {sorted({*plain, *_RENDERER})}")
+        return cls(**{**bound, **values, "options": renderer})
 
     async def play(
         self,

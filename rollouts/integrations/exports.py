@@ -1,9 +1,9 @@
 """Batches of a stored run as files of a trainer's own type: one table from a trainer's name to its function.
 
-Invariant: a file has every sample of its batch, with its tokens, mask, logprobs, versions and reward, or there is no
-file at all: what a trainer's type cannot hold is refused with the name of the sample. The files appear together.
+Invariant: a file has every sample of its batch, with its tokens, mask, logprobs, versions and reward. A sample that the
+trainer's type cannot hold is refused by name. The files appear together, or none does.
 
-This module knows no trainer; it imports the function of the one that is named.
+This module knows no trainer; it imports the function of the requested trainer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Exporter:
     """``module:name`` of a function of the samples of a batch and the path of its file."""
     suffix: str
     meaning: str
-    """What the file contains, for ``--help``."""
+    """The content of the file, for ``--help``."""
     package: str | None = None
     """The package that writes it; ``None`` if the file is plain data."""
     numbers_versions: bool = False
@@ -100,17 +100,17 @@ def export_batches(
         run: the run's folder.
         out: a folder that is new or empty.
         trainer: a name in :data:`EXPORTERS`.
-        version: the number of the policy version of all tokens, where the server's versions are no numbers.
-        temperature: that by which the trainer divides logits; by default 1, as in the trainers' own configurations.
+        version: the number of the policy version of all tokens, if the server's versions are not numbers.
+        temperature: that by which the trainer divides logits; by default 1.
         overwrite: replace the folder of an earlier export.
 
     Returns:
         The files.
 
     Raises:
-        ConfigError: there is no run or it has no batch, ``out`` is not such a folder, the trainer is not installed, its
-            type cannot hold a sample, a sample was sampled at another temperature, or its files have no ``version`` or
-            ``temperature``.
+        ConfigError: the run does not exist or has no batch, ``out`` is not such a folder, the trainer is not installed,
+            its type cannot hold a sample, a sample was sampled at another temperature, or its files have no ``version``
+            or ``temperature``.
     """
     exporter, out = EXPORTERS[trainer], Path(out)
     if version is not None and not exporter.numbers_versions:

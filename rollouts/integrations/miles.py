@@ -47,10 +47,10 @@ class RolloutFn:
             input: miles' ``RolloutFnTrainInput`` or ``RolloutFnEvalInput``.
 
         Raises:
-            ConfigError: a flag is not supported, or the evaluation is that of a checkpoint on servers of its own.
+            ConfigError: a flag is not supported, or the evaluation plays a checkpoint on separate servers.
         """
         for name in ("generate_state", "hf_dir"):
             if getattr(input, name, None) is not None:
-                expected = "None: an evaluation of a checkpoint has servers of its own"
+                expected = "None: the evaluation of a checkpoint needs separate servers"
                 raise ConfigError.of(f"RolloutFnEvalInput.{name}", getattr(input, name), expected)
         return generate_rollout_batch(self.args, input.rollout_id, self.data_source, evaluation=input.evaluation)

@@ -1,11 +1,12 @@
 """NeMo-RL 0.6: samples as message logs, and the batch that its GRPO takes.
 
     out: to_message_log(sample), to_batch(samples)
-    in:  nothing: NeMo-RL has no place for a rollout function of its user but an agent server of NeMo Gym
+    in:  nothing: a user's agent enters NeMo-RL only as an agent server of NeMo Gym
 
 Invariant: one message for each run of the mask, so that the concatenated ids are the row's; a message has
-``generation_logprobs`` if and only if the policy sampled it, which is how NeMo-RL finds what to train.
-NeMo-RL is never imported; torch is, in the functions.
+``generation_logprobs`` if and only if the policy sampled it. NeMo-RL trains exactly these messages
+(NeMo-RL 0.6.0, algorithms/grpo.py: add_grpo_token_loss_masks_and_generation_logprobs). NeMo-RL is never imported;
+torch is, in the functions.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ __all__ = ["to_batch", "to_message_log", "write_batch"]
 def to_message_log(sample: Sample, *, temperature: float | None = None) -> list[dict[str, Any]]:
     """Convert a row to a message log: ``token_ids`` int64, ``generation_logprobs`` float32 on replies.
 
-    ``content`` is empty: NeMo-RL trains on the ids.
+    ``content`` is empty: the ids are trained.
 
     Args:
         sample: one row.
-        temperature: NeMo-RL's ``policy.generation.temperature``, by which its trainer divides logits.
+        temperature: NeMo-RL's ``policy.generation.temperature``; samples of another temperature are refused.
 
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs, was sampled at another temperature, or has
@@ -62,7 +63,7 @@ def to_batch(
     Args:
         samples: scored samples, in any order.
         task_name: the task's name in NeMo-RL's metrics.
-        version: the version of all rollouts, where the samples' are no numbers.
+        version: the version of all rollouts, if the versions of the samples are not numbers.
         temperature: as for :func:`to_message_log`.
 
     Returns:
@@ -71,8 +72,8 @@ def to_batch(
         for ``ReplayBuffer.push``.
 
     Raises:
-        ConfigError: as :func:`to_message_log`; a rollout forks, of which NeMo-RL's baseline would count each branch; a
-            sample has no reward or group; or versions are no numbers.
+        ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one; a
+            sample has no reward or group; or a version is not a number.
     """
     import torch
 

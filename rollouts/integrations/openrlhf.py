@@ -1,11 +1,12 @@
-"""OpenRLHF 0.11: samples as what an ``AgentExecutor`` returns, and our agent as the executor.
+"""OpenRLHF 0.11: samples as the results of an ``AgentExecutor``, and our agent as the executor.
 
     out: to_response(sample, prompt, label)
     in:  execute(episodes, …), from the class AgentExecutor of the file that --train.agent_func_path names;
          AgentInstanceEnvironment(AgentInstance, tokenizer) is an agent instance of OpenRLHF for our manager
 
-Invariant: one row for each rollout, no longer than ``max_length``, which OpenRLHF would cut without a word.
-OpenRLHF and vLLM are never imported.
+Invariant: one row for each rollout, no longer than ``max_length``, where OpenRLHF cuts without a warning
+(OpenRLHF 0.11.2, trainer/ppo_utils/samples_generator.py: _process_response_into_experience). OpenRLHF and vLLM are
+never imported.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def to_response(sample: Sample, *, max_length: int | None = None, temperature: f
     Args:
         sample: a scored rollout of one branch.
         max_length: OpenRLHF's ``max_len``.
-        temperature: that of OpenRLHF's sampling parameters, by which its trainer divides logits.
+        temperature: that of OpenRLHF's sampling parameters; samples of another temperature are refused.
 
     Raises:
         ConfigError: the sample failed, is unscored, is a branch of several, is longer than ``max_length``, was sampled
@@ -78,20 +79,20 @@ class OpenRLHFPolicy(TrainerPolicy):
 
     Args:
         engine: the ``llm_engine``.
-        asked: the trainer's ``sampling_params``, a ``vllm.SamplingParams``; a copy of it makes each request.
+        template: the trainer's ``sampling_params``, a ``vllm.SamplingParams``; each request is made from a copy.
         max_length: the longest sequence.
     """
 
     trainer = "OpenRLHF"
     unsupported = ("seed", "stop", "min_p", "repetition_penalty")
 
-    def __init__(self, engine: Any, asked: Any, max_length: int) -> None:
-        self.engine, self.asked, self.max_context = engine, asked, max_length
+    def __init__(self, engine: Any, template: Any, max_length: int) -> None:
+        self.engine, self.template, self.max_context = engine, template, max_length
 
     async def sample(
         self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
     ) -> Reply:
-        request = copy.deepcopy(self.asked)
+        request = copy.deepcopy(self.template)
         request.max_tokens, request.logprobs = sampling.max_new_tokens, 1
         request.stop_token_ids = list(stop_token_ids)
         answer = await self.engine.generate(tokens.tolist(), request, multi_modal_data=None)
@@ -107,7 +108,8 @@ class OpenRLHFPolicy(TrainerPolicy):
 class AgentInstanceEnvironment:
     """One episode of an ``AgentInstanceBase``, for :func:`~.token_episodes.generate_token_batch`.
 
-    As in ``MultiTurnAgentExecutor``, prompt and feedback are encoded alone, as they are: no chat template is applied.
+    Prompt and feedback are encoded separately, without a chat template
+    (OpenRLHF 0.11.2, utils/agent.py: MultiTurnAgentExecutor).
 
     Args:
         instance_cls: called without arguments.

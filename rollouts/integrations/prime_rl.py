@@ -4,10 +4,10 @@
     in:  MicroBatchFiles(output_dir, …).send(samples), so that our manager takes the place of the orchestrator
 
 Invariant: all streams of a row are as long as its tokens, and no row is longer than the trainer's ``seq_len``, where
-prime-rl would cut it. A row has the arrays of exactly the images whose ids it has. prime-rl is imported when a function
-needs it.
+prime-rl cuts (prime-rl 0.8, trainer/batch.py: prepare_sample). A row has the arrays of exactly the images whose ids it
+has. prime-rl is imported when a function needs it.
 
-prime-rl takes no policy versions: ``manager.stream(max_staleness=…)`` drops stale groups before.
+A ``TrainingSample`` has no policy version: ``manager.stream(max_staleness=…)`` drops stale groups before.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ def training_columns(
 
     Args:
         sample: one row.
-        advantage: that of each sampled token, unless the sample has ``advantages`` of its own.
+        advantage: that of each sampled token, unless the sample has ``advantages``.
         env_name: the environment's name in prime-rl's metrics.
         temperature: that of completions whose record has none, as in runs of earlier versions.
 
     Raises:
-        ConfigError: the sample failed, has no sampled token or no logprobs; a completion has no temperature, or one of
-            0, by which prime-rl would divide; ``env_name`` is ``"all"``, which is reserved; it has a teacher's
-            logprobs, which prime-rl has no field for; or it has images and no ``image_inputs``.
+        ConfigError: the sample failed, has no sampled token or no logprobs; a completion has no temperature, or 0, by
+            which logits cannot be divided; ``env_name`` is ``"all"``, which is reserved (prime-rl 0.8,
+            trainer/batch.py: prepare_sample); it has a teacher's logprobs, for which the type has no field; or it has
+            images and no ``image_inputs``.
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
     row = row_columns(sample, "prime-rl", "teacher_log_probs")
-    width, own = len(row.tokens), sample.advantage_column
-    advantages = np.where(row.mask, np.float32(advantage) if own is None else own[:width], np.float32(0))
+    width, column = len(row.tokens), sample.advantage_column
+    advantages = np.where(row.mask, np.float32(advantage) if column is None else column[:width], np.float32(0))
     columns: dict[str, Any] = {
         "token_ids": row.tokens.tolist(),
         "mask": row.mask.tolist(),
@@ -75,7 +76,7 @@ def to_training_samples(
     advantages: Sequence[float] | None = None,
     temperature: float | None = None,
 ) -> list[Any]:
-    """Convert rows to ``TrainingSample``, in order: branches are samples of their own.
+    """Convert rows to ``TrainingSample``, in order: each branch is a sample.
 
     Args:
         samples: scored samples, whole groups unless ``advantages`` are given.
@@ -162,7 +163,7 @@ class MicroBatchFiles:
 
 
 def _temperatures(sample: Sample, width: int, default: float | None) -> list[float]:
-    """The temperature of each token; 1 on context, which prime-rl does not read."""
+    """The temperature of each token; 1 on context."""
     column = np.ones(width)
     for number, one in enumerate(sample.completions):
         temperature = default if one.temperature is None else one.temperature

@@ -1,4 +1,4 @@
-"""A policy over the inference engine of a trainer: what is the same for all of them.
+"""A policy over the inference engine of a trainer: the part that all trainers share.
 
 Invariant: an empty or misaligned reply is an error of the endpoint, never a completion; a parameter without a place in
 the trainer's request is refused by name. This module knows no trainer.
@@ -24,7 +24,7 @@ __all__ = ["Reply", "TrainerPolicy"]
 
 @attrs.frozen(kw_only=True)
 class Reply:
-    """What an engine sampled."""
+    """The reply of an engine."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float] | None
@@ -58,14 +58,14 @@ class TrainerPolicy:
         raise NotImplementedError
 
     def budget(self, tokens: TokenColumn, sampling: SamplingParams, session: str) -> int:
-        """The most ids of the next reply of a sequence.
+        """The maximum length of the next reply of a sequence.
 
         Raises:
             ContextOverflow: prompt and reply do not fit the context.
         """
         if self.max_context is not None and len(tokens) + sampling.max_new_tokens > self.max_context:
-            asked = f"{len(tokens)} prompt tokens and max_new_tokens={sampling.max_new_tokens}"
-            raise ContextOverflow(f"{asked} exceed the context of {self.max_context} tokens")
+            needed = f"{len(tokens)} prompt tokens and max_new_tokens={sampling.max_new_tokens}"
+            raise ContextOverflow(f"{needed} exceed the context of {self.max_context} tokens")
         return sampling.max_new_tokens
 
     async def complete(self, request: CompletionRequest) -> Completion:

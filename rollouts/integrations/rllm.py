@@ -1,10 +1,10 @@
 """rLLM 0.3: samples as episodes, which its trainer turns into groups for verl or tinker.
 
     out: to_episodes(samples)
-    in:  nothing: rLLM plays programs that call a gateway of its own
+    in:  nothing: rLLM plays programs that call its own gateway
 
-Invariant: a step for each completion, whose prompt ids are exactly the ids of its request; rLLM merges steps that
-extend each other. rLLM is imported when the function runs.
+Invariant: a step for each completion, whose prompt ids are exactly the ids of its request. rLLM is imported when the
+function runs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ def to_episodes(
 ) -> list[Any]:
     """Convert rollouts to ``Episode``, in order: one trajectory each, with the steps of all its branches.
 
-    rLLM groups them by the id, ``GROUP:NUMBER``.
+    rLLM groups them by the id, ``GROUP:NUMBER``
+    (rLLM 0.3, trainer/algorithms/transform.py: transform_episodes_to_trajectory_groups).
 
     Args:
         samples: scored samples.
-        version: the version of all rollouts, where the samples' are no numbers.
-        temperature: that of the trainer's configuration, by which it divides logits.
+        version: the version of all rollouts, if the versions of the samples are not numbers.
+        temperature: that of the trainer's configuration; samples of another temperature are refused.
 
     Raises:
         ConfigError: a sample is failed, unscored, without logprobs or group, sampled at another temperature, or has a
-            field that rLLM has no place for; branches of a rollout have unlike rewards; or versions are no numbers.
+            field that rLLM has no place for; branches of a rollout have unlike rewards; or a version is not a number.
     """
     rollouts = by_rollout(samples)
     rewards = [reward_of_branches(branches) for branches in rollouts]

@@ -49,10 +49,10 @@ def to_generator_output(
     """Convert samples to a ``GeneratorOutput``, rollouts in order.
 
     Args:
-        step_wise: a row for each branch (``generator.step_wise_trajectories=true``); SkyRL gives all rows of a rollout
-            the advantage of the last.
+        step_wise: a row for each branch (``generator.step_wise_trajectories=true``); all rows of a rollout get the
+            advantage of the last (SkyRL 0.3.0, train/trainer.py: RayPPOTrainer.compute_advantages_and_returns).
         trajectory_ids: one for each rollout; by default the group and the number of the rollout in it.
-        temperature: SkyRL's ``generator.sampling_params.temperature``, by which its trainer divides logits.
+        temperature: SkyRL's ``generator.sampling_params.temperature``; samples of another temperature are refused.
 
     Raises:
         ConfigError: a sample that is failed, unscored, without logprobs, sampled at another temperature, or with a
@@ -127,11 +127,14 @@ def _ids(rollouts: Sequence[Sequence[Sample]]) -> list[tuple[str, int]]:
 
 
 class SkyRLPolicy(TrainerPolicy):
-    """A policy over SkyRL's ``inference_engine_client``, which pauses requests by itself while weights change.
+    """A policy over SkyRL's ``inference_engine_client``, which pauses requests while weights change.
 
-    ``version`` is the trainer's step: SkyRL reports none with a reply, so a reply across an update has the earlier one.
-    ``max_context`` is the context of the engine, if known. A request with images has all ids, and what the server's own
-    processor makes of the images; the ids that it writes for each are compared with those of the request.
+    (SkyRL 0.3.0, backends/skyrl_train/inference_servers/remote_inference_client.py: PauseMode)
+
+    ``version`` is the trainer's step: a reply does not report its version, so a reply across an update has the earlier
+    one (SkyRL 0.3.0, backends/skyrl_train/inference_servers/base.py: InferenceEngineOutput). ``max_context`` is the
+    context of the engine, if known. A request with images has all ids, and the arrays that the server's processor
+    makes of the images; the server's ids of each image are compared with the request's.
     """
 
     trainer = "SkyRL"
@@ -149,7 +152,7 @@ class SkyRLPolicy(TrainerPolicy):
         session: str,
         images: Sequence[ImageSpan] = (),
     ) -> Reply:
-        asked: dict[str, Any] = {
+        params: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
             "min_tokens": sampling.min_new_tokens,
             "stop": list(sampling.stop),
@@ -157,8 +160,8 @@ class SkyRLPolicy(TrainerPolicy):
             "include_stop_str_in_output": True,
             "logprobs": 1,
         }
-        asked |= {n: getattr(sampling, n) for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-        request = {"prompts": None, "prompt_token_ids": [tokens.tolist()], "sampling_params": asked}
+        params |= {n: getattr(sampling, n) for n in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        request = {"prompts": None, "prompt_token_ids": [tokens.tolist()], "sampling_params": params}
         features = [await self._features(tokens, images)] if images else None
         output = await self.client.generate(
             {**request, "session_ids": [session] if session else None, "mm_features": features, "cache_salt": None}
@@ -174,7 +177,7 @@ class SkyRLPolicy(TrainerPolicy):
         )
 
     async def _features(self, tokens: TokenColumn, images: Sequence[ImageSpan]) -> dict[str, Any]:
-        """What the server makes of the images, at their positions in the request.
+        """The server's arrays of the images, at their positions in the request.
 
         Raises:
             EndpointRefused: it writes other ids for an image.
@@ -199,7 +202,7 @@ class Generator:
     """SkyRL's ``GeneratorInterface``: our agent plays every prompt of a batch.
 
     The data set's other columns are the metadata, the ``ground_truth`` of its ``reward_spec`` the label. A rollout that
-    fails all attempts of ``episodes`` ends the step with its cause: SkyRL has no row for it.
+    fails all attempts of ``episodes`` ends the step with its cause.
 
     Args:
         episodes: environment, limits, reward and options of a rollout.
@@ -240,11 +243,10 @@ class Generator:
                 tasks.start_soon(play, number)
         for number, branch in [(number, branch) for number, branches in enumerate(played) for branch in branches]:
             branch.rollout_id = number
-        given = input_batch["trajectory_ids"] or [None] * len(prompts)
         return to_generator_output(
             [*itertools.chain(*played)],
             step_wise=self.step_wise,
-            trajectory_ids=given,
+            trajectory_ids=input_batch["trajectory_ids"] or [None] * len(prompts),
             temperature=sampling.temperature,
         )
 
@@ -253,10 +255,10 @@ _RENAMED = {"max_tokens": "max_new_tokens", "max_generate_length": "max_new_toke
 _IGNORED = ("logprobs", "skip_special_tokens", "include_stop_str_in_output", "additional_kwargs")
 
 
-def sampling_of(given: Mapping[str, Any]) -> SamplingParams:
-    """SkyRL's sampling parameters as ours; one that this package does not know is a ConfigError."""
+def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
+    """Convert SkyRL's sampling parameters to ours; an unknown parameter is a ConfigError."""
     known = {field.name for field in attrs.fields(SamplingParams)}
-    values = {_RENAMED.get(name, name): value for name, value in given.items() if value is not None}
+    values = {_RENAMED.get(name, name): value for name, value in params.items() if value is not None}
     unknown = values.keys() - known - set(_IGNORED)
     if unknown or values.get("additional_kwargs"):
         raise ConfigError.of("sampling_params", sorted(unknown or ["additional_kwargs"]), f"some of {sorted(known)}")

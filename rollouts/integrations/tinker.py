@@ -4,8 +4,9 @@
     in:  TinkerPolicy(sampling_client) plays our agent; PolicyCompleter(policy) samples for the cookbook's rollouts;
          CookbookEnvironment(make_env) is an environment of the cookbook for our manager
 
-Invariant: a datum has the tokens, mask, logprobs and advantages of one row, shifted by one as tinker takes them.
-tinker and its cookbook are imported when a function needs them.
+Invariant: a datum has the tokens, mask, logprobs and advantages of one row, shifted by one as in the cookbook
+(tinker-cookbook 0.6.1, rl/data_processing.py: trajectory_to_data). tinker and its cookbook are imported when a function
+needs them.
 """
 
 from __future__ import annotations
@@ -47,31 +48,31 @@ def datum_columns(sample: Sample, advantage: float) -> dict[str, npt.NDArray[Any
 
     Args:
         sample: one row.
-        advantage: that of each sampled token, unless the sample has ``advantages`` of its own.
+        advantage: that of each sampled token, unless the sample has ``advantages``.
 
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs, a field that a datum has no place for, or a
-            temperature other than 1: ``forward_backward`` has none.
+            temperature other than 1, which a datum cannot name (tinker 0.38.0, types/datum.py: Datum).
     """
     check_temperature(sample, "tinker's forward_backward", 1.0)
     row = row_columns(sample, "tinker's Datum", "loss_multiplier", "teacher_log_probs", "images")
-    tokens, mask, own = row.tokens.astype(np.int64), row.mask.astype(np.float32), sample.advantage_column
-    advantages = mask * (np.float32(advantage) if own is None else own[: len(mask)])
+    tokens, mask, column = row.tokens.astype(np.int64), row.mask.astype(np.float32), sample.advantage_column
+    advantages = mask * (np.float32(advantage) if column is None else column[: len(mask)])
     shifted = {"logprobs": row.logprobs[1:], "advantages": advantages[1:], "mask": mask[1:]}
     return {"model_input": tokens[:-1], "target_tokens": tokens[1:], **shifted}
 
 
 def to_datums(samples: Sequence[Sample], advantages: Sequence[float] | None = None) -> list[Any]:
-    """Convert rows to ``tinker.Datum``, in order: branches are datums of their own; raises as :func:`datum_columns`.
+    """Convert rows to ``tinker.Datum``, in order: each branch is a datum; raises as :func:`datum_columns`.
 
     ``advantages`` has one for each sample; by default :func:`~rollouts.training.group_advantages`, of whole groups.
-    ``mask`` is for the cookbook; its training step removes it before the service gets the datum.
+    ``mask`` is for the cookbook, whose training step removes it (tinker-cookbook 0.6.1, rl/train.py: _remove_mask).
     """
     import tinker
 
-    given = group_advantages(samples) if advantages is None else advantages
+    values = group_advantages(samples) if advantages is None else advantages
     datums = []
-    for sample, advantage in zip(samples, given, strict=True):
+    for sample, advantage in zip(samples, values, strict=True):
         columns = datum_columns(sample, float(advantage))
         model_input = _model_input(columns.pop("model_input").tolist())
         inputs = {name: tinker.TensorData.from_numpy(column) for name, column in columns.items()}
@@ -155,7 +156,7 @@ class TinkerPolicy(TrainerPolicy):
         if sampling.stop and stop_token_ids:
             expected = f"none: tinker takes these or ids, {stop_token_ids}"
             raise ConfigError.of("SamplingParams.stop", sampling.stop, expected)
-        asked = tinker.SamplingParams(
+        params = tinker.SamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -163,7 +164,7 @@ class TinkerPolicy(TrainerPolicy):
             seed=sampling.seed,
             stop=[*stop_token_ids] if stop_token_ids else [*sampling.stop] or None,
         )
-        response = await self.client.sample(_model_input(tokens.tolist()), 1, asked)
+        response = await self.client.sample(_model_input(tokens.tolist()), 1, params)
         (one,) = response.sequences
         return Reply(tokens=one.tokens, logprobs=one.logprobs, stopped_by=one.stop_reason, version=self.version)
 

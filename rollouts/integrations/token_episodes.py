@@ -42,11 +42,11 @@ __all__ = ["Observation", "TokenEnvironment", "generate_token_batch", "token_rol
 
 @attrs.frozen
 class Observation:
-    """What an environment shows next: the whole sequence that the next reply is sampled from."""
+    """The next observation of an environment: the whole sequence from which the reply is sampled."""
 
     tokens: Sequence[int] = ()
     stop: Sequence[int | str] = ()
-    """What ends the next reply: ids or texts."""
+    """Ids and strings that end the next reply."""
     done: bool = False
     """The episode is over; ``tokens`` are not read."""
     reward: float | None = None
@@ -89,13 +89,13 @@ async def token_rollout_to_samples(
     """Play one episode; return its branches as samples, whose reward is the sum of the environment's rewards.
 
     Args:
-        prompt: what the environment starts with.
+        prompt: the argument of the environment's ``start``.
         environment_cls: called without arguments to create the environment.
         decode: the text of ids, for the view of the conversation.
         endpoint: the inference server and its options.
         policy: replaces the client of ``endpoint``.
         sampling: replaces ``endpoint.sampling``; stop texts of an observation are added.
-        limits: turns, tokens and seconds. There are no tool calls to limit; a cut reply goes to the environment.
+        limits: turns, tokens and seconds. The environment gets a cut reply, too.
 
     Raises:
         ConfigError: a limit of tool calls is set.
@@ -177,7 +177,7 @@ class _Episode:
         return seen
 
     def _observe(self, seen: Observation, name: str) -> None:
-        """Append what the observation has after the ids so far, or open a branch with all of it."""
+        """Append the new ids of an observation, or open a branch with all its ids."""
         tokens, known = packed_tokens(seen.tokens), self.branches[-1].tokens
         if not len(tokens):
             raise bad_step(name, "got an observation without tokens and not done; expected one or the other")
@@ -189,7 +189,7 @@ class _Episode:
             self.branches[-1].add_context(new, [Message("user", self.decode(new))])
 
     def _budget(self) -> tuple[int, StopReason]:
-        """The most ids of the next reply, and the stop reason if that is none."""
+        """The maximum length of the next reply, and the stop reason if it is below 1."""
         limits, length = self.limits, len(self.branches[-1])
         budget, limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
         if limits.max_tokens is not None:
@@ -209,9 +209,9 @@ class _Episode:
         texts = tuple(dict.fromkeys((*self.sampling.stop, *(one for one in seen.stop if isinstance(one, str)))))
         ids = tuple(one for one in seen.stop if not isinstance(one, str))
         least = min(self.sampling.min_new_tokens, budget)
-        asked = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
+        sampling = attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, stop=texts, seed=seed)
         reply = await self.policy.complete(
-            CompletionRequest(trajectory.tokens, asked, stop_token_ids=ids, session=self.session)
+            CompletionRequest(trajectory.tokens, sampling, stop_token_ids=ids, session=self.session)
         )
         message = Message("assistant", self.decode(reply.tokens))
         trajectory.add_reply(reply, message, temperature=self.sampling.sent_temperature)

@@ -41,7 +41,10 @@ __all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "data
 
 _FULL_SECONDS = 0.05
 _NO_IMAGES = "TRL, whose trainer makes pixel_values only of the images of its data set,"
-"""Extra columns of ``rollout_func`` are passed to rewards only, never to the model."""
+"""Extra columns of ``rollout_func`` are passed to rewards, never to the model.
+
+(TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate_and_score_completions)
+"""
 _LACKING = ("advantages", "teacher_log_probs", "loss_multiplier")
 
 
@@ -61,12 +64,15 @@ def env_reward(completions: Sequence[Any], env_reward: Sequence[float | None], *
 class RolloutFunc:
     """The ``rollout_func`` of a ``GRPOTrainer``; a context manager that runs an event loop in a thread.
 
-    ``tools=`` of the trainer must stay unset, or TRL runs its own tool loop over the completions. A rollout that fails
-    all attempts becomes one untrained token without a reward: TRL excludes such a row from its group's mean.
+    ``tools=`` of the trainer must stay unset, or TRL runs its own tool loop over the completions
+    (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate). A rollout that fails all attempts becomes one
+    untrained token without a reward: TRL excludes such a row from its group's mean
+    (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate_and_score_completions).
 
     Args:
-        config: provides ``generate_fn``, ``reward_fn`` and deadlines. TRL forms the groups, so sizes are not used.
-        prompts: the prompts of the data set, with labels and metadata, because TRL passes only the text.
+        config: provides ``generate_fn``, ``reward_fn`` and deadlines; its sizes are not used.
+        prompts: the prompts of the data set, with the labels and metadata that TRL does not pass
+            (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate).
         endpoint: the server that gets new weights before each generation; ``None`` for no weight updates.
         folder: where weights are written for the server, which must be able to read it.
         pad_token_id: the one token of a failed rollout.
@@ -94,7 +100,7 @@ class RolloutFunc:
         self.served: int | None = None
         self._stack = contextlib.ExitStack()
         self._played = 0
-        """Number of rollouts so far: each has an index of its own, with which a seed is mixed."""
+        """Number of rollouts so far: the index of the next one, which is mixed with the seed."""
         self._portal: anyio.from_thread.BlockingPortal | None = None
 
     def __enter__(self) -> Self:
@@ -108,7 +114,10 @@ class RolloutFunc:
         self._stack.close()
 
     def __call__(self, prompts: Sequence[str | Sequence[ChatDict]], trainer: Any) -> dict[str, Any]:
-        """Generate one completion per prompt, in order; TRL has already repeated each prompt for its group.
+        """Generate one completion per prompt, in order.
+
+        TRL has repeated each prompt for its group
+        (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._get_train_sampler).
 
         Returns:
             Columns with one entry per prompt: ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``env_mask`` (lists
@@ -118,10 +127,10 @@ class RolloutFunc:
             ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return;
                 or a sample has a temperature other than the trainer's, or a field that TRL lacks.
         """
-        own = getattr(trainer, "chat_template_kwargs", None)
-        if own:
+        template_kwargs = getattr(trainer, "chat_template_kwargs", None)
+        if template_kwargs:
             expected = "none: TRL renders no prompt here; bind template_kwargs to the generate_fn of the config"
-            raise ConfigError.of("GRPOConfig.chat_template_kwargs", own, expected)
+            raise ConfigError.of("GRPOConfig.chat_template_kwargs", template_kwargs, expected)
         if self._portal is None:
             raise RuntimeError("a RolloutFunc is a context manager: with RolloutFunc(...) as rollout_func")
         known = [self._find(prompt) for prompt in prompts]
@@ -186,7 +195,10 @@ def _chat_key(messages: object) -> str:
 
 @attrs.frozen(eq=False)
 class RolloutRow:
-    """One row of the trainer's queue: the fields of TRL's ``RolloutSample``; columns are as wide as ``input_ids``."""
+    """One row of the trainer's queue; columns are as wide as ``input_ids``.
+
+    Its fields are those of ``RolloutSample`` (TRL 1.16.0, experimental/async_grpo/async_rollout_worker.py).
+    """
 
     prompt: list[ChatDict]
     completion: list[ChatDict]
@@ -237,8 +249,9 @@ def to_row(sample: Sample, advantage: float, *, temperature: float | None = None
 class RolloutWorker:
     """The ``rollout_worker`` of an ``AsyncGRPOTrainer``: fills its queue from a stream, in a thread of this process.
 
-    ``rows_ahead`` and the config's ``over_sampling_factor`` bound how far generation runs ahead of training; TRL drops
-    rows that are still too old (``max_staleness`` of its config).
+    ``rows_ahead`` and the config's ``over_sampling_factor`` bound how far generation runs ahead of training. TRL drops
+    rows that are older than ``max_staleness`` of its config
+    (TRL 1.16.0, experimental/async_grpo/async_grpo_trainer.py: RolloutQueueDataset).
 
     Args:
         config: as for :class:`~rollouts.training.AsyncRolloutManager`.

@@ -36,7 +36,7 @@ def test_a_stopped_evaluation_resumes(engine_url: str, tmp_path: Path) -> None:
     assert rows(out)[:3] == first[:3]
     assert len(rows(out)) == 12
     stored = [msgspec.json.decode(row) for row in rows(out)]
-    assert len({row["index"] for row in stored}) == 12, "an index of their own, so that a seed repeats no rollout"
+    assert len({row["index"] for row in stored}) == 12, "their own index, so that a seed repeats no rollout"
     assert {score.rollouts for score in load_evaluation(out)} == {4}
     assert set(msgspec.json.decode((out / "eval.json").read_bytes())["estimates"]) == {
         "pass@1", "pass@2", "reward", "greedy pass@1", "greedy reward",
@@ -99,7 +99,7 @@ def recipe(endpoint):
 
 
 def test_no_object_of_a_reward_ends_an_evaluation(engine_url: str, tmp_path: Path) -> None:
-    """What a reward stores in metadata is written as a run writes it, and the evaluation resumes."""
+    """Metadata that a reward stores are written as a run writes them, and the evaluation resumes."""
     recipe, out = tmp_path / "odd.py", tmp_path / "exam"
     recipe.write_text(ODD)
     line = ["eval", str(recipe), "--endpoint", engine_url, "--tasks", "1", "--no-greedy"]
@@ -112,7 +112,7 @@ def test_no_object_of_a_reward_ends_an_evaluation(engine_url: str, tmp_path: Pat
 def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rollout a task at temperature 0, in a file of its own; a resumed evaluation does not play it again."""
+    """One rollout a task at temperature 0, in a separate file; a resumed evaluation does not play it again."""
     out = tmp_path / "exam"
     line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "3", "--k", "1,2"]
     assert main([*line, "--out", str(out)]) == 0
@@ -140,7 +140,7 @@ def test_an_evaluation_is_greedy_once_or_not_at_all(engine_url: str, tmp_path: P
 def test_another_sampling_is_another_evaluation(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder never mixes rollouts of two temperatures; ``--overwrite`` replaces those that it has."""
+    """A folder never mixes rollouts of two temperatures; ``--overwrite`` replaces its rollouts."""
     out = tmp_path / "exam"
     line = ["eval", CALCULATOR, "--endpoint", engine_url, "--tasks", "1"]
     assert main([*line, "--out", str(out)]) == 0

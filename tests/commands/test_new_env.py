@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_new_environment_passes_its_own_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With pytest alone, in a folder of its own, warnings as errors; the command names the next one."""
+    """With pytest alone, in a separate folder, warnings as errors; the command names the next one."""
     assert main(["new-env", "word_game", "--into", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith(f"next: rollouts check-env {tmp_path / 'word_game' / 'recipe.py'}\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")

@@ -32,7 +32,7 @@ from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
 from tests.stored_runs import some_sample, spread, store_run
 
-STATES = ("goes on", "killed", "finished")
+STATES = ("active", "killed", "finished")
 FIRST = set(range(8))
 """Groups that are settled before the first look."""
 
@@ -88,7 +88,7 @@ async def _seen(folder: Path) -> dict[str, Seen]:
     async def watch(manager: AsyncRolloutManager) -> None:
         while not writer.batches or manager.accounting.in_flight != manager.accounting.taken - len(FIRST):  # noqa: ASYNC110 - another task of the run
             await anyio.sleep(0.002)  # a loop that spins starves the threads that write
-        found["goes on"] = await anyio.to_thread.run_sync(look, folder / "run")
+        found["active"] = await anyio.to_thread.run_sync(look, folder / "run")
         shutil.copytree(folder / "run", folder / "killed")
         looked.set()
 

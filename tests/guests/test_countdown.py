@@ -48,7 +48,7 @@ def test_golden_rewards(text: str, reward: float) -> None:
 
 
 def test_a_wrong_equation_may_earn_the_format_reward() -> None:
-    """A text that is not an equation earns nothing."""
+    """Text that is not an equation earns nothing."""
     assert countdown_reward(reply("<answer>3 + 5 + 2</answer>"), format_reward=0.1) == 0.1
     assert countdown_reward(reply("<answer>many</answer>"), format_reward=0.1) == 0.0
 

@@ -41,7 +41,7 @@ def test_a_game_that_was_cut_before_a_guess_earned_nothing() -> None:
 
 
 async def test_an_invalid_guess_earns_nothing_and_uses_a_guess() -> None:
-    """A text without a number, or a number outside the range, uses a guess; the last guess ends the game."""
+    """A reply without a number, or a number outside the range, uses a guess; the last guess ends the game."""
     played = await play(GuessEnvironment(), game(), ["hm", "4", "3", "99"])
     assert played.rewards == pytest.approx([0, 0.5 * (1 - math.log2(4) / 3), 0, 0])
     assert played.messages[2].content == "Say one whole number."

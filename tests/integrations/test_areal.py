@@ -373,7 +373,7 @@ def engine(engine_url: str) -> Iterator[Any]:
 def test_the_calculator_recipe_through_areals_executor(
     engine: Any, inference: str, compared: Callable[..., None]
 ) -> None:
-    """Groups of the real executor, which checks their format; the logprobs are those that the server gives the ids."""
+    """Groups of the real executor, which checks their format; the logprobs equal the server's for the ids."""
     from areal.api.cli_args import GenerationHyperparameters
 
     from rollouts.engine import DEMO_MODEL

@@ -93,7 +93,7 @@ async def test_a_failed_attempt_is_repeated(renderer: Renderer) -> None:
 
 
 async def test_a_reward_that_fails_fails_the_rollout(renderer: Renderer) -> None:
-    """It is no zero."""
+    """It is not zero."""
 
     def broken(sample: Sample) -> float:
         raise OSError("no room")

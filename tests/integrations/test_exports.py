@@ -204,7 +204,7 @@ def test_a_version_that_is_no_number_gets_one_from_the_command(
 @needs("prime_rl")
 @pytest.mark.parametrize("forks", [False, True])
 def test_prime_rl_reads_a_batch(tmp_path: Path, forks: bool) -> None:
-    """A list of ``TrainingSample`` of its own type."""
+    """A list of prime-rl's own ``TrainingSample``."""
     from prime_rl.transports.rollouts.types import TrainingSample
 
     samples = scored_groups(2, 3, forks=forks)

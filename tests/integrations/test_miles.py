@@ -158,7 +158,7 @@ class Bench:
 
 @attrs.frozen
 class Played:
-    """What a rollout function returned and sent."""
+    """Result and requests of a rollout function."""
 
     samples: list[Any]
     requests: list[Any]
@@ -239,7 +239,7 @@ async def score(args: Any, given: Any, **_: Any) -> Any:
 
 
 def filled(args: Any, sample: Any, params: dict[str, Any], evaluation: bool) -> Any:
-    """Set every field, also those that this package does not know."""
+    """Set every field, also fields that this package does not know."""
     args.seen.append((sample.index, sample.prompt, sorted(params.items(), key=repr), evaluation))
     left = {"index", "group_index", "rollout_id", "routing_key", "generate_function_path", "reward_spec"}
     set_every_field(sample, kept=left)
@@ -454,7 +454,7 @@ def test_the_counters_of_speculative_decoding_are_kept(bench: Bench) -> None:
 
 @pytest.mark.parametrize("field", ["generate_state", "hf_dir"])
 def test_an_evaluation_on_other_servers_is_refused(bench: Bench, field: str) -> None:
-    """miles evaluates a checkpoint on servers of its own."""
+    """miles evaluates a checkpoint on separate servers."""
     made = RolloutFn(Namespace(args=bench.args(), data_source=Source(2)))
     with pytest.raises(ConfigError, match=rf"RolloutFnEvalInput\.{field}"):
         made(Namespace(rollout_id=0, evaluation=True, **{field: "x"}))

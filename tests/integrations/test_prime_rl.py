@@ -275,7 +275,7 @@ async def test_one_step_of_their_loss_follows_the_advantages(tmp_path: Path, com
         return [token_logprobs(model, tokens[None])[0] for tokens in columns_of("input_ids", torch.int64)]
 
     masks, advantages, before = columns_of("loss_mask", torch.bool), columns_of("advantages"), logprobs()
-    sampled = [one.detach() for one in before]  # on-policy: the tiny model is the one that sampled
+    sampled = [one.detach() for one in before]  # on-policy: the tiny model itself sampled
     trained = sum(int(mask.sum()) for mask in masks)
     loss_fn = losses.setup_rl_loss_fn(configs.DefaultLossConfig())
     streams = (None, advantages, masks, None, None, None)

@@ -255,7 +255,7 @@ async def test_the_inference_client_is_a_policy() -> None:
 
 
 def rendered(model: VisionModel, body: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM's endpoint ``/v1/chat/completions/render`` answers, with the processor of the model."""
+    """The answer of vLLM's endpoint ``/v1/chat/completions/render``, with the processor of the model."""
     (message,) = body["messages"]
     shown = [Image.of(part["image_url"]["url"]) for part in message["content"]]
     messages = [Message("user", shown)]
@@ -287,7 +287,7 @@ class Rendering(Client):
 
 
 async def test_the_generator_plays_prompts_with_images(small_tokenizer_folder: Callable[[str], Path]) -> None:
-    """Each row has the tensors of its own images."""
+    """Each row has the tensors of exactly its images."""
     model = vision_model("qwen3_vl", small_tokenizer_folder)
     options = {"images": model.processor, "chat_template": model.template}
     episodes = Episodes(environment_cls=SingleTurnEnvironment, reward_fn=length_reward, options=options)

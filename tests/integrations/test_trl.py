@@ -18,7 +18,7 @@ async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def trainer_at(temperature: float) -> SimpleNamespace:
-    """What is read of a ``GRPOTrainer``."""
+    """The attributes of a ``GRPOTrainer`` that are read."""
     return SimpleNamespace(state=SimpleNamespace(global_step=0), args=SimpleNamespace(temperature=temperature))
 
 

@@ -163,7 +163,7 @@ async def test_a_later_branch_begins_with_a_long_prompt() -> None:
 
 
 def test_sampling_is_verls() -> None:
-    """Of a validation it is that of the validation; ``logprobs`` is no parameter of ours."""
+    """Of a validation it is that of the validation; ``logprobs`` is not a parameter of ours."""
     given = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": False}
     assert sampling_of(given, 64) == SamplingParams(temperature=0, max_new_tokens=64)
 
@@ -412,7 +412,7 @@ def of_verl(model: VisionModel, family: str) -> Any:
 
 
 def check_arrays(row: dict[str, Any], sample: Any) -> None:
-    """What verl made of the images of a row, without what it makes of their sizes."""
+    """verl's arrays of the images of a row, without the arrays of their sizes."""
     import torch
 
     theirs = {**row}
@@ -505,7 +505,7 @@ class Store:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    """The store of TransferQueue, which otherwise needs Ray and processes of its own."""
+    """The store of TransferQueue, which otherwise needs Ray and its own processes."""
     queue, store = importlib.import_module("transfer_queue"), Store()
     names = [name for name in dir(Store) if "kv_" in name]
     before = {name: getattr(queue, name) for name in names}

@@ -9,7 +9,7 @@ from rollouts.recipes.configs.calculator import exact_answer_reward
 from rollouts.training import Sample
 
 PLAYED: list[Sample] = []
-"""What :func:`kept` scored since a test emptied it."""
+"""Samples that :func:`kept` scored since a test emptied the list."""
 
 
 def kept(sample: Sample) -> float:

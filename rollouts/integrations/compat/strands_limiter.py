@@ -1,7 +1,7 @@
 """strands-sglang's limits of a Strands agent's loop, under the names of all its versions.
 
 Invariant: a limit ends the loop at the reply that reaches it, before its tools run, whose results the model would never
-read. The stored tokens equal those of strands-sglang, which runs the tools first.
+read. The stored tokens equal those of strands-sglang.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where
 
     def _on_call(self, event: BeforeToolCallEvent) -> None:
         self._parallel += 1
-        most = self.max_parallel_tool_calls
-        if most is not None and self._parallel > most:
-            event.cancel_tool = f"Error: at most {most} calls in one reply; this one did not run"
+        limit = self.max_parallel_tool_calls
+        if limit is not None and self._parallel > limit:
+            event.cancel_tool = f"Error: at most {limit} calls in one reply; this one did not run"
             self.cancelled_tool_call_count += 1
 
 
-def _stop(error: type[LoopLimitReachedError], what: str, count: int, most: int | None) -> None:
-    if most is not None and count >= most:
-        raise error(f"{count} {what}; the limit is {most}")
+def _stop(error: type[LoopLimitReachedError], what: str, count: int, limit: int | None) -> None:
+    if limit is not None and count >= limit:
+        raise error(f"{count} {what}; the limit is {limit}")
 
 
 ToolLimiter = LoopLimiter

@@ -79,7 +79,7 @@ async def environment_server(
         listening = socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
         raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
-    shown = f"[{host}]" if ":" in host else host
+    url_host = f"[{host}]" if ":" in host else host
     async with anyio.create_task_group() as tasks:
         server = _Server(recipe, split, limits or Limits(), tasks)
         runner = web.AppRunner(server.app(guarded), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
@@ -87,7 +87,7 @@ async def environment_server(
         try:
             await web.SockSite(runner, listening, backlog=4096).start()
             tasks.start_soon(server.expire_sessions)
-            yield f"http://{shown}:{listening.getsockname()[1]}"
+            yield f"http://{url_host}:{listening.getsockname()[1]}"
         finally:
             with anyio.CancelScope(shield=True):
                 await runner.cleanup()
@@ -384,7 +384,7 @@ def _task_id(body: dict[str, Any]) -> str | None:
     """The id of the call to resume; ``None`` for a new call."""
     task_id = body.get("task_id")
     if task_id is not None and not isinstance(task_id, str):
-        raise Refused(422, "task_id is no string")
+        raise Refused(422, "task_id is not a string")
     return task_id
 
 

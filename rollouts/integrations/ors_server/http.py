@@ -90,7 +90,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     except (msgspec.DecodeError, ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise Refused(422, "the body is no JSON object")
+        raise Refused(422, "the body is not a JSON object")
     return body
 
 

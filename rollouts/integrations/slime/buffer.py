@@ -34,12 +34,12 @@ class Taken:
 
     def own_prompt(self, number: int, prompt: Prompt) -> Prompt:
         """The prompt of one rollout: samples of a group may have other prompts, labels and metadata than the first."""
-        own, first = self.group[number], self.group[0]
-        if own is first:
+        record, first = self.group[number], self.group[0]
+        if record is first:
             return prompt
         # Where the prompts are equal, the rollouts share one object: its images are encoded once.
-        text = prompt.prompt if own.prompt == first.prompt else shown_prompt(own)
-        return attrs.evolve(prompt, prompt=text, label=own.label, metadata=_metadata_of(own))
+        text = prompt.prompt if record.prompt == first.prompt else shown_prompt(record)
+        return attrs.evolve(prompt, prompt=text, label=record.label, metadata=_metadata_of(record))
 
 
 class TrainerBuffer(DataBuffer):

@@ -40,7 +40,10 @@ __all__ = [
 
 _NO_REPLAY = Replay()
 _TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED)
-"""PENDING too: slime also trains a sample whose generate function never set a status."""
+"""PENDING too: slime also trains a sample whose generate function never set a status.
+
+(slime 0.3.1, ray/rollout.py: RolloutManager._convert_samples_to_train_data)
+"""
 
 
 def to_slime(
@@ -155,7 +158,7 @@ def check_trainable(sample: Sample) -> None:
 
 
 def prompt_of(sample: Any, request: Any) -> Any:
-    """The prompt of our view of slime's sample: that of the request, as a function may set slime's to anything."""
+    """The prompt of our view of slime's sample: the request's, because a function may set slime's to anything."""
     return sample.prompt if request is None else request.prompt
 
 
@@ -196,7 +199,10 @@ def from_slime(sample: Any, request: Any = None) -> Sample:
 
 
 def trains(sample: Any) -> bool:
-    """Whether slime would train a token of this sample."""
+    """Whether slime would train a token of this sample.
+
+    (slime 0.3.1, ray/rollout.py: RolloutManager._convert_samples_to_train_data)
+    """
     if sample.remove_sample:
         return False
     return sample.response_length > 0 if sample.loss_mask is None else any(sample.loss_mask)
@@ -206,12 +212,12 @@ def reward_number(reward: Any, key: str | None, *, any_reward: bool = False) -> 
     """The trained number of a reward: the entry ``key`` if the reward is a dict.
 
     Args:
-        reward: a number, or a dict with numbers; ``None`` where there is no reward.
+        reward: a number, or a dict with numbers; ``None`` without a reward.
         key: the entry of a dict.
-        any_reward: return 0.0 for a reward without a finite number, which a function of the launch makes one later.
+        any_reward: return 0.0 for a reward without a finite number: a function of the launch converts it later.
 
     Returns:
-        ``None`` if there is no finite number.
+        ``None`` without a finite number.
     """
     number = _number(reward, key)
     return 0.0 if number is None and any_reward and reward is not None else number
@@ -251,7 +257,7 @@ def check_training_batch(
     any_reward: bool = False,
     replay: Replay = _NO_REPLAY,
 ) -> None:
-    """Check everything that slime assumes about a batch and does not check itself.
+    """Check the assumptions about a batch that slime itself does not check.
 
     Raises:
         ConfigError: a wrong number of groups, a group of another size, groups of different nesting, a rollout id of two
@@ -287,7 +293,7 @@ def check_shape(sample: Any, place: str) -> None:
     """Check the shapes that slime's tensors need of every sample, trained or not.
 
     Raises:
-        ConfigError: a column is not as long as the response, there is no prompt token, or the status is not slime's.
+        ConfigError: a column is not as long as the response, the prompt is empty, or the status is not slime's.
     """
     width = sample.response_length
     lengths = {
@@ -328,7 +334,10 @@ def _of_last_version(sample: Sample) -> Any:
 
 
 def _versions_of_completions(sample: Sample, completions: Sequence[CompletionRecord]) -> list[str]:
-    """One entry per completion and version, as slime appends them: a resumed completion has several."""
+    """One entry per completion and version: a resumed completion has several.
+
+    slime appends one for each request (slime 0.3.1, utils/types.py: Sample._apply_meta_info).
+    """
     spans = sample.versions
     return [
         span.version for call in completions for span in spans if span.start < call.stop and span.stop > call.start

@@ -3,8 +3,8 @@
 Invariant: at most as many calls run at once as the policy may have requests in flight, each from the start of its
 function to the end. After :meth:`CustomCalls.stop` no call runs; if one was cut off, no request is left on any server.
 
-A function with the attribute ``abort_mode = "request"`` ends its own requests when it is cancelled, as slime's later
-versions say: the requests of others are aborted only if the servers do not become idle.
+A function with the attribute ``abort_mode = "request"`` ends its own requests when it is cancelled: the requests of
+others are aborted only if the servers do not become idle.
 
 It knows no samples and no batches.
 """
@@ -27,7 +27,7 @@ _ROUND_SECONDS = 1.0
 """Delay before the next abort: a function may have sent another request."""
 _IDLE_SECONDS = 60.0
 _END_SECONDS = 5.0
-"""Time for requests to end whose function has closed their connection."""
+"""Time for the end of requests whose connection a function has closed."""
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class CustomCalls:
     Args:
         abort_all: aborts the requests of everyone on all servers until none is left, within the given seconds; a server
             that is idle after ``grace`` seconds gets no abort.
-        grace_seconds: time for functions to return after their requests were aborted: a tool of theirs may still run.
+        grace_seconds: time for functions to return after their requests were aborted: their tools may still run.
     """
 
     def __init__(self, abort_all: Callable[..., Awaitable[None]], *, grace_seconds: float = _GRACE_SECONDS) -> None:
@@ -98,8 +98,8 @@ class CustomCalls:
         """Stop all calls, and return when the servers are idle if a call was cut off. The policy must be paused.
 
         Args:
-            lets_return: whether functions return what an aborted request has generated, as with ``--partial-rollout``.
-                Others, those that end their own requests, and those that do not return in time, are cancelled.
+            lets_return: whether functions may return the part of a reply that an aborted request has generated, as with
+                ``--partial-rollout``. A function that ends its own requests or does not return in time is cancelled.
 
         Raises:
             EndpointUnavailable: a server does not respond, a request does not end, or a function does not stop.

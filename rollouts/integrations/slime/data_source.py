@@ -1,9 +1,10 @@
 """A data source with complete checkpoints: ``--data-source-path rollouts.integrations.slime.CheckpointedDataSource``.
 
 Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
-groups in the buffer, and groups in flight. slime's own data source saves its cursor only. Our rollout function alone
-reports which groups are in flight: with another one, the buffer is all that is saved. A sample of the data set with a
-value that cannot be loaded safely is refused when it is taken, so a checkpoint never fails by a value.
+groups in the buffer, and groups in flight. slime's own data source saves only its cursor
+(slime 0.3.1, rollout/data_source.py: RolloutDataSource.save). Only our rollout function reports the groups in flight:
+with another function, a checkpoint has the buffer alone. A sample of the data set with a value that cannot be loaded
+safely is refused when it is taken, so a checkpoint never fails because of a value.
 
 It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """
@@ -35,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 _PLAIN = "tensors, arrays and plain data only"
 _NAMED = 5
 """Values that a warning names."""
-_GIVEN = {
+_OF_DATA_SET = {
     "group_index",
     "index",
     "rollout_id",
@@ -114,8 +115,8 @@ class CheckpointedDataSource:
     def save(self, rollout_id: int) -> None:
         """Save the cursor of the data set, and every group that is in no batch yet.
 
-        What a function has set on a sample and is not plain data is left out, with a warning; a rollout with such a
-        value in a column is saved without its response, and is played again.
+        A value that a function has set on a sample and that is not plain data is left out, with a warning; a rollout
+        with such a value in a column is saved without its response, and is played again.
         """
         import torch
 
@@ -127,13 +128,13 @@ class CheckpointedDataSource:
         written = io.BytesIO()
         images: dict[str, bytes] = {}
         left_out: list[str] = []
-        columns = records().sample.__dataclass_fields__.keys() - _GIVEN
+        columns = records().sample.__dataclass_fields__.keys() - _OF_DATA_SET
 
         def plain(sample: Any) -> dict[str, Any]:
             data, lost = only_plain(stored(sample.to_dict(), images))
             left_out.extend(f"slime sample {sample.index}.{place}" for place in lost)
             if columns & {re.split(r"[\[ ]", place, maxsplit=1)[0] for place in lost}:
-                data = {name: data[name] for name in _GIVEN if name in data} | {"status": "pending"}
+                data = {name: data[name] for name in _OF_DATA_SET if name in data} | {"status": "pending"}
             return data
 
         torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, written)

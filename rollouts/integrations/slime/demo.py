@@ -1,8 +1,8 @@
 """A launch without a trainer: the demo model on the embedded engine, for calls with ``args=None``.
 
 Invariant: all code between the data source and the batch is that of a real launch; only the namespace is created here.
-slime's own contract test calls it and replaces transformers with an empty module, so the engine runs in its own
-process, and the tokenizer is loaded without transformers.
+slime's contract test calls it and replaces transformers with an empty module (slime 0.3.1, tests/plugin_contracts),
+so the engine runs in its own process, and the tokenizer is loaded without transformers.
 """
 
 from __future__ import annotations

@@ -142,7 +142,8 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
 def _are_slimes(entry: EvalSet, settings: Settings) -> bool:
     """Whether slime's own class loads the rows: prompts of messages, with a model that has a processor.
 
-    Rows of text stay with :func:`load_eval_prompts`, since slime's class refuses them for a model with a processor.
+    :func:`load_eval_prompts` loads rows of text: slime's class refuses them for a model with a processor
+    (slime 0.3.1, utils/data.py: Dataset).
 
     Raises:
         ConfigError: rows have images inside their messages, and slime is not installed to load them.

@@ -1,4 +1,4 @@
-"""What slime's trainer and dashboards read beyond tokens and logprobs, from the extras of a sample's completions.
+"""Columns that slime's trainer and dashboards read beyond tokens and logprobs, from the extras of completions.
 
 Invariant: a column of :func:`add_extras` covers its sample completely, or :class:`ConfigError` is raised. The routing
 of a position is that of the request which first had it, so it belongs to the weights that sampled the next token.
@@ -24,8 +24,8 @@ from rollouts.training.types import Sample
 __all__ = ["Replay", "add_extras", "length_with_routing"]
 
 _SPAN = "sglang_generate"
-"""The name by which slime's dashboards find the requests in a trace."""
-_SHOWN = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
+"""The name of a request's span (slime 0.3.1, observability/rollout_metrics.py: _iter_sglang_generate_attrs)."""
+_TRACED = ("prompt_tokens", "completion_tokens", "cached_tokens", "queue_time", "e2e_latency", "decode_throughput")
 _SPECULATIVE = ("spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct")
 
 
@@ -63,7 +63,7 @@ class Replay:
         )
 
     def request(self, *, evaluation: bool = False) -> ExtrasRequest:
-        """The extras of each completion; evaluation has no use for the sets of ``top_p``, as in slime."""
+        """The extras of each completion; an evaluation does not need the sets of ``top_p``."""
         width = None if self.experts is None else self.experts[0] * self.experts[1]
         return ExtrasRequest(experts_width=width, top_p_sets=self.top_p_sets and not evaluation)
 
@@ -175,5 +175,5 @@ def _span(record: Any, trace: str, request: Mapping[str, float]) -> Iterator[dic
         "span_id": span,
     }
     yield {"type": "span_start", "ts": request["ended"] - request["seconds"], **common}
-    shown = {name: request[name] for name in _SHOWN if name in request}
-    yield {"type": "span_end", "ts": request["ended"], **common, "attrs": shown}
+    attributes = {name: request[name] for name in _TRACED if name in request}
+    yield {"type": "span_end", "ts": request["ended"], **common, "attrs": attributes}

@@ -1,7 +1,7 @@
-"""What slime's samples bring: ids of their prompts, a response so far with its counters, a generate function.
+"""Started samples of slime: ids of their prompts, a response so far with its counters, a generate function.
 
-Invariant: a rollout continues from exactly what its sample brings, by slime's own function, or it is refused by name. A
-finished sample is not continued: if it cannot be used, e.g. because it is stale, it is played again from its prompt.
+Invariant: a rollout continues from exactly the state of its sample, by slime's own function, or it is refused by name.
+A finished sample is not continued: if it cannot be used, e.g. because it is stale, it is played again from its prompt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _CONTINUED = (
     "spec_info",
     "prefix_cache_info",
 )
-"""The fields that slime's own function adds to."""
+"""The fields that slime's own function adds to (slime 0.3.1, rollout/sglang_rollout.py: generate)."""
 
 
 def is_begun(record: Any) -> bool:
-    """Whether slime's own function would continue this sample of slime from what it has."""
+    """Whether slime's own function would continue this sample instead of starting from its prompt."""
     return bool(_brought(record))
 
 
@@ -40,7 +40,7 @@ def _brought(record: Any) -> list[str]:
 
 
 def check_given(record: Any, *, recipe: bool) -> None:
-    """Check that a sample can be played with what it brings, before a request is sent.
+    """Check that a sample can be played from its state, before a request is sent.
 
     Args:
         record: slime's sample.

@@ -1,7 +1,8 @@
-"""Images of slime's samples: of which samples they are, and the prompts of messages that show them.
+"""Images of slime's samples: the samples that have them, and the prompts of messages that contain them.
 
 Invariant: an image that a sample of slime has is shown to the model in its place, or the rollout is refused by name.
-This module decodes no file and fetches nothing: slime's data set has loaded the images.
+This module decodes no file and fetches nothing: slime's data set has loaded the images
+(slime 0.3.1, utils/data.py: Dataset).
 """
 
 from __future__ import annotations

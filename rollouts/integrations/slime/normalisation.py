@@ -2,7 +2,7 @@
 
 Invariant: ``group_index`` determines a sample's group and ``rollout_id`` its rollout, at any position in the batch;
 each rollout counts once, however many samples it forked into, and removed samples do not count. For groups of equal
-size, in order, the results equal slime's.
+size, in order, the results equal slime's (slime 0.3.1, ray/rollout.py: RolloutManager._post_process_rewards).
 """
 
 from __future__ import annotations

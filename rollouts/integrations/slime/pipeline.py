@@ -56,7 +56,7 @@ from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample,
 __all__ = ["Pipeline", "find_recipe"]
 
 PROBE = (0, 0)
-"""The prompt of the request that tests what the server returns."""
+"""The prompt of the request that tests the server."""
 _LOST = (Status.FAILED, Status.ABORTED)
 
 
@@ -138,7 +138,7 @@ class Pipeline:
             self._check_text(data)
 
     async def check(self) -> None:
-        """Test the recipe's environment, template, tools and dialect, and what the server returns; once.
+        """Test the recipe's environment, template, tools and dialect, and the server's replies; once.
 
         Raises:
             ConfigError, EnvironmentFailure: as :func:`~rollouts.recipe.preflight`; or the server leaves out a column
@@ -235,8 +235,8 @@ class Pipeline:
         """Deadlines and attempts: those of the launch, or else of the recipe."""
         names = ("max_attempts", "rollout_seconds", "reward_seconds", "patience")
         found = {name: getattr(self.recipe.config, name) for name in names} if self.recipe is not None else {}
-        own = {name: getattr(self.settings, name) for name in names}
-        return found | {name: value for name, value in own.items() if value is not None}
+        of_launch = {name: getattr(self.settings, name) for name in names}
+        return found | {name: value for name, value in of_launch.items() if value is not None}
 
     # -- one rollout --
 
@@ -251,12 +251,12 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
-        given = self._template(prompt, data) if taken is not None or self.rows else None
-        if given is not None and self._custom(data, given) is None:
-            check_media(given, recipe=self.recipe is not None)
-            check_given(given, recipe=self.recipe is not None)
+        record = self._template(prompt, data) if taken is not None or self.rows else None
+        if record is not None and self._custom(data, record) is None:
+            check_media(record, recipe=self.recipe is not None)
+            check_given(record, recipe=self.recipe is not None)
             if self.recipe is not None:
-                check_function(given)
+                check_function(record)
         recorder = SessionRecorder(self.policy)
         samples = list(await self._generator(data, number, recorder)([prompt]))
         sessions = recorder.sessions
@@ -317,8 +317,8 @@ class Pipeline:
             if data is not None:
                 record.group_index = None  # as in slime; the rows of a data set are in order
                 if self.rows:
-                    given = self._row(sample.group_index, data).multimodal_inputs
-                    record.multimodal_inputs = {**(given or {}), **(record.multimodal_inputs or {})}
+                    inputs = self._row(sample.group_index, data).multimodal_inputs
+                    record.multimodal_inputs = {**(inputs or {}), **(record.multimodal_inputs or {})}
                 for name, path in _functions_of(data).items():
                     setattr(record, name, path)
             if (self.settings.params if data is None else data.params)["skip_special_tokens"]:
@@ -329,7 +329,7 @@ class Pipeline:
         return record
 
     def finished(self, sample: Sample, taken: Taken | None = None, *, data: EvalSet | None = None) -> Any:
-        """slime's sample of ours, with the reward; one that a filter of slime has had stays as the filter left it."""
+        """slime's sample of ours, with the reward; after a filter of slime it stays as the filter left it."""
         record = self.record_of(sample, taken, data=data)
         if sample.trainer_record.owns_reward:
             return record
@@ -343,11 +343,14 @@ class Pipeline:
         return record
 
     def _given_reward(self, taken: Taken | None, number: int) -> Any:
-        """The reward that the data source set, which slime does not replace; a recipe's own reward does."""
+        """The reward that the data source set: a recipe's reward replaces it, slime does not.
+
+        (slime 0.3.1, rollout/sglang_rollout.py: generate_and_rm)
+        """
         if taken is None or (self.recipe is not None and not self.settings.scored_by_slime):
             return None
-        given = taken.group[number]
-        return given.reward if getattr(given.status, "value", "") in ("pending", "aborted") else None
+        record = taken.group[number]
+        return record.reward if getattr(record.status, "value", "") in ("pending", "aborted") else None
 
     def unfiltered(self, sample: Sample) -> Any:
         """slime's sample of ours for a filter of slime: with the reward that it had before any filter."""
@@ -399,11 +402,11 @@ class Pipeline:
             name = f"eval data set {data.name}.apply_chat_template_kwargs"
             raise ConfigError.of(name, data.chat_template_kwargs, "nothing with a recipe: its prompts are messages")
 
-    def _custom(self, data: EvalSet | None, given: Any = None) -> str | None:
+    def _custom(self, data: EvalSet | None, record: Any = None) -> str | None:
         """The path of the custom generate function: that of slime's sample, of its data set, or of the launch."""
         if self.recipe is not None:
             return None
-        named = getattr(given, "generate_function_path", None) or _function_of(data, "generate_function_path")
+        named = getattr(record, "generate_function_path", None) or _function_of(data, "generate_function_path")
         return named or self.settings.custom_generate
 
     def _place(self, prompt: Prompt, data: EvalSet | None) -> tuple[Taken | None, int]:
@@ -480,18 +483,19 @@ class Pipeline:
 
         async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
             (prompt,) = prompts
-            given = self._template(prompt, data)
-            path = self._custom(data, given)
+            record = self._template(prompt, data)
+            path = self._custom(data, record)
             if path is not None:
                 on_abort: Literal["resume", "fail"] = "resume" if resumes else "fail"
                 return await with_slime(prompts, path=path, on_abort=on_abort, mask_earlier=mask_earlier)
-            if has_images(given):
-                # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids.
+            if has_images(record):
+                # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids
+                # (slime 0.3.1, rollout/sglang_rollout.py: generate).
                 samples = await with_slime(prompts, path=family().generate, on_abort="restart")
                 for sample in samples:
                     check_prompt_ids(slime_sample_of(sample))
                 return samples
-            if is_begun(given):
+            if is_begun(record):
                 return await with_slime(
                     prompts,
                     path=family().generate,

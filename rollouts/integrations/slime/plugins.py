@@ -1,7 +1,9 @@
 """Plug-ins for slime's own rollout function: a custom generate function and a custom reward, one rollout at a time.
 
 Invariant: ``generate`` always returns samples that slime can score, filter and train on: a rollout that fails all
-attempts becomes a sample that slime removes from the loss, with the reason in ``metadata["failure"]``.
+attempts becomes a sample that slime removes from the loss
+(slime 0.3.1, ray/rollout.py: RolloutManager._convert_samples_to_train_data), with the reason in
+``metadata["failure"]``.
 
 They need a recipe (``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``). With ``generate_rollout_batch`` as
 the rollout function, these plug-ins are not needed.
@@ -80,7 +82,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 failure = lost[0].failure
                 continue
             if any(entry.status is Status.ABORTED for entry in samples):
-                return _aborted(sample)  # slime stopped the engines, and will call again
+                return _aborted(sample)  # slime stopped the engines (slime 0.3.1, rollout/sglang_rollout.py: abort)
             for entry in samples:
                 check_trainable(entry)
             if config.reward_fn is not None and not config.group_rm:

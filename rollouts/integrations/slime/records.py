@@ -170,7 +170,7 @@ class DynamicFilterOutput:
 
 @attrs.frozen
 class Family:
-    """A trainer with slime's samples and flags, and what is its own."""
+    """A trainer with slime's samples and flags, and its differences."""
 
     package: str
     session: str = "session_id"
@@ -186,7 +186,7 @@ class Family:
     bounds_single_turns: bool = False
     """Whether ``--rollout-max-context-len`` bounds a rollout of one reply, too."""
     refused: Mapping[str, str] = attrs.field(factory=dict)
-    """Flags of its own that are not served, and what is expected instead."""
+    """Flags of this trainer that are not served, with the expected value."""
 
     @property
     def data_source(self) -> str:

@@ -54,7 +54,7 @@ def slime_sample_of(sample: Sample) -> Any:
 
 def views_of_rollout(
     returned: Any,
-    given: Any,
+    argument: Any,
     request: Prompt,
     *,
     reward_key: str | None = None,
@@ -65,24 +65,24 @@ def views_of_rollout(
 
     Args:
         returned: slime's sample, or a list of them.
-        given: the argument of the generate function; its indices fill missing ones.
+        argument: the argument of the generate function; its indices fill missing ones.
         request: the prompt.
         reward_key: the entry of a dict reward that is trained on.
-        any_reward: whether a reward needs no number, because a function of the launch makes it one later.
+        any_reward: whether a reward needs no number, because a function of the launch converts it later.
         evaluation: whether the samples belong to an evaluation, which trains nothing.
 
     Raises:
-        ConfigError: an object that is no sample of slime, a sample listed twice, several rollout ids, or a sample that
-            slime cannot process.
+        ConfigError: an object is not a sample of slime, a sample is listed twice, there are several rollout ids, or
+            slime cannot process a sample.
     """
     rollout = list(leaves(returned)) if isinstance(returned, list) else None
     samples = [returned] if rollout is None else rollout
     kind = records().sample
-    index = request.index if given.index is None else given.index
+    index = request.index if argument.index is None else argument.index
     for sample in samples:
         if not isinstance(sample, kind):
             raise ConfigError.of("generate function", sample, "a Sample of slime's, or a list of them")
-        sample.group_index = given.group_index if sample.group_index is None else sample.group_index
+        sample.group_index = argument.group_index if sample.group_index is None else sample.group_index
         sample.index = index if sample.index is None else sample.index
         sample.rollout_id = index if sample.rollout_id is None else sample.rollout_id
     if len({id(sample) for sample in samples}) < len(samples):

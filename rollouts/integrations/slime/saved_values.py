@@ -1,7 +1,7 @@
 """Which values of slime's samples a checkpoint can have: data whose loading runs no code.
 
-Invariant: what :func:`only_plain` returns can be saved and loaded, and what it left out is named. Values that are not
-plain are never converted to something else. It writes no file.
+Invariant: the result of :func:`only_plain` can be saved and loaded, and the values that it left out are named. Values
+that are not plain are never converted. It writes no file.
 """
 
 from __future__ import annotations

@@ -32,9 +32,10 @@ RecordOf = Callable[[Sample], Any]
 class SlimeReward:
     """The launch's reward, ``--custom-rm-path`` or ``--rm-type``, as our ``reward_fn``.
 
-    As in slime, a sample that a generate function scored is not scored again, one call scores the list of samples of a
-    forked rollout, and with ``--group-rm`` one call scores the group. A sample may name its own reward, as a field or
-    as ``rm_type`` of its metadata.
+    A sample that a generate function scored is not scored again, one call scores the list of samples of a forked
+    rollout, and with ``--group-rm`` one call scores the group (slime 0.3.1, rollout/sglang_rollout.py:
+    generate_and_rm, generate_and_rm_group). A sample may name its own reward, as a field or as ``rm_type`` of its
+    metadata.
     """
 
     args: Any
@@ -67,18 +68,18 @@ class SlimeReward:
         for sample, value in zip(samples, rewards, strict=True):
             sample.reward = value
 
-    async def _call(self, given: Any) -> Any:
+    async def _call(self, samples: Any) -> Any:
         of_list = getattr(self.args, "custom_rm_path", None)
-        if isinstance(given, list) and of_list is None:
-            return await self._each(given)
-        path = of_list if isinstance(given, list) else _reward_path(given) or self.path
+        if isinstance(samples, list) and of_list is None:
+            return await self._each(samples)
+        path = of_list if isinstance(samples, list) else _reward_path(samples) or self.path
         if path is not None:
-            value = load_function(path)(self.args, given)
+            value = load_function(path)(self.args, samples)
             return await value if inspect.isawaitable(value) else value
-        if not (_reward_type(given) or getattr(self.args, "rm_type", None)):
+        if not (_reward_type(samples) or getattr(self.args, "rm_type", None)):
             expected = "a reward of the generate function, --custom-rm-path, --rm-type, or rm_type in the metadata"
-            raise RewardFailure(f"reward of slime sample {given.index}: got None; expected {expected}")
-        return await importlib.import_module(family().rewards).async_rm(self.args, given)
+            raise RewardFailure(f"reward of slime sample {samples.index}: got None; expected {expected}")
+        return await importlib.import_module(family().rewards).async_rm(self.args, samples)
 
     async def _each(self, samples: list[Any]) -> list[Any]:
         """Score each sample alone: no function of the launch takes a list."""

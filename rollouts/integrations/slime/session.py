@@ -192,31 +192,33 @@ class TrainerRollouts:
     async def _filter_waiting(self) -> None:
         """Let slime's buffer filter choose which groups of earlier calls continue, before anything is sampled.
 
-        A group that it chose and left unchanged continues where it stopped. One that it changed begins with the samples
-        that the filter left; one that it left in the buffer waits for the next call; any other is never played.
+        There are four cases: a chosen, unchanged group continues where it stopped; a changed group begins with the
+        samples that the filter left; a group that is still in the buffer waits for the next call; any other group is
+        never played.
         """
         if self.settings.buffer_filter is None or not self.settings.carry_over:
             return
-        shown = {index: self._shown(index) for index in self._waiting()}
-        before = {index: [_state(sample) for sample in group] for index, group in shown.items()}
-        buffer = [*shown.values(), *self.buffer.held]
+        waiting = {index: self._waiting_group(index) for index in self._waiting()}
+        before = {index: [_state(sample) for sample in group] for index, group in waiting.items()}
+        buffer = [*waiting.values(), *self.buffer.held]
         if not buffer:
             return
         choose, count = load_function(self.settings.buffer_filter), self.manager.config.max_inflight_groups
         chosen = list(choose(self.args, None, buffer, count))
         taken = {id(group) for group in chosen}
-        in_place = {index for index, group in shown.items() if id(group) in taken and _unchanged(group, before[index])}
-        continued = {id(shown[index]) for index in in_place}
+        unchanged = {index for index, group in waiting.items() if _unchanged(group, before[index])}
+        in_place = {index for index in unchanged if id(waiting[index]) in taken}
+        continued = {id(waiting[index]) for index in in_place}
         self.buffer.chosen += [group for group in chosen if id(group) not in continued]
         self.buffer.held = buffer
-        await self._take_out(shown.keys() - in_place, shown)
+        await self._take_out(waiting.keys() - in_place, waiting)
 
     def _waiting(self) -> list[int]:
         """The groups of earlier calls: ready, or in flight and paused."""
         settled = {group.group_index for group in self._settled if group.outcome != "kept"}
         return sorted(self.buffer.taken.keys() - settled)
 
-    def _shown(self, index: int) -> list[Any]:
+    def _waiting_group(self, index: int) -> list[Any]:
         """A waiting group as slime's samples; an unfinished rollout is aborted, without the tokens so far."""
         taken = self.buffer.taken[index]
         group = self._in_progress(taken.group)
@@ -228,8 +230,8 @@ class TrainerRollouts:
                 _set_start(group[number], taken.begun)
         return group
 
-    async def _take_out(self, indices: Set[int], shown: Mapping[int, list[Any]]) -> None:
-        """Take groups out of the rollouts; those that are in no list of the buffer any more are lost."""
+    async def _take_out(self, indices: Set[int], waiting: Mapping[int, list[Any]]) -> None:
+        """Take groups out of the rollouts; a group that the buffer does not list any more is lost."""
         await self.manager.put_back(indices)
         self.manager.withdraw(lambda group: group.group_index in indices)
         wanted = {id(group) for group in (*self.buffer.chosen, *self.buffer.held)}
@@ -237,7 +239,7 @@ class TrainerRollouts:
             group = self.buffer.taken[index].group
             self.buffer.withdraw(index)
             self.manager.add_finished_rollouts(index, {})
-            if id(shown[index]) not in wanted and hasattr(self.data_source, "done"):
+            if id(waiting[index]) not in wanted and hasattr(self.data_source, "done"):
                 self.data_source.done([group])
 
     # -- groups --
@@ -269,7 +271,10 @@ class TrainerRollouts:
         return played if fans_out else [rollout[0] for rollout in played]
 
     def _record_of(self, sample: Sample, taken: Taken) -> Any:
-        """slime's sample of ours; like slime's, it names its start if that was an earlier call."""
+        """slime's sample of ours; it names its start if that was an earlier call.
+
+        (slime 0.3.1, rollout/sglang_rollout.py: abort)
+        """
         record = self.pipeline.finished(sample, taken)
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
@@ -281,7 +286,8 @@ class TrainerRollouts:
         """A group to return to the source: finished rollouts, and slime's original samples for the others."""
         group = list(taken.group)
         for number, samples in finished.items():
-            if len(samples) == 1 and samples[0].reward is not None:  # slime's buffer cannot contain a fork
+            # A fork does not fit the buffer (slime 0.3.1, rollout/data_source.py: RolloutDataSourceWithBuffer).
+            if len(samples) == 1 and samples[0].reward is not None:
                 group[number] = self.pipeline.returned(samples[0], taken)
                 _set_start(group[number], taken.begun)
         return group
@@ -289,15 +295,15 @@ class TrainerRollouts:
     def _add_finished(self, index: int, group: list[Any]) -> None:
         """Add the rollouts of a new group that are already finished, e.g. from a checkpoint."""
         finished: dict[int, list[Sample]] = {}
-        for number, given in enumerate(group):
-            if is_begun(given):
+        for number, record in enumerate(group):
+            if is_begun(record):
                 with self._lock:
-                    self._staleness.observe(map(str, given.weight_versions), earlier=True)
-            if given.reward is None or getattr(given.status, "value", "") not in ("completed", "truncated"):
+                    self._staleness.observe(map(str, record.weight_versions), earlier=True)
+            if record.reward is None or getattr(record.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
                 any_reward = self.settings.reward_is_processed
-                sample = view(given, None, reward_key=self.settings.reward_key, any_reward=any_reward)
+                sample = view(record, None, reward_key=self.settings.reward_key, any_reward=any_reward)
             except ConfigError:
                 continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
@@ -385,7 +391,10 @@ class TrainerRollouts:
                 self.buffer.pop(group.group_index)
 
     def _metrics(self, settled: list[Group], stale: int) -> dict[str, float]:
-        """The metrics of this call; ``rollout/dynamic_filter/drop_...`` is slime's own name."""
+        """The metrics of this call; slime names ``rollout/dynamic_filter/drop_...``.
+
+        (slime 0.3.1, rollout/filter_hub/base_types.py: MetricGatherer)
+        """
         drops = Counter(group.reason for group in settled if group.outcome == "dropped")
         drops[_STALE] += stale
         failures = Counter(group.reason.partition(":")[0] for group in settled if group.outcome == "failed")

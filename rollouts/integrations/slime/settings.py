@@ -57,7 +57,10 @@ OWN_KEYS: Mapping[str, str] = {
 }
 
 _SLOWEST = 5
-"""Tokens a second of a reply on a busy engine; slime has no deadline for a request."""
+"""Tokens a second of a reply on a busy engine.
+
+slime has no deadline for a request (slime 0.3.1, utils/http_utils.py: init_http_client).
+"""
 _NOT_SAMPLING = {
     "skip_special_tokens",
     "no_stop_trim",
@@ -65,16 +68,16 @@ _NOT_SAMPLING = {
     "stop_token_ids",
     "custom_params",
 }
-"""Keys of slime's sampling parameters that are no part of ours: stop ids and the request for the sets of ``top_p`` go
-to the policy, the others concern text."""
+"""Keys of slime's sampling parameters that ours lack: stop ids and the request for the sets of ``top_p`` go to the
+policy, the others concern text."""
 
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 _TEACHER = (
     "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
     f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
 )
-NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one, and slime asserts it, too"
-"""What is expected of ``--group-rm`` in an evaluation."""
+NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
+"""The expected value of ``--group-rm`` in an evaluation."""
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
@@ -135,7 +138,7 @@ class Settings:
     max_context: int | None
     """The most tokens of a rollout of one reply, prompt included."""
     replay: Replay
-    """What the trainer needs of each completion beyond tokens and logprobs."""
+    """The data of each completion that the trainer needs beyond tokens and logprobs."""
     endpoints: Mapping[str, Endpoint]
     """The routers of all models of the launch, by name; for judges and other agents of a recipe."""
     teacher_url: str | None
@@ -285,10 +288,10 @@ def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
     unknown = params.keys() - names - _NOT_SAMPLING
     if unknown:
         raise ConfigError.of("sampling_params", sorted(unknown), f"some of {', '.join(sorted(names))}")
-    given = {name: params[name] for name in names & params.keys() if params[name] is not None}
-    if "sampling_seed" in given:
-        given["seed"] = given.pop("sampling_seed")
-    return SamplingParams(**given)
+    values = {name: params[name] for name in names & params.keys() if params[name] is not None}
+    if "sampling_seed" in values:
+        values["seed"] = values.pop("sampling_seed")
+    return SamplingParams(**values)
 
 
 def stop_ids_of_params(params: Mapping[str, Any]) -> tuple[int, ...]:
@@ -343,10 +346,10 @@ def _lacks_teacher(get: Any) -> bool:
 
 def _template_kwargs(value: Any) -> Mapping[str, Any]:
     """slime parses the flag; a value of the YAML may be JSON text."""
-    given = json_object(value) if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
+    mapping = json_object(value) if isinstance(value, str) else value
+    if not isinstance(mapping, Mapping):
         raise ConfigError.of("args.apply_chat_template_kwargs", value, "a mapping of variables of the chat template")
-    return given
+    return mapping
 
 
 def _max_staleness(bound: Any, carry_over: bool) -> int | None:
@@ -400,13 +403,13 @@ def _endpoints(routers: Any) -> Mapping[str, Endpoint]:
 
 
 def _engines(get: Any) -> int:
-    """The number of inference engines, counted as slime does; at least one."""
+    """The number of inference engines, at least one (slime 0.3.1, utils/http_utils.py: get_rollout_num_engines)."""
     counted = get("rollout_num_engines") or get("rollout_num_gpus", 1) // max(1, get("rollout_num_gpus_per_engine", 1))
     return max(1, int(counted))
 
 
 def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
-    """slime's sampling parameters, as its own rollout function creates them.
+    """slime's sampling parameters (slime 0.3.1, rollout/sglang_rollout.py: GenerateState).
 
     Args:
         args: slime's namespace.

@@ -1,8 +1,9 @@
 """Rollouts without a recipe: one reply to a prompt, or a custom generate function of slime.
 
-Invariant: a text prompt is sent unchanged, since slime's data set has already rendered it; a prompt of messages is
-rendered by the model's own chat template. Either way the ids that are sent are the ids that are stored. The samples of
-a custom generate function stay the same objects (:mod:`rollouts.integrations.slime.returned_samples`).
+Invariant: a text prompt is sent unchanged, since slime's data set has already rendered it
+(slime 0.3.1, utils/data.py: Dataset); the model's own chat template renders a prompt of messages. Either way the ids
+that are sent are the ids that are stored. The samples of a custom generate function stay the same objects
+(:mod:`rollouts.integrations.slime.returned_samples`).
 """
 
 from __future__ import annotations
@@ -178,11 +179,11 @@ async def generate_with_slime(
     """
     samples: list[Sample] = []
     for prompt in prompts:
-        given = template(prompt)
-        function = load_function(getattr(given, "generate_function_path", None) or path)
+        argument = template(prompt)
+        function = load_function(getattr(argument, "generate_function_path", None) or path)
         ends_requests = ends_its_requests(function)
         call_of = _calling(function, args, evaluation)
-        returned: Any = _begun(given, evaluation, keeps_session)
+        returned: Any = _begun(argument, evaluation, keeps_session)
         empty = 0
         while True:
             before = returned.response_length
@@ -194,9 +195,9 @@ async def generate_with_slime(
             except Stopped:
                 empty = 0
                 if ends_requests and on_abort == "resume" and returned.response_length:
-                    returned.status = records().sample.Status.ABORTED  # it goes on from what stands on the sample
+                    returned.status = records().sample.Status.ABORTED  # it continues from the sample
                 else:
-                    returned = _begun(given, evaluation, keeps_session)
+                    returned = _begun(argument, evaluation, keeps_session)
                 continue
             if on_abort == "fail" or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
                 break
@@ -204,12 +205,12 @@ async def generate_with_slime(
             if empty >= _EMPTY_ABORTS:
                 break  # the attempt is lost
             if on_abort == "restart":
-                returned = _begun(given, evaluation, keeps_session)
+                returned = _begun(argument, evaluation, keeps_session)
             if empty:
                 await anyio.sleep(_BACKOFF_SECONDS)
         try:
             options: dict[str, Any] = {"reward_key": reward_key, "any_reward": any_reward, "evaluation": evaluation}
-            samples += views_of_rollout(returned, given, prompt, **options)
+            samples += views_of_rollout(returned, argument, prompt, **options)
         except ConfigError as error:
             raise GenerateFailure(f"{path}: {error}") from error
     return samples
@@ -234,8 +235,8 @@ async def _call_with_input(function: Any, args: Any, evaluation: bool, sample: A
     if inspect.isclass(function):
         function = function()
     state = await anyio.to_thread.run_sync(_state_of, package, args)
-    given = base.GenerateFnInput(state=state, sample=sample, sampling_params=params, evaluation=evaluation)
-    output = await function(given)
+    call = base.GenerateFnInput(state=state, sample=sample, sampling_params=params, evaluation=evaluation)
+    output = await function(call)
     return output.samples if isinstance(output, base.GenerateFnOutput) else output
 
 
@@ -253,9 +254,9 @@ def _state_of(package: str, args: Any) -> Any:
         return _state
 
 
-def _begun(given: Any, evaluation: bool, keeps_session: bool) -> Any:
+def _begun(argument: Any, evaluation: bool, keeps_session: bool) -> Any:
     """slime's sample for a new attempt. In training it has a session, as in slime; with miles in evaluation, too."""
-    sample = copy.deepcopy(given)
+    sample = copy.deepcopy(argument)
     name = family().session
     if (not evaluation or family().router_policy is not None) and keeps_session and getattr(sample, name) is None:
         setattr(sample, name, str(uuid.uuid4()))

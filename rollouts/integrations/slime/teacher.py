@@ -1,8 +1,9 @@
-"""Logprobs of a teacher for on-policy distillation, ``rollouts_teacher_url``: the task's rewards stay what they are.
+"""Logprobs of a teacher for on-policy distillation, ``rollouts_teacher_url``: the task's rewards stay unchanged.
 
 Invariant: a sample gets one logprob for each token of its response, of exactly its own ids, or
-:class:`~rollouts.errors.RewardFailure` is raised. slime's way, a reward function and a post-processing function, works
-without this module, and replaces the rewards.
+:class:`~rollouts.errors.RewardFailure` is raised. slime's reward function and post-processing function for distillation
+work without this module, and replace the rewards
+(slime 0.3.1, rollout/on_policy_distillation.py: reward_func, post_process_rewards).
 """
 
 from __future__ import annotations

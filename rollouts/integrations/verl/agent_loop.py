@@ -1,7 +1,8 @@
 """Our agent as an AgentLoop of verl 0.9, and a policy over its servers.
 
 Invariant: no row is longer than ``rollout.prompt_length`` and ``rollout.response_length``, because verl v0 pads to them
-and cuts nothing: the policy ends the rollout before that.
+and cuts nothing (verl 0.9.1, experimental/agent_loop/agent_loop.py: AgentLoopWorker._agent_loop_postprocess): the
+policy ends the rollout before that.
 
 verl is imported in the functions that need it.
 """
@@ -21,14 +22,15 @@ from rollouts.integrations.verl.rows import to_outputs
 __all__ = ["RolloutsLoop", "ServerManagerPolicy", "plain", "sampling_of"]
 
 _OF_VERL = {"processor", "hf_model_type", "dataset_cls", "data_config", "tools"}
-"""What verl passes to an AgentLoop and this one does not need."""
+"""Arguments of an AgentLoop that this one does not need."""
 
 
 class ServerManagerPolicy(TrainerPolicy):
     """A policy over ``server_manager.generate``, for one rollout: it keeps the rollout within verl's lengths.
 
-    verl resumes an aborted generation itself, and reports the oldest and the newest weights of a reply; its tokens get
-    the oldest, which is what rules of staleness compare. ``version`` is that of replies whose server does not name one.
+    verl resumes an aborted generation itself, and reports the oldest and the newest weights of a reply
+    (verl 0.9.1, workers/rollout/llm_server.py: FullyAsyncLLMServerClient); its tokens get the oldest. ``version`` is
+    that of replies whose server names none.
     """
 
     trainer = "verl"
@@ -41,7 +43,7 @@ class ServerManagerPolicy(TrainerPolicy):
         self.prompt_length, self.response_length = prompt_length, response_length
         self.max_context = prompt_length + response_length
         self._limits: dict[str, int] = {}
-        """For each session the most tokens of its row."""
+        """The maximum length of the row of each session."""
 
     def budget(self, tokens: TokenColumn, sampling: SamplingParams, session: str) -> int:
         if not self._limits:
@@ -57,12 +59,12 @@ class ServerManagerPolicy(TrainerPolicy):
     async def sample(
         self, tokens: TokenColumn, sampling: SamplingParams, stop_token_ids: tuple[int, ...], session: str
     ) -> Reply:
-        asked = {name: getattr(sampling, name) for name in _SAMPLED}
+        params = {name: getattr(sampling, name) for name in _SAMPLED}
         output = await self.server_manager.generate(
             request_id=session,
             prompt_ids=tokens.tolist(),
             sampling_params={
-                **asked,
+                **params,
                 "max_tokens": sampling.max_new_tokens,
                 "stop_token_ids": list(stop_token_ids),
                 "logprobs": True,
@@ -108,7 +110,8 @@ class RolloutsLoop:
             verl's ``AgentLoopOutput``; a list of them, one for each branch, where the rollout forks (V1 only).
 
         Raises:
-            GenerateFailure: the rollout failed in all attempts. verl V1 marks its group as failed, v0 ends the step.
+            GenerateFailure: the rollout failed in all attempts. verl V1 then marks its group as failed
+                (verl 0.9.1, trainer/ppo/v1/agent_loop_tq.py: AgentLoopWorkerTQ._run_prompt); v0 ends the step.
             ConfigError: it forks, and verl is not V1.
         """
         version = row.get("global_steps") if self.version is None else self.version
@@ -132,15 +135,15 @@ class RolloutsLoop:
 
 def sampling_of(sampling_params: Mapping[str, Any], response_length: int) -> SamplingParams:
     """The sampling parameters of verl's configuration, which are those of a validation in a validation."""
-    given = {name: sampling_params[name] for name in _SAMPLED if sampling_params.get(name) is not None}
-    return SamplingParams(max_new_tokens=response_length, **given)
+    values = {name: sampling_params[name] for name in _SAMPLED if sampling_params.get(name) is not None}
+    return SamplingParams(max_new_tokens=response_length, **values)
 
 
 _SAMPLED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def plain(value: Any) -> Any:
-    """A value of the YAML as plain data: hydra passes containers of its own."""
+    """A value of the YAML as plain data: hydra passes its own containers."""
     if isinstance(value, Mapping):
         return {str(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -152,7 +155,10 @@ _EPISODES: weakref.WeakKeyDictionary[Any, dict[str, Episodes]] = weakref.WeakKey
 
 
 def _cached(tokenizer: Any, options: Mapping[str, Any]) -> Episodes:
-    """The episodes of a configuration: verl makes a loop for each rollout, and a recipe is built once."""
+    """The episodes of a configuration: verl makes a loop for each rollout, and a recipe is built once.
+
+    (verl 0.9.1, experimental/agent_loop/agent_loop.py: AgentLoopWorker._run_agent_loop)
+    """
     of_tokenizer = _EPISODES.setdefault(tokenizer, {})
     key = repr(sorted(options.items()))
     if key not in of_tokenizer:

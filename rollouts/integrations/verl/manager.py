@@ -2,7 +2,8 @@
 
 Invariant: each prompt that verl submits ends in exactly one state, ``finished`` with the rows of one whole group, or
 ``failure``. A group keeps the step in which its prompt was first taken, so that verl's rule of staleness counts the
-steps for which it was carried over.
+steps for which it was carried over
+(verl 0.9.1, trainer/ppo/v1/replay_buffer.py: ReplayBufferAsync._stale_terminal_keys).
 
 The prompts of training are those of the recipe, in its order, or the groups of a stored run; a prompt that verl submits
 is a request for one group. Validation plays verl's own prompts.
@@ -154,10 +155,10 @@ class RolloutsManager:
     async def _trained(self, count: int, step: int) -> AsyncIterator[list[Sample]]:
         """Whole groups for training, as many as ``count``."""
         if self._stored is not None:
-            for given in range(count):
+            for position in range(count):
                 members = next(self._stored, None)
                 if members is None:
-                    raise DataExhausted(f"the stored run has no more groups: {given} of {count} prompts got one")
+                    raise DataExhausted(f"the stored run has no more groups: {position} of {count} prompts got one")
                 yield members
             return
         fillers = [filler for filler in self._idle if filler.manager.config.batch_size == count]
@@ -214,7 +215,7 @@ class RolloutsManager:
         of_verl = self.rollout.val_kwargs if validate else self.rollout
         sampling = {name: getattr(of_verl, name) for name in ("temperature", "top_p", "top_k")}
         lengths = self.rollout.prompt_length, self.rollout.response_length
-        most = min(self.recipe.endpoint.sampling.max_new_tokens, lengths[1])
+        max_new_tokens = min(self.recipe.endpoint.sampling.max_new_tokens, lengths[1])
         generate: Any = self.recipe.config.generate_fn
         samples: Sequence[Sample] = await generate(
             prompts,
@@ -222,7 +223,7 @@ class RolloutsManager:
                 self.llm_client, *lengths, filler.step if self.version is None else self.version
             ),
             tokenizer=self.tokenizer,
-            sampling=sampling_of(sampling, most),
+            sampling=sampling_of(sampling, max_new_tokens),
         )
         if samples[-1].status in (Status.FAILED, Status.ABORTED):
             return samples

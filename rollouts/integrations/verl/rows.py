@@ -1,7 +1,7 @@
 """Samples as the rows of verl 0.9: ``AgentLoopOutput``, the ``DataProto`` of v0, the TransferQueue of V1.
 
 Invariant: prompt, response, mask and logprobs of a row are those of its sample up to the last sampled token. Batches
-are made by verl's own functions. A row that verl would damage, or end its step with, is refused before it gets there.
+are made by verl's own functions. A row that verl would damage, or that would end its step, is refused first.
 
 verl and torch are imported in the functions that need them.
 """
@@ -42,20 +42,22 @@ def to_outputs(
     Branches with unlike rewards are refused: verl V1 gives all of them the advantage of the last
     (verl 0.9.1, trainer/ppo/v1/utils.py: compute_advantage_for_multi_trajectories).
 
-    verl makes the arrays of the images in ``multi_modal_data`` again, with its own processor.
+    verl makes the arrays of the images in ``multi_modal_data`` again, with its own processor, and its own reward
+    function scores an output without a reward (verl 0.9.1, experimental/agent_loop/agent_loop.py:
+    AgentLoopWorker._compute_multi_modal_inputs, AgentLoopWorker._compute_score).
 
     Args:
         samples: of one rollout.
-        version: the version of all tokens, where theirs are no numbers.
-        scored: whether each needs a reward; verl's own reward function scores an output without one.
-        temperature: verl's ``rollout.temperature``, by which its trainer divides logits.
+        version: the version of all tokens, if their versions are not numbers.
+        scored: whether each needs a reward.
+        temperature: verl's ``rollout.temperature``; samples of another temperature are refused.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
             at another temperature or with a field that verl lacks; or branches with unlike rewards.
     """
-    given = scored or any(sample.reward is not None for sample in samples)
-    reward = reward_of_branches(samples) if given else None
+    has_reward = scored or any(sample.reward is not None for sample in samples)
+    reward = reward_of_branches(samples) if has_reward else None
     for sample in samples:
         check_temperature(sample, "verl", temperature)
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -101,8 +103,8 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         version: as for :func:`to_outputs`.
 
     Raises:
-        ConfigError: as :func:`to_outputs`; a row that is longer than verl's lengths, which it would not cut; or one for
-            whose images the worker makes other arrays.
+        ConfigError: as :func:`to_outputs`; a row is longer than verl's lengths; or the worker makes other arrays of its
+            images.
     """
     lengths = worker.rollout_config.prompt_length, worker.rollout_config.response_length
     padded, rollouts = [], set()
@@ -121,7 +123,7 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
 
 
 def _check_images(sample: Sample, output: Any, worker: Any) -> None:
-    """Check that verl makes of the images of a row what the processor of the rollout made."""
+    """Check that verl's arrays of the images of a row equal those of the rollout's processor."""
     ours = row_images(sample)
     if not ours:
         return
@@ -140,7 +142,7 @@ def _check_images(sample: Sample, output: Any, worker: Any) -> None:
 
 
 _OF_VERL = ("mm_token_type_ids", "images_seqlens")
-"""What verl makes of the ids and of ``image_grid_thw``."""
+"""Arrays that verl derives from the ids and ``image_grid_thw``."""
 
 
 def worker(kind: Any, config: Any, tokenizer: Any, processor: Any = None) -> Any:
@@ -175,14 +177,16 @@ async def put_group(
         samples: all rollouts of one prompt, with their branches.
         worker: see :func:`worker`; of the class behind ``AgentLoopWorkerTQ``.
         uid: the prompt's key.
-        global_steps: the step in which the prompt was first dispatched: verl drops or awaits groups by it.
+        global_steps: the step in which the prompt was first dispatched; verl drops or awaits groups by it
+            (verl 0.9.1, trainer/ppo/v1/replay_buffer.py: ReplayBufferAsync._stale_terminal_keys).
         partition: ``train`` or ``val``.
         version: as for :func:`to_outputs`.
         columns: further columns of the data set; default: those of the prompt.
 
     Raises:
-        ConfigError: as :func:`to_outputs`; ``uid`` has an underscore, at which verl splits the keys of its rows; or the
-            worker makes other arrays of images.
+        ConfigError: as :func:`to_outputs`; ``uid`` has an underscore, at which verl splits the keys of its rows
+            (verl 0.9.1, trainer/ppo/v1/replay_buffer.py: ReplayBuffer._clear_groups); or the worker makes other arrays
+            of images.
     """
     import transfer_queue
 
@@ -194,7 +198,7 @@ async def put_group(
     for sample, output in zip(itertools.chain(*by_rollout(samples)), itertools.chain(*rollouts), strict=True):
         _check_images(sample, output, worker)
     first = samples[0]
-    given = {
+    row = {
         "raw_prompt": list(itertools.takewhile(lambda message: message.get("role") != "assistant", first.messages)),
         "data_source": "rollouts",
         "reward_model": {"ground_truth": first.label},
@@ -203,7 +207,7 @@ async def put_group(
     }
     for session, outputs in enumerate(rollouts):
         place = {"uid": uid, "session_id": session, "global_steps": global_steps}
-        await worker._agent_loop_postprocess(outputs, partition == "val", **{**given, **place})
+        await worker._agent_loop_postprocess(outputs, partition == "val", **{**row, **place})
     tag = {"is_prompt": True, "status": "finished", "global_steps": global_steps}
     await transfer_queue.async_kv_put(key=uid, partition_id=partition, tag=tag)
 

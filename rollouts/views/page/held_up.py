@@ -19,7 +19,7 @@ __all__ = ["Batches", "HeldUp", "as_rows"]
 
 @attrs.frozen
 class HeldUp:
-    """What one batch waited for."""
+    """The activity that one batch waited for."""
 
     batch: int
     group: int
@@ -69,7 +69,7 @@ def _held_up(batch: int, other: _Rollout, last: _Rollout) -> HeldUp:
         return max(0.0, min(span.ended, ended) - max(span.began, began))
 
     def part(span: Span) -> float:
-        """Seconds in the time that was waited; those of a step without its tools, which have spans of their own."""
+        """Seconds within the wait; a step counts without its tools, which have their own spans."""
         began, ended = max(span.began, other.ended), min(span.ended, last.ended)
         tools = [one for one in last.spans if one.activity == "tool"] if span.activity == "environment" else []
         return ended - began - sum(overlap(one, began, ended) for one in tools)

@@ -1,7 +1,7 @@
-"""A server for the view of a run that goes on: on the loopback interface, read only.
+"""A server for the view of an active run: on the loopback interface, read only.
 
     GET /             the page, without data
-    GET /stamp        a text that changes with the files of the run
+    GET /stamp        a string that changes with the files of the run
     GET /part/NAME    a head, times or a chunk, as in a page that has its data
 
 Invariant: it answers requests for its own address only, so that no web page of another name can read a run through the
@@ -43,7 +43,7 @@ class LiveView:
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
     def stamp(self) -> str:
-        """A text that changes with the files; makes the payloads of changed files."""
+        """A string that changes with the files; makes the payloads of changed files."""
         with self._lock:
             found = [source() for source in self.sources]
             stamp = f"{crc32(repr([source.stamp for source in found]).encode()):08x}"
@@ -77,7 +77,7 @@ def serving_view(view: LiveView, port: int) -> Iterator[str]:
     """Serve a view on 127.0.0.1; yields its URL.
 
     Args:
-        view: what is shown.
+        view: the content.
         port: 0 for a free one.
 
     Raises:
@@ -100,8 +100,8 @@ def serving_view(view: LiveView, port: int) -> Iterator[str]:
 def _handler(view: LiveView) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # the name that the base class calls
-            own = self.request.getsockname()[1]
-            if self.headers.get("Host") not in (f"127.0.0.1:{own}", f"localhost:{own}"):
+            port = self.request.getsockname()[1]
+            if self.headers.get("Host") not in (f"127.0.0.1:{port}", f"localhost:{port}"):
                 self._answer(403, "text/plain", b"this server answers requests for 127.0.0.1 only")
                 return
             try:

@@ -46,10 +46,10 @@ def write_view(payloads: Sequence[Payload], out: Path, *, limit: int = LIMIT_BYT
     ]
     written = []
     for name, part in zip(names, parts, strict=True):
-        shown = [attrs.evolve(first, chunks=part), *payloads[1:]]
+        on_page = [attrs.evolve(first, chunks=part), *payloads[1:]]
         path = out.with_name(name)
         temporary = path.with_name(f".{name}.writing")
-        temporary.write_text(html_page(shown, pages=pages if len(parts) > 1 else []), encoding="utf-8")
+        temporary.write_text(html_page(on_page, pages=pages if len(parts) > 1 else []), encoding="utf-8")
         os.replace(temporary, path)
         written.append(path)
     return written

@@ -286,7 +286,7 @@ class _Places:
 
 
 def _utf16(text: str) -> int:
-    """The length of a text in JavaScript."""
+    """The length of a string in JavaScript."""
     return len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 

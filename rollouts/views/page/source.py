@@ -1,4 +1,4 @@
-"""What a view shows, read from the folder of a run or of an evaluation.
+"""The content of a view, read from the folder of a run or of an evaluation.
 
 Invariant: groups are read one at a time, and nothing is written. A run may be active: its last lines may be missing.
 """

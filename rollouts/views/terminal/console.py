@@ -1,4 +1,4 @@
-"""The console of the verbs: rich, without control characters from what it prints.
+"""The console of the verbs: rich, without control characters in its output.
 
 Invariant: every text passes through :func:`rollouts.base.terminal.visible`; only the escape sequences of rich itself,
 for colours and for the live panel, reach the terminal.

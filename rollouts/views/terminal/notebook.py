@@ -25,7 +25,7 @@ from rollouts.views.terminal.progress import Progress, batch_line, plain_line
 __all__ = ["NotebookProgress"]
 
 _REDRAW_SECONDS = 1.0
-_SHOWN = 20
+_MAX_LINES = 20
 """Lines of the last batches."""
 
 
@@ -34,7 +34,7 @@ class NotebookProgress:
 
     Args:
         batches: the number of batches of the recipe.
-        show: displays HTML, in place of what it displayed before; by default in the output of the current cell.
+        show: displays HTML, in place of the previous HTML; by default in the output of the current cell.
 
     Raises:
         ConfigError: IPython is not installed, and ``show`` is not given.
@@ -44,7 +44,7 @@ class NotebookProgress:
         self._batches = batches
         self._show = show or _in_cell()
         self._progress = Progress(SafeConsole(quiet=True), quiet=True)
-        self._lines: deque[str] = deque(maxlen=_SHOWN)
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
 
     def batch(self, numbers: Mapping[str, float]) -> None:
         """Add the line of a batch."""

@@ -52,7 +52,7 @@ _TREND = 6
 
 @attrs.define(eq=False)
 class Progress:
-    """What a run prints: a line for each step before the first batch, a line for each batch, and the state between.
+    """The output of a run: a line for each step before the first batch, a line for each batch, and the state between.
 
     Args:
         console: the output.

@@ -84,12 +84,12 @@ def pieces_table(
         ids = tokens[piece.start : piece.stop]
         if piece.completion is None:
             origin = "prompt" if piece.start == 0 else "context"
-            shown = _context(tokens, piece, images, decode)
-            table.add_row(Text(origin, "dim"), Text(visible(shown), "dim"), Text(f"{len(ids)} tokens", "dim"))
+            context = _context(tokens, piece, images, decode)
+            table.add_row(Text(origin, "dim"), Text(visible(context), "dim"), Text(f"{len(ids)} tokens", "dim"))
             continue
-        own = logprobs[piece.start : piece.stop]
-        text = _coloured(ids, own, texts)
-        table.add_row(Text("sampled", "bold green"), text, _completion_metrics(piece.completion, own, versions))
+        sampled = logprobs[piece.start : piece.stop]
+        text = _coloured(ids, sampled, texts)
+        table.add_row(Text("sampled", "bold green"), text, _completion_metrics(piece.completion, sampled, versions))
     return table
 
 

@@ -1,4 +1,4 @@
-"""What rollouts wait for, in words: the model, a tool, a reward, a pause.
+"""The waits of rollouts, in words: for the model, a tool, a reward, a pause.
 
 Invariant: each task counts once, by the innermost code that it waits for; the longest wait comes first. A source line
 is named only where it is a user's.
@@ -25,19 +25,19 @@ def waiting_lines(count: int = 2) -> list[str]:
     kinds: dict[str, list[Wait]] = {}
     for wait in sorted(innermost.values(), key=lambda wait: wait.since):
         kinds.setdefault(wait.shown or wait.what, []).append(wait)
-    lines = [str(pause) for pause in pauses()] + [_line(shown, group) for shown, group in kinds.items()]
+    lines = [str(pause) for pause in pauses()] + [_line(what, group) for what, group in kinds.items()]
     return [visible(line) for line in lines[:count]]
 
 
-def _line(shown: str, group: list[Wait]) -> str:
+def _line(what: str, group: list[Wait]) -> str:
     """The waits of one kind, the oldest first."""
     oldest = group[0]
     seconds = f"{time.monotonic() - oldest.since:.1f} s"
     line = line_of_users(where_of_users(oldest))
     place = f", in {line}" if line else ""
     if len(group) == 1:
-        return f"{oldest.place} waits for {shown} {seconds}{place}"
-    return f"{len(group)} wait for {shown}, up to {seconds}{place}"
+        return f"{oldest.place} waits for {what} {seconds}{place}"
+    return f"{len(group)} wait for {what}, up to {seconds}{place}"
 
 
 def line_of_users(line: str) -> str:

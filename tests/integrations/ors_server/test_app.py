@@ -159,7 +159,7 @@ async def test_a_call_outlives_its_connection(url: str) -> None:
         ("/other/splits", b"", {}, 404, b"unknown environment"),
         ("/create", b'{"split": "train", "index": 9}', {"X-Session-ID": "a"}, 400, b"Invalid index"),
         ("/create", b'{"task_spec": {"index": "x"}}', {"X-Session-ID": "a"}, 400, b"Invalid index"),
-        ("/create", b"[]", {"X-Session-ID": "a"}, 422, b"no JSON object"),
+        ("/create", b"[]", {"X-Session-ID": "a"}, 422, b"not a JSON object"),
         ("/create", b"{}", {}, 400, b"X-Session-ID"),
         ("/ping", b"", {"X-Session-ID": "unknown"}, 404, b"not found"),
         ("/sums/call", b"{}", {"X-Session-ID": "unknown"}, 404, b"not found"),
@@ -181,7 +181,7 @@ async def test_responses_to_bad_requests_name_the_problem(
 
 
 async def test_sessions_are_closed_once_by_client_or_server() -> None:
-    """Also those that are still starting."""
+    """Also sessions that are still starting."""
     events: list[str] = []
 
     class Watched(Talkative):

@@ -90,7 +90,7 @@ def engine() -> Iterator[str]:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., StubServer]]:
-    """Starts a stub of an SGLang server with the given options, in a thread of its own."""
+    """Starts a stub of an SGLang server with the given options, in its own thread."""
     with start_blocking_portal() as portal, ExitStack() as servers:
 
         def start(**options: object) -> StubServer:

@@ -81,7 +81,7 @@ class AsyncSandbox:
 
 
 async def converse(url: str, token: str) -> None:
-    """Two turns of one conversation, then a conversation of its own, as of a sub-agent."""
+    """Two turns of one conversation, then a separate conversation, as of a sub-agent."""
     async with aiohttp.ClientSession(trust_env=False) as session:
         for number, asked in enumerate((["Solve it.", "Go on."], ["Look at the tests."])):
             history: list[dict[str, Any]] = []

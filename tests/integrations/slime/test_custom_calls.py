@@ -150,7 +150,7 @@ partial_reply.abort_mode = "request"  # type: ignore[attr-defined]
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_function_that_ends_its_own_requests_is_cancelled_alone(serve: Serve, partial: bool) -> None:
-    """No request is left, requests of others are not aborted, and a partial rollout goes on from its sample."""
+    """No request is left, requests of others are not aborted, and a partial rollout continues from its sample."""
     worker = serve(latency=late, loads=dict)
     args, source = on(worker, "partial_reply", over_sampling_batch_size=4, partial_rollout=partial), Source(2)
     generate_rollout_batch(args, 0, source)

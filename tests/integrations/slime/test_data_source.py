@@ -107,7 +107,7 @@ def test_a_filter_changes_a_reward_once_over_a_checkpoint(tmp_path: Path) -> Non
 
 
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
-    """A group with one finished rollout and one that hangs: the restored group plays only the other one."""
+    """A group with a finished rollout and a hanging rollout: the restored group plays only the unfinished rollout."""
     hung, scored, patient = set(), set(), {0}
 
     async def reward(sample: Sample) -> float:
@@ -229,7 +229,7 @@ def test_a_value_that_no_checkpoint_can_have_is_refused_when_it_is_taken(tmp_pat
 
 
 def test_an_attribute_that_is_not_plain_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a function has set on a sample ends no training run: the warning names it, and all else is saved."""
+    """A function's attribute on a sample never ends training: the warning names it, and all else is saved."""
     pytest.importorskip("torch")
     source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
     source.add_samples(source.get_samples(1))

@@ -54,7 +54,7 @@ REPLIES: dict[str, Callable[[str], str]] = {
     "strands_sglang": lambda text: "It is \\boxed{4}.<|im_end|>" if "<tool_response>" in text else PYTHON,
     "coding_agent_rl": lambda text: f"Part {text.count('<|im_start|>assistant')}.<|im_end|>",
 }
-"""What the model says, by example and by what it has read."""
+"""The replies of the model, by example and by the prompt."""
 
 PYTHON = '<tool_call>\n{"name": "execute_python_code", "arguments": {"code": "print(2 + 2)"}}\n</tool_call><|im_end|>'
 
@@ -76,7 +76,7 @@ TURNS: dict[str, list[list[str]]] = {
         ["hm<|im_end|>", "So\n```python\nx = 5\n```", "Answer: \\boxed{5}"],
     ],
 }
-"""What the model says in the turns of question 0 and of question 1, to both the example and our recipe."""
+"""The replies in the turns of question 0 and of question 1, to both the example and our recipe."""
 
 
 def said(example: str) -> Callable[[str], str]:
@@ -117,7 +117,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 NEEDS = {"retool": ["psutil"], "strands_sglang": ["strands_sglang"], "coding_agent_rl": ["aiohttp"]}
-"""What an example imports: retool for its sandbox, strands_sglang for its agent."""
+"""The imports of an example: retool for its sandbox, strands_sglang for its agent."""
 
 
 async def tool_calls(args: Any, sample: Any, **_: Any) -> Any:
@@ -193,7 +193,7 @@ def server(slime_path: Path) -> Iterator[tuple[JsonServer, Namespace]]:
 def played(
     function: Any, args: Namespace, *, evaluation: bool, questions: type[Questions] = Questions
 ) -> list[dict[str, Any]]:
-    """The samples of one call, in an order of their own: multi_agent shuffles those of a rollout."""
+    """The samples of one call, sorted: multi_agent shuffles the samples of a rollout."""
     start_slime(args)
     output = function(args, 0, questions(args.n_samples_per_prompt), evaluation=evaluation)
     samples = output.data["one"]["samples"] if evaluation else list(leaves(output.samples))
@@ -261,7 +261,7 @@ RETOOL_TEMPLATE = (
     "{{ '\n' if m.role == 'system' else '' }}<|im_end|>{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '\n<|im_start|>assistant' }}{%- endif %}"
 )
-"""What the template of slime's example writes; that one is rendered without transformers' options."""
+"""The output of the template in slime's example, which is rendered without transformers' options."""
 
 OURS: dict[str, tuple[Callable[[str, Path], Recipe], Callable[[Recipe, Prompt], str], dict[str, Any]]] = {
     "search-r1": (search_r1_recipe, lambda recipe, prompt: recipe.renderer().render(prompt.messages), {}),

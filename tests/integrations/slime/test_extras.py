@@ -102,7 +102,7 @@ def requests_of(rows: Any) -> list[int]:
 
 
 class Talker:
-    """An environment that always goes on."""
+    """An environment that never ends."""
 
     tools = ()
 

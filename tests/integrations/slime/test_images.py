@@ -128,7 +128,7 @@ class Bench:
 
 
 def _asked(request: Request) -> Any:
-    """What a request asks to generate from, and how."""
+    """The input and the options of a request."""
     body = request.body
     params = request.sampling_params
     sampling = sorted((name, params.get(name)) for name in ("temperature", "top_p", "top_k", "max_new_tokens"))
@@ -163,7 +163,7 @@ def build_env(sample: Any, args: Any) -> Any:
 
 @attrs.frozen
 class Played:
-    """What a rollout function returned and sent."""
+    """Result and requests of a rollout function."""
 
     samples: list[Any]
     requests: list[Any]
@@ -322,7 +322,7 @@ class TestParity:
         for sample in ours.samples:
             assert sum(left > right for left, right in itertools.pairwise([*sample.loss_mask, 0])) == 3
         shown = [len(sample.multimodal_train_inputs.get("pixel_values", ())) for sample in ours.samples]
-        assert sorted(shown) == [0, 0, 0, 0, 1, 1]  # the example drops those of a prompt, which are no tensors there
+        assert sorted(shown) == [0, 0, 0, 0, 1, 1]  # the example drops those of a prompt, which are not tensors there
 
     @pytest.mark.usefixtures("vision_utils")
     def test_an_observation_that_slime_refuses_is_refused(self, bench: Bench) -> None:
@@ -340,7 +340,7 @@ class TestParity:
         assert [_asked(request) for request in asked] == [sent, sent]  # the second is our second attempt
 
     def test_a_reply_whose_prompt_the_server_counts_otherwise_is_refused(self, bench: Bench) -> None:
-        """slime's ids would not be those that the model saw: its rollouts fail, those of text do not."""
+        """slime's ids would differ from the ids that the model saw: its rollouts fail, rollouts of text succeed."""
         bench.router.miscounts = 1  # type: ignore[attr-defined]
         try:
             start_slime(bench.args())

@@ -123,7 +123,7 @@ def start_slime(args: Namespace) -> None:
 
 @attrs.frozen
 class Played:
-    """What a rollout function returned and sent."""
+    """Result and requests of a rollout function."""
 
     samples: list[Any]
     requests: list[Any]
@@ -232,7 +232,7 @@ async def score(args: Any, given: Any, **_: Any) -> Any:
 
 
 async def custom(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """A generate function that sets every field, also those that it does not know."""
+    """A generate function that sets every field, also unknown fields."""
     given = {"index": sample.index, "prompt": sample.prompt, "session": sample.session_id is not None}
     args.seen.append({**given, "evaluation": evaluation, "params": copy.deepcopy(sampling_params)})
     set_every_field(sample, kept={"index", "group_index", "rollout_id", "session_id"})
@@ -270,7 +270,7 @@ def test_every_field_is_that_of_slimes_own_function(bench: Bench, function: str 
 
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 def test_slimes_dashboards_have_the_same_keys(bench: Bench, evaluation: bool) -> None:
-    """Every metric that slime computes from samples exists, and those that measure no time are equal."""
+    """Every metric that slime computes from samples exists, and metrics that measure no time are equal."""
     flags = {
         "sglang_speculative_algorithm": "EAGLE",
         "rollout_top_p": 0.9,
@@ -324,7 +324,7 @@ class Varied(Source):
 
 
 def test_each_sample_of_a_group_has_its_own_prompt(bench: Bench) -> None:
-    """Prompt, label and metadata of a rollout are those of its own sample, also where siblings have others."""
+    """Prompt, label and metadata of a rollout are its own sample's, also where siblings have others."""
     theirs, ours = bench.both(evaluation=False, source=Varied)
     check_equal(ours, theirs)
     assert [sample.label for sample in ours.samples] == [f"label {number}" for number in range(4)]
@@ -463,7 +463,7 @@ GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "spec_info": lambda sample: {"spec_info": type(sample).SpecInfo(spec_verify_ct=5)},
     "prefix_cache_info": lambda sample: {"prefix_cache_info": type(sample).PrefixCacheInfo(cached_tokens=7)},
 }
-"""What a data source sets for each field of slime's sample, and with it the fields without which it has no meaning."""
+"""A value for each field of slime's sample, with the other fields that give it a meaning."""
 
 TOP_P_SETS: dict[str, Any] = {"rollout_top_p_token_ids": [20, 21, 3], "rollout_top_p_token_offsets": [0, 1, 3]}
 
@@ -477,7 +477,7 @@ GIVEN_FLAGS: dict[str, dict[str, Any]] = {
 
 
 async def of_a_row(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    """A generate function that a sample names: it sends a request of its own, and sets every field."""
+    """A generate function that a sample names: it sends its own request, and sets every field."""
     generate = importlib.import_module("slime.rollout.sglang_rollout").generate
     await generate(args, copy.deepcopy(sample), dict(sampling_params))
     await custom(args, sample, sampling_params)

@@ -1,4 +1,4 @@
-"""What a launch and its recipe make of a rollout: seeds, text, the recipe's filter, and the first tests."""
+"""The effect of a launch and its recipe on a rollout: seeds, text, the recipe's filter, and the first tests."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_the_status_is_needed() -> None:
 
 
 def test_a_new_sample_shares_nothing() -> None:
-    """Each has lists of its own."""
+    """Each has its own lists."""
     first, second = Sample(), Sample()
     first.tokens.append(1)
     first.metadata["a"] = 1

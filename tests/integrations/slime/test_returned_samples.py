@@ -117,7 +117,7 @@ async def removes_odd(args: Any, sample: Any, sampling_params: dict[str, Any]) -
 
 
 def test_a_removed_sample_stays_removed() -> None:
-    """What the function took out of the loss is not trained."""
+    """A part that the function took out of the loss is not trained."""
     assert [sample.remove_sample for sample in run(plain_args("removes_odd"))] == [False, True] * 2
 
 
@@ -165,7 +165,7 @@ async def counts_calls(args: Any, sample: Any, sampling_params: dict[str, Any]) 
 
 
 async def by_count(args: Any, sample: Any, **_: Any) -> float:
-    """A reward that reads an attribute of the generate function's, and writes some of its own."""
+    """A reward that reads an attribute of the generate function's, and writes its own."""
     sample.metadata["raw_reward"] = 10.0 * sample.tool_call_count
     sample.judged = "yes"
     return float(sample.tool_call_count)
@@ -212,7 +212,7 @@ async def never_asked(args: Any, sample: Any, **_: Any) -> float:
 
 @pytest.mark.parametrize("reward", [None, f"{__name__}.never_asked"], ids=["no reward function", "a reward function"])
 def test_a_reward_that_generate_set_is_the_reward(reward: str | None) -> None:
-    """Also one of several parts, of which only the one that ``--reward-key`` names is a number."""
+    """Also a reward of several parts, of which only the part under ``--reward-key`` is a number."""
     output = run(plain_args("scores_itself", reward_key="score", custom_rm_path=reward))
     assert [sample.reward for sample in output] == [
         {"score": float(number), "acc": True, "pred": "[INVALID]"} for number in range(4)
@@ -429,7 +429,7 @@ async def placeholder(args: Any, sample: Any, sampling_params: dict[str, Any], e
 
 
 def test_a_placeholder_keeps_its_place_in_the_group() -> None:
-    """A rollout without a token to train is no failure where the function removed it."""
+    """A rollout without a token to train is not a failure if the function removed it."""
     output = run(plain_args("placeholder"))
     assert [sample.tokens for sample in output] == [[1, 2, 3, 4, 5], [0, 0]] * 2
     assert [sample.reward for sample in output] == [1.0, 0.25] * 2
@@ -468,7 +468,7 @@ def test_an_evaluation_needs_a_reward_and_nothing_else(tmp_path: Path, function:
 
 HARMS: dict[str, Callable[[Any], Any]] = {
     "no logprobs": lambda sample: filled(sample, reward=1.0, rollout_log_probs=None),
-    "logprobs that are no numbers": lambda sample: filled(sample, reward=1.0, rollout_log_probs=[float("nan")] * 3),
+    "logprobs that are not numbers": lambda sample: filled(sample, reward=1.0, rollout_log_probs=[float("nan")] * 3),
     "a short mask": lambda sample: filled(sample, reward=1.0, loss_mask=[1]),
     "no prompt": lambda sample: filled(sample, reward=1.0, tokens=[1, 2, 3]),
     "a status in text": lambda sample: filled(sample, reward=1.0, status="completed"),

@@ -88,7 +88,7 @@ def test_every_sample_can_be_trained_on() -> None:
 
 
 def test_a_recipe_plays_the_prompt_of_each_sample() -> None:
-    """Prompt, label and metadata are those of its own sample, for the environment, the reward and the batch."""
+    """Prompt, label and metadata are its own sample's, for the environment, the reward and the batch."""
 
     class Varied(Source):
         def get_samples(self, num_samples: int) -> list[list[Any]]:
@@ -273,7 +273,7 @@ def test_an_aborted_rollout_never_reaches_training() -> None:
         {"rollout_log_probs": [float("nan")] * 13},
         {"loss_mask": [1] * 13, "versions": []},
     ],
-    ids=["nothing sampled", "no logprobs", "logprobs that are no numbers", "no prompt token"],
+    ids=["nothing sampled", "no logprobs", "logprobs that are not numbers", "no prompt token"],
 )
 def test_what_slime_would_choke_on_costs_its_group_only(fields: dict[str, Any]) -> None:
     """Each would be a crash or a silent error in slime later."""

@@ -174,6 +174,6 @@ def test_the_flags_of_age_are_read_apart() -> None:
     ],
 )
 def test_contradictory_flags_are_refused(flags: dict[str, Any]) -> None:
-    """A bound without carry-over, a bound that is no number, over-sampling below the batch: each names the flag."""
+    """A bound without carry-over, a bound that is not a number, over-sampling below the batch: each names the flag."""
     with pytest.raises(ConfigError, match=next(iter(flags))):
         read(**DEFAULT | flags)

@@ -74,7 +74,7 @@ def trainer_args(launch: Launch, **overrides: Any) -> Namespace:
 
 
 def test_the_records_in_use_are_slimes(slime_path: Path) -> None:
-    """What the rollout function returns are slime's own classes."""
+    """The rollout function returns objects of slime's own classes."""
     assert records().is_slime
     output = generate_rollout_batch((launch := Launch()).args(), 0, launch.source())
     assert type(output).__module__ == "slime.rollout.base_types"
@@ -110,7 +110,7 @@ def test_the_records_in_use_are_slimes(slime_path: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else "+".join(value) or "own",
 )
 def test_slimes_own_tests_pass_with_our_paths(slime_path: Path, file: str, flags: dict[str, str]) -> None:
-    """Each in a process of its own, as slime runs them."""
+    """Each in its own process, as slime runs them."""
     options = [part for flag, name in flags.items() for part in (f"--{flag}", f"{DOOR}.{name}")]
     command = [sys.executable, str(slime_path / "tests" / file)] if flags else [sys.executable, "-m", "pytest", file]
     found = subprocess.run(
@@ -170,7 +170,7 @@ def test_slime_converts_forks_with_our_normaliser(manager_class: Any) -> None:
 
 
 def test_slime_reads_our_debug_file(slime_path: Path, tmp_path: Path) -> None:
-    """What ``rollouts export --to slime`` writes is what ``--load-debug-rollout-data`` reads."""
+    """``--load-debug-rollout-data`` reads the files of ``rollouts export --to slime``."""
     samples = [
         made_sample(Prompt("p", group_index=0, index=i), reward=float(i), group_index=0, index=i, rollout_id=i)
         for i in range(2)

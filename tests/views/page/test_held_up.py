@@ -1,4 +1,4 @@
-"""What a batch waited for is the rollout that ended last, and what it did since the others had ended."""
+"""A batch waits for the rollout that ends last: the activity named is what it did since the others had ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sample(*spans: tuple[str, str, float, float]) -> Sample:
 
 
 def test_the_last_rollout_and_its_longest_span_since_the_others() -> None:
-    """An earlier and longer span of the same rollout is no cause; a tool goes before the step around it."""
+    """An earlier and longer span of the same rollout is not a cause; a tool goes before the step around it."""
     batches = Batches()
     batches.add(0, 4, [sample(("generating", "s", 0.0, 5.0))])
     slow = [("generating", "s", 0.0, 4.9), ("tool", "search", 5.0, 3.0), ("environment", "World.step", 5.0, 3.0)]
@@ -36,7 +36,7 @@ def test_the_last_rollout_and_its_longest_span_since_the_others() -> None:
 
 
 def test_the_branches_of_a_rollout_do_not_wait_for_each_other() -> None:
-    """The other rollout of the batch ended before; the earlier branch of the last rollout is no other rollout."""
+    """The other rollout of the batch ended before; the earlier branch of the last rollout is not another rollout."""
     branches = [sample(("generating", "s", 0.0, 6.0)), sample(("generating", "s", 6.0, 0.5), ("tool", "add", 6.5, 1.0))]
     for branch in branches:
         branch.rollout_id = 8

@@ -28,7 +28,7 @@ def test_texts_are_neither_markup_nor_script(tmp_path: Path) -> None:
 
 
 async def test_the_policy_allows_the_pages_own_script_and_style_only(tmp_path: Path) -> None:
-    """The hashes are those of the texts; there is no address of a network anywhere but the name of SVG."""
+    """The hashes equal those of the script and style; the only network address in the page is the name of SVG."""
     await store_run(tmp_path / "run", batches=1)
     (page,) = write_view([build_payload(open_source(tmp_path / "run"), None)], tmp_path / "a.html")
     text = page.read_text(encoding="utf-8")

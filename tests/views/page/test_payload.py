@@ -1,4 +1,4 @@
-"""What a page holds is what the reader of the run reads: every token, mask bit, version, place and number."""
+"""A page holds exactly the data that the reader of the run reads: every token, mask bit, version, place and number."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_every_token_and_number_is_there(tmp_path: Path) -> None:
 
 
 async def test_messages_are_places_in_the_tokens_or_texts(tmp_path: Path) -> None:
-    """A text that the tokens spell is not stored again; offsets count as JavaScript does; arguments are JSON."""
+    """Text that the tokens spell is not stored again; offsets count as JavaScript does; arguments are JSON."""
     ids = [0x1F600 - 0x100, *(ord(letter) - 0x100 for letter in "ĀĀāĂ"), 3]
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     messages = [{"role": "user", "content": "āĂ"}, {"role": "assistant", "content": "elsewhere", "tool_calls": calls}]

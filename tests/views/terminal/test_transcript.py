@@ -52,7 +52,7 @@ def shown(what: Any, width: int = 120, **options: Any) -> str:
 
 
 def ids(renderer: Renderer, text: str) -> list[int]:
-    """Ids of a text, by way of a user's message."""
+    """Ids of the text of a user's message."""
     with_text, without = (renderer.opening([Message("user", each)]).tolist() for each in (f"x{text}", "x"))
     start = next(at for at, (a, b) in enumerate(zip(with_text, without, strict=False)) if a != b)
     return with_text[start : start + len(with_text) - len(without)]
@@ -81,7 +81,7 @@ def test_trained_tokens_are_coloured_by_their_logprob(renderer: Renderer) -> Non
 
 
 def test_colours_need_no_decoder_that_decodes_token_by_token(renderer: Renderer) -> None:
-    """With a decoder that drops the space at the start of a text, as SentencePiece does, an unlikely token is red."""
+    """With a decoder that drops a leading space, as SentencePiece does, an unlikely token is red."""
 
     def decode(tokens: Any) -> str:
         return "".join(f" w{token}" for token in tokens).removeprefix(" ")

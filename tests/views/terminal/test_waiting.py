@@ -15,7 +15,7 @@ from rollouts.views.terminal.waiting import duration, waiting_lines
 
 
 async def while_waiting(*rollouts: Callable[[anyio.Event], Awaitable[None]], count: int = 2) -> list[str]:
-    """The lines while these rollouts wait for an event, each in a task of its own."""
+    """The lines while these rollouts wait for an event, each in its own task."""
     event = anyio.Event()
     async with anyio.create_task_group() as tasks:
         for number, rollout in enumerate(rollouts):
