@@ -484,7 +484,7 @@ ROWS = [
 
 _HEAD = """# Bad inputs and faults
 
-Written by `scripts/bad_inputs`; do not edit. A test provokes each row and compares the message. `…` matches any text,
+Written by `scripts/docs/write bad_inputs`; do not edit. A test provokes each row and compares the message. `…` matches any text,
 `DIR` is a folder. What a run does about a fault is on the page about [failures](failures.md).
 """
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from rollouts.environments.calculator import calculator_prompts  # noqa: E402 - the script needs torch
-from scripts.demo_model import (  # noqa: E402
+from scripts.demo_model.__main__ import (  # noqa: E402
     GATES,
     check_habits,
     clean_turns,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import ConfigError
-from scripts.sglang_server import READY, command_of, config_of, parser
+from scripts.servers.sglang_server import READY, command_of, config_of, parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 STARTER = """
 import sys
-from scripts.sglang_server import serve
+from scripts.servers.sglang_server import serve
 command, port = [sys.executable, "-c", *sys.argv[1:]], sys.argv[2]
 sys.exit(serve(command, f"http://127.0.0.1:{port}", environment={}, seconds=60))
 """
@@ -91,7 +91,9 @@ def test_the_process_group_ends_with_a_signal() -> None:
 
 def test_a_server_that_ends_before_it_is_ready_is_reported() -> None:
     """Its exit code is in the message, and the exit code of the script is 1."""
-    code = "from scripts.sglang_server import serve; import sys; sys.exit(serve([sys.executable, '-c', 'exit(3)'],"
+    code = (
+        "from scripts.servers.sglang_server import serve; import sys; sys.exit(serve([sys.executable, '-c', 'exit(3)'],"
+    )
     code += " 'http://127.0.0.1:9', environment={}, seconds=60))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.trainers import TRAINERS, Trainer, interpreter, main
+from scripts.servers.trainers import TRAINERS, Trainer, interpreter, main
 
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 

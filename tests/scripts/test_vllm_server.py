@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.vllm_server import command_of, environment_of
+from scripts.servers.vllm_server import command_of, environment_of
 
 
 def test_a_flag_of_the_user_replaces_the_default() -> None:

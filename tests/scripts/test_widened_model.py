@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.teacher import Teacher
 from rollouts.errors import ConfigError
-from scripts.widened_model import widen
+from scripts.servers.widened_model import widen
 
 
 def test_the_function_is_the_same(tmp_path: Path) -> None:
