@@ -134,7 +134,7 @@ def test_a_built_in_name_is_not_replaced(vendor: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_a_recipe_that_cannot_be_loaded_names_its_distribution(vendor: Path, name: str, words: str) -> None:
-    """A module that is gone, another value than a module, and a name that nobody adds."""
+    """A module that is gone, another value than a module, and an unknown name."""
     with pytest.raises(ConfigError, match=words):
         load_recipe(name)
 
@@ -150,7 +150,7 @@ def test_a_broken_recipe_hides_no_other(vendor: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_verb_of_a_package_runs(vendor: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its options; broken verbs beside it are not imported."""
+    """With its options; broken verbs of the same package are not imported."""
     assert main(["greet", "Ada"]) == 0
     assert capsys.readouterr().out == "hello Ada\n"
 

@@ -14,7 +14,7 @@ import pytest
 from rollouts.errors import ConfigError
 from scripts.servers.sglang_server import READY, command_of, config_of, parser
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SERVER = """
 import http.server, subprocess, sys
