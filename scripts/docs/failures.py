@@ -123,7 +123,7 @@ def play_all() -> list[Area]:
     }
     of_tests = [*map(Area, TESTS)]
     with (
-        tempfile.TemporaryDirectory(prefix="fault_test_") as folder,
+        tempfile.TemporaryDirectory(prefix="faults_") as folder,
         concurrent.futures.ThreadPoolExecutor(1) as pool,  # the tests are processes of their own
     ):
         tested = [pool.submit(_tested, area, Path(folder)) for area in of_tests]

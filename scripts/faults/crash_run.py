@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     args.longest = args.longest or (15.0 if args.programs else 2.5)
-    folder = args.keep or Path(tempfile.mkdtemp(prefix="crash_test_"))
+    folder = args.keep or Path(tempfile.mkdtemp(prefix="crash_"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         engine = Engine(folder / "engine.log")
