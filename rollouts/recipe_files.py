@@ -51,7 +51,7 @@ RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
 
 ENDPOINTS = "endpoints"
-"""A parameter of recipes that is no option: the endpoints of other models of the launch, by name."""
+"""A parameter of recipes that is not an option: the endpoints of other models of the launch, by name."""
 
 
 GENERATE_OPTIONS: Mapping[str, Any] = {
@@ -231,7 +231,7 @@ def build(
     options: Mapping[str, str],
     endpoints: Mapping[str, Endpoint] | None = None,
 ) -> Recipe:
-    """Call a recipe function with options as text; those that it does not have are bound to its generate function.
+    """Call a recipe function with options as text; options that it does not have are bound to its generate function.
 
     Args:
         function: the recipe.

@@ -351,7 +351,7 @@ def test_the_commands_of_the_tutorial_run(engine_url: str, tmp_path: Path, capsy
                 continue
             words = shlex.split(text, comments=True)
             check_command(words)
-            if words[0] == "rollouts" and words[1] != "conformance":  # its points have tests of their own
+            if words[0] == "rollouts" and words[1] != "conformance":  # its points have other tests
                 run_command(words, engine_url)
                 verbs.append(words[1])
         assert Path("atlas.html").stat().st_size > 10_000

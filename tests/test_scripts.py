@@ -81,7 +81,7 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
-    """scripts/learn names no recipe itself, so that one that follows is the only one."""
+    """scripts/learn names no recipe itself, so that the recipe that follows is the only one."""
     stubs = {"scripts/install": "exit 0", ".venv/bin/python": 'echo "$@"'}
     for name, text in stubs.items():
         (tmp_path / name).parent.mkdir(parents=True)

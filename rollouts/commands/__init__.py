@@ -44,7 +44,7 @@ VERBS = {
     "ls": Verb("ls", "list the runs and evaluations in a folder"),
     "show": Verb("show", "print a stored run: groups, samples, transcripts"),
     "play": Verb("play", "play one prompt and print its turns"),
-    "view": Verb("view", "write a run as an HTML page, or serve it while it goes on"),
+    "view": Verb("view", "write a run as an HTML page, or serve it while it is active"),
     "verify": Verb("verify", "check the laws on a stored run; with --model also its logprobs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),

@@ -25,7 +25,9 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "view", _view, "write a run as an HTML page, or serve it while it goes on", "view runs/a")
+    parser = add_verb(
+        verbs, "view", _view, "write a run as an HTML page, or serve it while it is active", "view runs/a"
+    )
     parser.add_argument("run", type=Path, nargs="+", metavar="RUN", help="folder of a run or an evaluation; one or two")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default: NAME_OF_RUN.html)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing pages")

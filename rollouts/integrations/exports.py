@@ -3,7 +3,7 @@
 Invariant: a file has every sample of its batch, with its tokens, mask, logprobs, versions and reward, or there is no
 file at all: what a trainer's type cannot hold is refused with the name of the sample. The files appear together.
 
-This module knows no trainer; it imports the function of the one that is named.
+This module knows no trainer; it imports the function of the exporter that is named.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Exporter:
     """``module:name`` of a function of the samples of a batch and the path of its file."""
     suffix: str
     meaning: str
-    """What the file contains, for ``--help``."""
+    """The content of the file, for ``--help``."""
     package: str | None = None
     """The package that writes it; ``None`` if the file is plain data."""
     numbers_versions: bool = False
@@ -111,7 +111,7 @@ def export_batches(
         run: the run's folder.
         out: a folder that is new or empty.
         trainer: a name of :func:`exporters`.
-        version: the number of the policy version of all tokens, where the server's versions are no numbers.
+        version: the number of the policy version of all tokens, where the server's versions are not numbers.
         overwrite: replace the folder of an earlier export.
 
     Returns:

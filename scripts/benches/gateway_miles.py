@@ -1,7 +1,7 @@
 """The session server of miles, for ``scripts/bench gateway``: ``python scripts/benches/gateway_miles.py UPSTREAM PORT
 TOKENIZER``, in an environment with SGLang and with miles in ``PYTHONPATH``. It imports nothing of this package.
 
-miles imports a module of its own SGLang for DeepSeek-V4, which SGLang 0.5.23 does not have; it is replaced by an empty
+miles imports a module of its SGLang for DeepSeek-V4, which SGLang 0.5.23 does not have; it is replaced by an empty
 one, and the parts of SGLang that need a GPU as in ``scripts/servers/sglang_on_cpu.py``.
 """
 

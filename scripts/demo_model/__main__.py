@@ -87,7 +87,7 @@ conversations of the calculator environment. {purpose}
 
 `{command}` (model seed {seed}) trained it in {figures["model"]["seconds"]:.0f} CPU seconds and measured it \
 at temperature 1 with the
-embedded engine, on problems from a seed of their own:
+embedded engine, on problems from a separate seed:
 
 | | stage 1 | stage 2, {kept} |
 |---|---|---|

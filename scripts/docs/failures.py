@@ -1,6 +1,6 @@
 """All kinds of faults by area: how many were tried, held, silent, or ended their run; written into docs/failures.md.
 
-Faults of replies, of user code and of programs are played here, each in a run of its own. Those of the other areas are
+Faults of replies, of user code and of programs are played here, each in a separate run. Faults of the other areas are
 the cases of existing tests; a case that fails counts as silent.
 """
 
@@ -103,7 +103,7 @@ def _played(fault: _Fault, folder: Path) -> tuple[Outcome, str]:
 
 
 def _tested(area: Area, folder: Path) -> None:
-    """Run the tests of an area, and count their cases; those that this machine cannot play are left out."""
+    """Run the tests of an area, and count their cases; cases that this machine cannot play are left out."""
     tests, result = TESTS[area.name], folder / f"{area.name}.xml"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", f"--junitxml={result}", *tests]
     subprocess.run(line, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
@@ -124,7 +124,7 @@ def play_all() -> list[Area]:
     of_tests = [*map(Area, TESTS)]
     with (
         tempfile.TemporaryDirectory(prefix="faults_") as folder,
-        concurrent.futures.ThreadPoolExecutor(1) as pool,  # the tests are processes of their own
+        concurrent.futures.ThreadPoolExecutor(1) as pool,  # the tests are separate processes
     ):
         tested = [pool.submit(_tested, area, Path(folder)) for area in of_tests]
         faults: list[_Fault] = [*REPLIES, *CODE, *GUESTS]

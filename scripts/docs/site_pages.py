@@ -112,7 +112,7 @@ _OUTSIDE = {source: page for page, source in PAGES.items()}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are no files of ``docs``."""
+    """Add the pages that are not files of ``docs``."""
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=_commands()))

@@ -7,7 +7,7 @@ both are compared. Exits with 1 if anything was lost, doubled, skipped or repeat
 
 With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
 that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
-program of a killed run may go on.
+program of a killed run may continue.
 
 A third run without a kill, over the same prompts with another sampling seed, tests whether the stored samples are
 biased by length. The same test is printed for the samples that would remain if each kill discarded the rollouts in
@@ -309,14 +309,14 @@ def scored_again(kills: Kills, witness: Path) -> tuple[int, int]:
 
 
 def compare_programs(run: Path, begun: set[int], temporary: Path) -> int:
-    """Check that the programs under way at a kill began again and are counted, and that none of them goes on."""
+    """Check that the programs under way at a kill began again and are counted, and that none of them continues."""
     rows = list(read_rows(run, "all"))
     again = {row.data["index"] for row in rows if "restarted_at_resume" in row.data["metrics"]}
     expected = begun & {row.data["index"] for row in rows}
     print(f"{len(again & expected)} programs were under way at a kill, began again and are counted")
     missing, wrong, left = expected - again, again - begun, programs_of(temporary)
     print(f"{len(missing)} began again and are not counted, {len(wrong)} are counted and did not begin again")
-    print(f"{len(left)} programs go on after the end {left[:3] or ''}")
+    print(f"{len(left)} programs continue after the end {left[:3] or ''}")
     return len(missing) + len(wrong) + len(left)
 
 

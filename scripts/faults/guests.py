@@ -28,7 +28,7 @@ __all__ = ["GUESTS", "GuestFault", "play_guest"]
 
 @attrs.frozen
 class GuestFault:
-    """What one hostile program does to the gateway, among the sound programs of other rollouts."""
+    """An attack of one hostile program on the gateway, among the sound programs of other rollouts."""
 
     name: str
     act: Callable[[ModelServer], Awaitable[Any]]
@@ -44,7 +44,7 @@ def _chat(**fields: Any) -> bytes:
 def _posts(
     body: Callable[[], bytes], *, times: int = 1, encoding: str = ""
 ) -> Callable[[ModelServer], Awaitable[None]]:
-    """Send a body some times at once; whatever is answered, the program goes on."""
+    """Send a body some times at once; whatever is answered, the program continues."""
 
     async def act(server: ModelServer) -> None:
         sent, headers = body(), {"x-api-key": server.api_key}

@@ -123,14 +123,14 @@ _VALUES: dict[Place, dict[str, Callable[[], Any]]] = {
     "step": {
         "returns None": lambda: None,
         "returns a dict": lambda: {"messages": []},
-        "returns a text": lambda: "done",
+        "returns a string": lambda: "done",
         "has a reward of NaN": lambda: StepResult(done=True, reward=math.nan),
         "has an infinite reward": lambda: StepResult(done=True, reward=math.inf),
-        "has a reward that is a text": lambda: StepResult(done=True, reward="0.1"),  # type: ignore[arg-type]
-        "has a metric that is a text": lambda: StepResult(done=True, metrics={"won": "yes"}),  # type: ignore[dict-item]
+        "has a reward that is a string": lambda: StepResult(done=True, reward="0.1"),  # type: ignore[arg-type]
+        "has a metric that is a string": lambda: StepResult(done=True, metrics={"won": "yes"}),  # type: ignore[dict-item]
         "has a metric of NaN": lambda: StepResult(done=True, metrics={"won": math.nan}),
         "has metrics that are a list": lambda: StepResult(done=True, metrics=["won"]),  # type: ignore[arg-type]
-        "has done that is a text": lambda: StepResult(done="yes"),  # type: ignore[arg-type]
+        "has done that is a string": lambda: StepResult(done="yes"),  # type: ignore[arg-type]
         "has a message that is a number": lambda: StepResult([7]),  # type: ignore[list-item]
         "has a message of a wrong role": lambda: StepResult([Message("critic", "no")]),  # type: ignore[arg-type]
         "has a message with bytes": lambda: StepResult([Message("user", b"no")]),  # type: ignore[arg-type]
@@ -138,14 +138,14 @@ _VALUES: dict[Place, dict[str, Callable[[], Any]]] = {
     },
     "start": {
         "returns None": lambda: None,
-        "returns a text": lambda: "hello",
+        "returns a string": lambda: "hello",
         "returns no message": list,
         "returns texts": lambda: ["hello"],
         "returns a message of a wrong role": lambda: [Message("critic", "no")],  # type: ignore[arg-type]
     },
     "reward": {
         "returns None": lambda: None,
-        "returns a text": lambda: "good",
+        "returns a string": lambda: "good",
         "returns NaN": lambda: math.nan,
         "returns infinity": lambda: -math.inf,
         "returns a list": lambda: [1.0],
@@ -169,7 +169,7 @@ _EDITS: dict[str, Callable[[Any], Any]] = {
     "sets deep metadata": lambda sample: setattr(sample, "metadata", deep()),
     "sets a cyclic label": lambda sample: setattr(sample, "label", _cyclic()),
     "sets a metric of NaN": lambda sample: sample.metrics.__setitem__("won", math.nan),
-    "sets a metric that is a text": lambda sample: sample.metrics.__setitem__("won", "yes"),
+    "sets a metric that is a string": lambda sample: sample.metrics.__setitem__("won", "yes"),
     "sets a step reward of NaN": lambda sample: setattr(sample, "step_rewards", [math.nan]),
 }
 
@@ -222,12 +222,12 @@ def _code_faults() -> Iterator[CodeFault]:
         for place in ("reward", "group reward", "filter"):
             yield CodeFault(place, name, _then(edit))
     yield CodeFault("filter", "swaps two indices", _swap)
-    for name, value in {"NaN": math.nan, "a text": "1.0", "infinity": math.inf}.items():
+    for name, value in {"NaN": math.nan, "a string": "1.0", "infinity": math.inf}.items():
         edit = partial(lambda sample, value: setattr(sample, "reward", value), value=value)
         yield CodeFault("filter", f"sets a reward of {name}", _then(edit))
-    for name, value in {"None": None, "a text": "yes", "a number": 1, "a list": []}.items():
+    for name, value in {"None": None, "a string": "yes", "a number": 1, "a list": []}.items():
         yield CodeFault("filter", f"returns {name}", _given(partial(copy.copy, value)))
-    for name, value in {"None": None, "no sample": [], "a text": "sample", "a number": 7}.items():
+    for name, value in {"None": None, "no sample": [], "a string": "sample", "a number": 7}.items():
         yield CodeFault("generate", f"returns {name}", _given(partial(copy.copy, value)))
 
 

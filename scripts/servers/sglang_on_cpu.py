@@ -1,4 +1,4 @@
-"""Runs SGLang's server where there is no GPU: ``python scripts/servers/sglang_on_cpu.py --model-path DIR ...``
+"""Runs SGLang's server without a GPU: ``python scripts/servers/sglang_on_cpu.py --model-path DIR ...``
 
 SGLang imports ``sgl_kernel`` and torchvision at its start, and calls neither for a text model on the CPU. The wheel of
 ``sgl_kernel`` needs CUDA, and PyPI's torchvision registers its operators only with a torch that has CUDA. So this
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 KERNEL_VERSION = "0.4.10"
-"""What SGLang 0.5.23 expects."""
+"""The version that SGLang 0.5.23 expects."""
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

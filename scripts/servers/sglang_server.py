@@ -5,7 +5,7 @@ Keys come from ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY, the same variables that 
 in a file, because every user of a machine can read the arguments of a process. The server has a process group of its
 own, which ends with this process on Ctrl-C, SIGTERM or SIGHUP.
 
-All other flags go to SGLang as they are; docs/servers.md names those that matter.
+All other flags go to SGLang as they are; docs/servers.md names the flags that matter.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def is_ready(url: str, key: str | None) -> bool:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End the process group: SGLang's scheduler and detokenizer are processes of their own.
+    """End the process group: SGLang's scheduler and detokenizer are separate processes.
 
     Only the first process gets SIGTERM: it takes a scheduler that ends by itself for a crash.
     """

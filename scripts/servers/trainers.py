@@ -1,7 +1,7 @@
 """Tests of the adapters for trainers, each with the real package: ``scripts/test --trainers [--discard] [NAME …]``.
 
 :data:`TRAINERS` is the table of the environments; a trainer is a line of it and its test file. The environments are
-``.venv-trainer-NAME``, made one after another; one that is complete for its line is used again, unless ``--discard``
+``.venv-trainer-NAME``, made one after another; an environment that is complete for its line is used again, unless ``--discard``
 removes each after its tests. A trainer that cannot run here is named with what it lacks.
 """
 
@@ -30,9 +30,9 @@ class Trainer:
     tests: tuple[str, ...]
     """Test files and options of pytest."""
     packages: tuple[str, ...] = ()
-    """What pip installs with dependencies."""
+    """Packages that pip installs with dependencies."""
     no_deps: tuple[str, ...] = ()
-    """What it installs without them: theirs need CUDA, or pin versions that exclude each other."""
+    """Packages without dependencies: theirs need CUDA, or pin versions that exclude each other."""
     stubs: tuple[str, ...] = ()
     """Packages that are imported and not used: empty modules in their place."""
     python: str | None = None
@@ -43,7 +43,7 @@ class Trainer:
     """Folders of the checkout that are imported from."""
 
     def lacks(self, variables: Mapping[str, str]) -> str:
-        """What it needs and these environment variables do not give; empty if nothing."""
+        """The requirements that these environment variables do not give, as text; empty if none."""
         if self.checkout is not None and not Path(variables.get(self.checkout, "") or "/nowhere").is_dir():
             return f"{self.checkout}: got {variables.get(self.checkout)!r}; expected a checkout of it"
         if self.python is not None and interpreter(self.python, variables) is None:

@@ -2,12 +2,12 @@
 scripts.servers.widened_model SOURCE TARGET``
 
 vLLM's attention on a CPU knows heads of 32 dimensions and more, and the demo model's have 16. The new dimensions are
-zero. Rotary position embeddings rotate pairs of dimensions, each pair by a frequency of its own: pair i of 8 has the
+zero. Rotary position embeddings rotate pairs of dimensions, each pair by its frequency: pair i of 8 has the
 frequency of pair 2i of 16, so the dimensions (i, i + 8) become (2i, 2i + 16). The norm of each head averages over twice
 as many dimensions, and the attention divides by another root: together a factor of sqrt(2), which the norm of the keys
 takes back. Logits differ by rounding, and by the epsilon of the norms, whose share doubles: 3e-5 for the demo model.
 
-The output head becomes a matrix of its own, because vLLM 0.32 on a CPU keeps the old one of tied embeddings in a weight
+The output head becomes a separate matrix, because vLLM 0.32 on a CPU keeps the old one of tied embeddings in a weight
 update.
 """
 
@@ -27,7 +27,7 @@ NARROW, WIDE = 16, 32
 
 
 def widen(source: Path, target: Path) -> None:
-    """Write ``source`` to the new folder ``target`` with heads of 32 dimensions; one that has more is copied.
+    """Write ``source`` to the new folder ``target`` with heads of 32 dimensions; a model that has more is copied.
 
     Raises:
         ConfigError: another model than Qwen3, or heads of fewer dimensions than 32 but not 16.

@@ -65,7 +65,7 @@ def test_a_flag_of_the_user_replaces_the_default() -> None:
 
 
 def test_keys_are_in_a_file_of_this_user() -> None:
-    """Keys are no arguments; their file is private, and gone afterwards."""
+    """Keys are not arguments; their file is private, and gone afterwards."""
     line, keys = command("model", ROLLOUTS_API_KEY="user", ROLLOUTS_ADMIN_KEY="admin")
     assert not {"user", "admin"} & set(line)
     with config_of(keys) as (flag, name):
