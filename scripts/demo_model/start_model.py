@@ -25,7 +25,7 @@ GATES = {
     "skill: one step": (0.97, 1.0),
     "skill: two steps, 60 to 99": (0.97, 1.0),
 }
-"""The bounds of the start model's figures: it guesses most of the time, and copies numbers without mistakes otherwise."""
+"""The bounds of the start model's figures: it guesses most of the time, and otherwise copies numbers correctly."""
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
 """Tests of the adapters for trainers, each with the real package: ``scripts/test --trainers [--discard] [NAME …]``.
 
 :data:`TRAINERS` is the table of the environments; a trainer is a line of it and its test file. The environments are
-``.venv-trainer-NAME``, made one after another; an environment that is complete for its line is used again, unless ``--discard``
-removes each after its tests. A trainer that cannot run here is named with what it lacks.
+``.venv-trainer-NAME``, made one after another; a complete environment is used again, unless ``--discard`` removes each
+after its tests. A trainer that cannot run here is named with the reason.
 """
 
 from __future__ import annotations
