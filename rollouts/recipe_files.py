@@ -1,7 +1,8 @@
-"""Load a recipe, built in or from a file, and build it with options from a command line.
+"""Load a recipe, by name or from a file, and build it with options from a command line.
 
-A string that ends in ``.py`` is the path of a file; any other is the name of a built-in recipe, a module of
-:mod:`rollouts.recipes`.
+A string that ends in ``.py`` is the path of a file. Any other is a name: of a built-in recipe, a module of
+:mod:`rollouts.recipes.configs`, or of an entry point in the group ``rollouts.recipes``, whose value is a module with a
+function ``recipe``. Built-in names cannot be replaced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 import attrs
 import msgspec
 
+from rollouts.base.plugins import plugins
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
@@ -36,11 +38,14 @@ __all__ = [
     "import_file",
     "load_recipe",
     "read_options",
+    "recipe_names",
     "recipe_options",
     "summary_of",
 ]
 
 _BUILT_IN = Path(__file__).parent / "recipes" / "configs"
+ENTRY_POINTS = "rollouts.recipes"
+"""The group in which packages add recipes."""
 
 RecipeFunction: TypeAlias = Callable[..., Recipe]
 """``recipe(endpoint, *, ...options) -> Recipe``."""
@@ -79,18 +84,31 @@ def built_in() -> list[str]:
     return sorted(path.stem for path in _BUILT_IN.glob("*.py") if path.stem != "__init__")
 
 
+def recipe_names() -> list[str]:
+    """The names of the built-in recipes and of the recipes that packages add; none of them is imported."""
+    return sorted({*built_in(), *plugins(ENTRY_POINTS)})
+
+
+def _is_name(recipe: str | Path) -> bool:
+    return Path(recipe).suffix != ".py" and str(recipe) in recipe_names()
+
+
 def absolute(path: str | Path) -> Path:
-    """The path of a recipe file, absolute; the name of a built-in recipe stays a name, which any installation knows."""
-    return Path(path) if str(path) in built_in() else Path(path).resolve()
+    """The path of a recipe file, absolute; the name of a recipe stays a name, which its installation knows."""
+    return Path(path) if _is_name(path) else Path(path).resolve()
 
 
 def file_of(recipe: str | Path) -> Path:
     """The absolute path of the Python file of a recipe, named or in a file."""
-    return _BUILT_IN / f"{recipe}.py" if str(recipe) in built_in() else Path(recipe).resolve()
+    if not _is_name(recipe):
+        return Path(recipe).resolve()
+    if str(recipe) in built_in():
+        return _BUILT_IN / f"{recipe}.py"
+    return Path(import_file(recipe).__file__ or recipe)
 
 
 def import_file(path: str | Path) -> ModuleType:
-    """Import a Python file, or a built-in recipe by its name.
+    """Import a Python file, or the module of a recipe by its name.
 
     The folder of a file and the parent folder are added to ``sys.path``: a recipe can import modules from there.
 
@@ -106,9 +124,16 @@ def import_file(path: str | Path) -> ModuleType:
             return importlib.import_module(f"rollouts.recipes.configs.{name}")
         except ImportError as error:
             raise ConfigError(f"recipe {name}: importing it raised {type(error).__name__}: {error}") from error
+    if path.suffix != ".py" and name in (added := plugins(ENTRY_POINTS)):
+        module = added[name].load()
+        if not isinstance(module, ModuleType):
+            raise added[name].refused(f"got {module!r}; expected a module with a function recipe(endpoint, *, ...)")
+        return module
     if not path.is_file() or path.suffix != ".py":
-        expected = "an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: "
-        raise ConfigError.of("RECIPE", str(path) if path.suffix == ".py" else name, expected + ", ".join(built_in()))
+        expected = "an existing Python file with a function recipe(endpoint, *, ...), or a known recipe: "
+        raise ConfigError.of(
+            "RECIPE", str(path) if path.suffix == ".py" else name, expected + ", ".join(recipe_names())
+        )
     for folder in (path.parent, path.parent.parent):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))

@@ -431,7 +431,7 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 # ruff: noqa: E501
 # fmt: off
 ROWS = [
-    Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a built-in recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
+    Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
     Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: max_turns (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
@@ -528,7 +528,7 @@ ROWS = [
 
 _HEAD = """# Bad inputs and faults
 
-Written by `scripts/bad_inputs`; do not edit. A test provokes each row and compares the message. `…` matches any text,
+Written by `scripts/docs/write bad_inputs`; do not edit. A test provokes each row and compares the message. `…` matches any text,
 `DIR` is a folder. What a run does about a fault is on the page about [failures](failures.md).
 """
 

@@ -20,5 +20,5 @@ def test_the_message_is_the_one_of_the_table(row: Row, tmp_path: Path) -> None:
 
 
 def test_the_page_is_the_table() -> None:
-    """docs/bad_inputs.md is up to date with scripts/bad_inputs."""
+    """docs/bad_inputs.md is up to date with scripts/docs/write bad_inputs."""
     assert (Path(__file__).parents[1] / "docs" / "bad_inputs.md").read_text(encoding="utf-8") == page()

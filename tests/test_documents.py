@@ -351,7 +351,7 @@ def test_the_commands_of_the_tutorial_run(engine_url: str, tmp_path: Path, capsy
                 continue
             words = shlex.split(text, comments=True)
             check_command(words)
-            if words[0] == "rollouts" and words[1] != "conformance":  # its points have tests of their own
+            if words[0] == "rollouts" and words[1] != "conformance":  # its points have other tests
                 run_command(words, engine_url)
                 verbs.append(words[1])
         assert Path("atlas.html").stat().st_size > 10_000
@@ -482,3 +482,21 @@ def test_the_page_of_internals_names_files_and_their_lines() -> None:
         files = [path] if name.endswith(".py") else sorted(path.glob("*.py"))
         found = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
         assert 0.75 * int(lines) <= found <= 1.25 * int(lines), (name, found)
+
+
+def test_the_guide_is_short_enough_to_read() -> None:
+    """The pages for a newcomer (``Guide`` in ``mkdocs.yml``) have at most 8,000 words; all others are reference."""
+    nav = (
+        (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("  - Guide:\n")[2].partition("  - Reference:\n")[0]
+    )
+    pages = re.findall(r": (\w+\.md)$", nav, flags=re.MULTILINE)
+    assert [page.removesuffix(".md") for page in pages] == [
+        "tutorial",
+        "core",
+        "environments",
+        "rewards",
+        "runs",
+        "slime",
+        "programs",
+    ]
+    assert sum(len((ROOT / "docs" / page).read_text(encoding="utf-8").split()) for page in pages) <= 8000

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-VERBS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and not path.suffix)
+VERBS = sorted(path for path in (ROOT / "scripts").rglob("*") if path.is_file() and not path.suffix)
+FOLDERS = {"benches", "demo_model", "docs", "faults", "servers"}
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda path: path.name)
+@pytest.mark.parametrize("verb", VERBS, ids=lambda path: str(path.relative_to(ROOT / "scripts")))
 def test_a_verb_installs_what_it_runs(verb: Path) -> None:
     """It is a bash file that calls scripts/install, and every project module that it runs exists."""
     text = verb.read_text()
@@ -27,6 +28,23 @@ def test_a_verb_installs_what_it_runs(verb: Path) -> None:
         main = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__main__.py"
         guarded = [ast.unparse(node.test) for node in ast.parse(main.read_text()).body if isinstance(node, ast.If)]
         assert "__name__ == '__main__'" in guarded
+
+
+def test_scripts_has_twelve_entries() -> None:
+    """Commands that few need are in folders."""
+    found = sorted(path.name for path in (ROOT / "scripts").iterdir() if path.name != "__pycache__")
+    assert found == sorted(FOLDERS | {"bench", "check", "install", "learn", "run", "site", "test"})
+
+
+def test_every_command_that_a_page_names_exists() -> None:
+    """Each ``scripts/…`` in the pages, in CONTRIBUTING and in the scripts themselves is a file or a folder."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *VERBS, *(ROOT / "scripts").rglob("*.py")]
+    named = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for path in pages
+        for name in re.findall(r"(?<![\w/}])scripts/[a-z][\w/]*(?:\.py)?(?!\w)", path.read_text(encoding="utf-8"))
+    }
+    assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_an_extra_that_a_verb_installs_exists() -> None:
@@ -63,7 +81,7 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
-    """scripts/learn names no recipe itself, so that one that follows is the only one."""
+    """scripts/learn names no recipe itself, so that the recipe that follows is the only one."""
     stubs = {"scripts/install": "exit 0", ".venv/bin/python": 'echo "$@"'}
     for name, text in stubs.items():
         (tmp_path / name).parent.mkdir(parents=True)

@@ -3,6 +3,9 @@
 Invariant: an expected error is one line on standard error and an exit code: 2 for bad input, 1 for a broken law or a
 failed run, 130 for Ctrl-C. No child process outlives the command. The verbs only connect packages; the work is done in
 the packages below. Only the module of the verb that is called is imported, so that ``rollouts --help`` starts at once.
+
+Packages add verbs by entry points in the group ``rollouts.commands``: a function ``add(verbs)`` as each module here has
+it, which adds a parser of its name with the default ``verb``. Built-in names cannot be replaced.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from rollouts.errors import RolloutsError
 
 __all__ = ["VERBS", "Verb", "main"]
 
+ENTRY_POINTS = "rollouts.commands"
+"""The group in which packages add verbs."""
+
 
 class Verb(NamedTuple):
     """One verb of the command line."""
@@ -34,7 +40,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "run": Verb("run", "generate batches and write them to a folder"),
-    "recipes": Verb("recipes", "list the built-in recipes with their options"),
+    "recipes": Verb("recipes", "list the recipes with their options"),
     "ls": Verb("ls", "list the runs and evaluations in a folder"),
     "show": Verb("show", "print a stored run: groups, samples, transcripts"),
     "play": Verb("play", "play one prompt and print its turns"),
@@ -116,4 +122,25 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)
         else:
             verbs.add_parser(name, help=verb.does)
+    if called not in VERBS:
+        _add_plugins(verbs, called)
     return parser
+
+
+def _add_plugins(verbs: Any, called: str | None) -> None:
+    """Add the verbs of packages; only the called one is imported."""
+    from rollouts.base.plugins import plugins  # here: a built-in verb does not read the entry points
+
+    for name, plugin in plugins(ENTRY_POINTS).items():
+        if name in VERBS:
+            continue
+        if name != called:
+            verbs.add_parser(name, help=f"of {visible(plugin.distribution)}")
+            continue
+        add = plugin.load()
+        try:
+            add(verbs)
+        except Exception as error:  # foreign code raises any type
+            raise plugin.refused(f"add(verbs) raised {type(error).__name__}: {error}") from error
+        if name not in verbs.choices or not callable(verbs.choices[name].get_default("verb")):
+            raise plugin.refused("expected a function add(verbs) that adds a parser of this name with the default verb")

@@ -9,7 +9,7 @@ from typing import Any
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import above_0, add_verb, at_least_0, check_run
 from rollouts.errors import ConfigError
-from rollouts.integrations.exports import EXPORTERS, export_batches
+from rollouts.integrations.exports import EXPORTERS, export_batches, exporters
 from rollouts.integrations.slime.debug_data import export_run
 from rollouts.runs.export import export_rows
 
@@ -23,7 +23,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("jsonl", "parquet", "hf", "slime", *EXPORTERS),
+        choices=("jsonl", "parquet", "hf", "slime", *exporters()),
         help="jsonl: one file, a line per sample; parquet: one file; hf: a folder for datasets.load_dataset; slime: "
         "files for slime's --load-debug-rollout-data; a folder with a file for each batch: "
         + "; ".join(f"{name} ({exporter.meaning})" for name, exporter in EXPORTERS.items()),
@@ -53,12 +53,13 @@ def add(verbs: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     check_run(args.run)
-    if args.version is not None and args.to not in EXPORTERS:
+    of_rows = args.to in ("jsonl", "parquet", "hf")
+    if args.version is not None and (of_rows or args.to == "slime"):
         raise ConfigError.of("version", args.version, f"none with --to {args.to}: it stores versions as text")
-    if args.temperature is not None and args.to != "slime" and args.to not in EXPORTERS:
+    if args.temperature is not None and of_rows:
         expected = f"none with --to {args.to}: it stores the temperature of each completion"
         raise ConfigError.of("temperature", args.temperature, expected)
-    if args.to == "slime" or args.to in EXPORTERS:
+    if not of_rows:
         if args.outcome != "kept":
             expected = f'"kept" with --to {args.to}: a trainer takes whole batches'
             raise ConfigError.of("--outcome", args.outcome, expected)

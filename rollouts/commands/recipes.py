@@ -1,4 +1,4 @@
-"""``rollouts recipes``: the built-in recipes with their options and defaults."""
+"""``rollouts recipes``: the recipes that have a name, with their options and defaults."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ import json
 from typing import Any
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_verb, recipe_help
-from rollouts.recipe_files import RecipeFunction, built_in, load_recipe, recipe_options, summary_of
+from rollouts.commands.arguments import add_verb, recipe_help, tell
+from rollouts.errors import ConfigError
+from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_names, recipe_options, summary_of
 
 __all__ = ["add"]
 
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "recipes", _recipes, "list the built-in recipes with their options", "recipes calculator")
+    parser = add_verb(verbs, "recipes", _recipes, "list the recipes with their options", "recipes calculator")
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes to list (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _recipes(args: argparse.Namespace) -> int:
-    functions = {name: load_recipe(name) for name in args.names or built_in()}
+    functions: dict[str, RecipeFunction] = {}
+    for name in args.names or recipe_names():
+        try:
+            functions[name] = load_recipe(name)
+        except ConfigError as error:  # of a package that is broken
+            if args.names:
+                raise
+            tell(error, debug=args.debug)
     if args.json:
         say(json.dumps({name: _described(function) for name, function in functions.items()}, default=str))
         return 0

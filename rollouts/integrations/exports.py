@@ -3,7 +3,7 @@
 Invariant: a file has every sample of its batch, with its tokens, mask, logprobs, versions and reward. A sample that the
 trainer's type cannot hold is refused by name. The files appear together, or none does.
 
-This module knows no trainer; it imports the function of the requested trainer.
+This module knows no trainer; it imports the function of the exporter that is named.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from types import MappingProxyType
 
 import attrs
 
+from rollouts.base.plugins import plugins
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import batch_name, check_outside, read_rows
 
-__all__ = ["EXPORTERS", "Exporter", "export_batches"]
+__all__ = ["EXPORTERS", "Exporter", "export_batches", "exporter_of", "exporters"]
+
+ENTRY_POINTS = "rollouts.exporters"
+"""The group in which packages add an :class:`Exporter`."""
 
 
 @attrs.frozen
@@ -85,6 +89,28 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
 )
 
 
+def exporters() -> list[str]:
+    """The names of the exporters, built in and of packages; none of them is imported."""
+    return [*EXPORTERS, *(name for name in plugins(ENTRY_POINTS) if name not in EXPORTERS)]
+
+
+def exporter_of(name: str) -> Exporter:
+    """The exporter with this name; built-in names cannot be replaced.
+
+    Raises:
+        ConfigError: no such name, or what the package adds is not an :class:`Exporter`.
+    """
+    if name in EXPORTERS:
+        return EXPORTERS[name]
+    added = plugins(ENTRY_POINTS).get(name)
+    if added is None:
+        raise ConfigError.of("--to", name, f"one of {', '.join(exporters())}")
+    exporter = added.load()
+    if not isinstance(exporter, Exporter):
+        raise added.refused(f"got {exporter!r}; expected an Exporter of rollouts.integrations.exports")
+    return exporter
+
+
 def export_batches(
     run: str | Path,
     out: str | Path,
@@ -99,7 +125,7 @@ def export_batches(
     Args:
         run: the run's folder.
         out: a folder that is new or empty.
-        trainer: a name in :data:`EXPORTERS`.
+        trainer: a name of :func:`exporters`.
         version: the number of the policy version of all tokens, if the server's versions are not numbers.
         temperature: that by which the trainer divides logits; by default 1.
         overwrite: replace the folder of an earlier export.
@@ -112,7 +138,7 @@ def export_batches(
             its type cannot hold a sample, a sample was sampled at another temperature, or its files have no ``version``
             or ``temperature``.
     """
-    exporter, out = EXPORTERS[trainer], Path(out)
+    exporter, out = exporter_of(trainer), Path(out)
     if version is not None and not exporter.numbers_versions:
         having = ", ".join(name for name, other in EXPORTERS.items() if other.numbers_versions)
         raise ConfigError.of("version", version, f"none with --to {trainer}: files for {having} have it")

@@ -45,7 +45,7 @@ def _suite(argv: list[str]) -> None:
 
 
 OTHERS = ("fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "workers")
-"""``scripts/benches/NAME.py`` with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
+"""Modules with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
 
 
 def _written(value: float | int | str) -> str:

@@ -1,8 +1,8 @@
 """The session server of miles, for ``scripts/bench gateway``: ``python scripts/benches/gateway_miles.py UPSTREAM PORT
 TOKENIZER``, in an environment with SGLang and with miles in ``PYTHONPATH``. It imports nothing of this package.
 
-miles imports a module of its own SGLang for DeepSeek-V4, which SGLang 0.5.23 does not have; it is replaced by an empty
-one, and the parts of SGLang that need a GPU as in ``scripts/sglang_on_cpu.py``.
+miles imports a module of its SGLang for DeepSeek-V4, which SGLang 0.5.23 does not have; it is replaced by an empty
+one, and the parts of SGLang that need a GPU as in ``scripts/servers/sglang_on_cpu.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import types
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "servers"))
 
 NAME = "sglang.srt.entrypoints.openai.encoding_dsv4"
 

@@ -1,4 +1,4 @@
-"""What the parts of ``docs/internals.md`` save: each against the plain way, in CPU time; the two alternate."""
+"""The savings of the parts of ``docs/internals.md``: each against the plain way, in CPU time; the two alternate."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def bench_internals(options: argparse.Namespace) -> list[Row]:
     lists = [reply.tolist() for reply in replies]
     rows = [
         _row(
-            "fast_encoder.py", "µs a text of 2,000 characters", 1e6 / 200,
+            "fast_encoder.py", "µs for 2,000 characters", 1e6 / 200,
             lambda: [fast.encode(text) for text in texts()],
             lambda: [raw.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in texts()], rounds,
         ),

@@ -89,7 +89,7 @@ machine; the absolute times in the last column are valid for this machine and th
 
 {chr(10).join(rows)}
 
-- S, L, A and H are in groups of eight, as in use; `single` has a prompt of its own for each sample. Two samples share
+- S, L, A and H are in groups of eight, as in use; `single` has another prompt for each sample. Two samples share
   the prompt of their group and the reply of the server, no other text.
 - `lean` is a hand-written loop: aiohttp, a typed decode, arrays, reused request bytes, each new text tokenised once,
   the prompt of a group once for all its samples, with `fastokens` as ours; the last column has the ratio to the same

@@ -32,7 +32,7 @@ BENCHES: dict[str, Bench] = {
 
 
 def single(renderer: Renderer, rounds: int) -> Iterator[Line]:
-    """The ratios with a prompt of its own for each sample."""
+    """The ratios with another prompt for each sample."""
     for name in ratios.TARGETS:
         yield from ratios.against_the_floor(renderer, name, rounds, n=1)
 

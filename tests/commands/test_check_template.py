@@ -153,9 +153,9 @@ async def test_an_unreachable_endpoint_is_an_error() -> None:
 
 
 def test_the_page_of_families_is_up_to_date(asset: object) -> None:
-    """docs/families.md is what scripts/families writes now."""
+    """docs/families.md is what scripts/docs/write families writes now."""
     folder = asset("templates").parent  # type: ignore[operator]
-    command = [sys.executable, "-W", "ignore", "-m", "scripts.families_page", "--check"]
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.docs", "families", "--check"]
     done = subprocess.run(
         command,
         cwd=ROOT,

@@ -385,7 +385,7 @@ def loaded_by(*arguments: str) -> set[str]:
 def test_help_loads_no_verb_and_no_library() -> None:
     """``rollouts --help`` starts in a fraction of the time of a verb."""
     loaded = loaded_by("--help")
-    small = {"rollouts.commands", "rollouts.errors", "rollouts.base", "rollouts.base.terminal"}
+    small = {"rollouts.commands", "rollouts.errors", "rollouts.base", "rollouts.base.plugins", "rollouts.base.terminal"}
     small |= {"rollouts.concurrency", "rollouts.concurrency.interrupts"}
     assert {name for name in loaded if name.startswith("rollouts.")} == small
     assert loaded & {"aiohttp", "anyio", "msgspec", "numpy", "rich", "transformers"} == set()

@@ -10,17 +10,9 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from rollouts.environments.calculator import calculator_prompts  # noqa: E402 - the script needs torch
-from scripts.demo_model import (  # noqa: E402
-    GATES,
-    check_habits,
-    clean_turns,
-    demo_model,
-    encoded,
-    habits,
-    padded,
-    transcript,
-    widened,
-)
+from scripts.demo_model.demonstrations import clean_turns, transcript  # noqa: E402
+from scripts.demo_model.start_model import GATES, check_habits, habits, widened  # noqa: E402
+from scripts.demo_model.training import demo_model, encoded, padded  # noqa: E402
 from training.learn import START_MODEL  # noqa: E402
 
 

@@ -1,4 +1,4 @@
-"""A real run, killed with SIGKILL and resumed, loses nothing; the long form of this is ``scripts/crash_test``."""
+"""A real run, killed with SIGKILL and resumed, loses nothing; the long form of this is ``scripts/faults/crash``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_recipe_has_programs(tmp_path: Path) -> None:
     """With ``programs`` a rollout is a process, scored by what it wrote; its prompts are the same at each resume."""
     options = {"witness": str(tmp_path / "witness"), "programs": "True", "prompts": "3"}
-    function = load_recipe(ROOT / "scripts" / "crash_recipe.py")
+    function = load_recipe(ROOT / "scripts" / "faults" / "crash_recipe.py")
     made, again = (build(function, Endpoint(model=str(DEMO_MODEL)), options) for _ in range(2))
     generate_fn, reward_fn = made.config.generate_fn, made.config.reward_fn
     assert isinstance(generate_fn, partial)
@@ -36,7 +36,7 @@ def test_the_recipe_has_programs(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_without_a_difference() -> None:
     """Two kills; tokens, groups and batches are those of the run without a kill."""
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.crash_run", "--kills", "2", "--longest", "4"],
+        [sys.executable, "-m", "scripts.faults.crash_run", "--kills", "2", "--longest", "4"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -245,7 +245,7 @@ class SlowPolicy(ScriptedPolicy):
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """The rows of the table in ``docs/programs.md``, printed after the last test."""
+    """The rows of the table in ``docs/gateway.md``, printed after the last test."""
     rows = ["| package | version | API | prompt of the first call | calls, roots, depth | sampled, trained |"]
     rows += ["|---|---|---|---|---|---|"]
     yield rows

@@ -26,7 +26,7 @@ from rollouts.engine.process import engine_process
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info
-from scripts.sglang_server import READY
+from scripts.servers.sglang_server import READY
 from tests.integration.real_servers import (
     ROOT,
     RealServer,
@@ -73,7 +73,15 @@ class SGLangServer(RealServer):
     provider = "sglang"
 
     def start(self) -> None:
-        command = [str(self.python), "-m", "scripts.sglang_server", "--cpu", str(self.model), "--port", str(self.port)]
+        command = [
+            str(self.python),
+            "-m",
+            "scripts.servers.sglang_server",
+            "--cpu",
+            str(self.model),
+            "--port",
+            str(self.port),
+        ]
         with self.log.open("ab") as errors:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None

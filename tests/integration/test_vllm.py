@@ -2,7 +2,7 @@
 
 Only ``scripts/test --vllm`` runs these tests: it creates the environment of the server. One server is started for all
 of them. Every run is checked for laws 1 to 5 and, token by token, for law 8. The demo model has heads of 32 dimensions
-here, because vLLM needs them on a CPU: the same function (``scripts/widened_model.py``).
+here, because vLLM needs them on a CPU: the same function (``scripts/servers/widened_model.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.vllm import VLLMPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info
-from scripts.widened_model import widen
+from scripts.servers.widened_model import widen
 from tests.integration.real_servers import (
     ROOT,
     RealServer,
@@ -63,7 +63,7 @@ class VLLMServer(RealServer):
     def start(self) -> None:
         command = [
             str(self.python),
-            str(ROOT / "scripts" / "vllm_server.py"),
+            str(ROOT / "scripts" / "servers" / "vllm_server.py"),
             str(self.model),
             "--port",
             str(self.port),

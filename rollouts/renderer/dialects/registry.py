@@ -7,10 +7,10 @@ calls that the template writes is tested elsewhere.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rollouts.base.plugins import plugins
 from rollouts.errors import ConfigError
 from rollouts.renderer.dialects.base import Dialect
 
@@ -138,14 +138,13 @@ def get_dialect(name: str) -> Dialect:
     """
     if name in DIALECTS:
         return DIALECTS[name]
-    points = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    point = next((point for point in points if point.name == name), None)
+    added = plugins(ENTRY_POINTS)
     module, colon, attribute = name.partition(":")
-    if point is None and not (module and colon and attribute):
-        known = sorted({*DIALECTS, *(point.name for point in points)})
+    if name not in added and not (module and colon and attribute):
+        known = sorted({*DIALECTS, *added})
         raise ConfigError.of("dialect", name, f"one of {', '.join(known)}; or package.module:attribute")
     try:
-        found = point.load() if point is not None else getattr(importlib.import_module(module), attribute)
+        found = added[name].load() if name in added else getattr(importlib.import_module(module), attribute)
         return _checked(name, found() if isinstance(found, type) else found)
     except ConfigError:
         raise

@@ -1,0 +1,132 @@
+"""docs/families.md: the verdicts of the renderer's self-test on each model family.
+
+Needs the test assets: ROLLOUTS_TEST_ASSETS, or ../shared/assets next to the project.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rollouts.errors import ConfigError
+from rollouts.renderer import SelfTest, load_tokenizer
+from tests.families import REAL, SMALL, TOOLS, Family
+from tests.structures import STRUCTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "families.md"
+HEAD = """# Model families
+
+Written by `scripts/docs/write families` from the renderer's self-test; do not edit. `rollouts check --model DIR` prints
+the same for any model.
+
+Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments,
+after text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run
+with tools starts only with `dialect="plain"`, which parses no calls.
+
+Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (the appended ids
+equal the template's own rendering), **forks** (the bridge is right, but the template rewrites earlier messages;
+`history=` sets what happens then) or **refused** (a run with such steps does not start). The verdict is the worst of
+them, and **refused** if calls are not read.
+
+"""
+REAL_HEAD = """## Templates as published
+
+| family | template | dialect | calls | stops at | verdict | forks | refused | known for |
+|---|---|---|---|---|---|---|---|---|
+"""
+SMALL_HEAD = """
+## Small templates with the quirks of other families
+
+These families are tested with small templates of the same structure, because theirs were not available or not needed.
+
+| family | template | dialect | calls | stops at | verdict | forks | refused | known for |
+|---|---|---|---|---|---|---|---|---|
+"""
+WHY_HEAD = """
+## Why
+
+The self-test's reason for the first step that is not exact, and for calls that are not read.
+
+"""
+
+
+class Assets:
+    """A substitute for pytest's ``request``, for the fixtures of :mod:`tests.families`."""
+
+    def __init__(self, folder: Path, unpacked: Path) -> None:
+        self.folder, self.unpacked = folder, unpacked
+
+    def getfixturevalue(self, name: str) -> Callable[..., Any]:
+        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "tokenizer": self.tokenizer}
+        return fixtures[name]
+
+    def template(self, name: str) -> str:
+        return (self.folder / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+    @functools.cache  # noqa: B019 - lives as long as the script
+    def tokenizer(self, name: str, *marks: str) -> Any:
+        if not (self.unpacked / name).is_dir():
+            with tarfile.open(self.folder / "tokenizers" / f"{name}.tar.xz", "r:xz") as archive:
+                if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+                    archive.extractall(self.unpacked, filter="data")
+                else:
+                    archive.extractall(self.unpacked)
+        found = load_tokenizer(self.unpacked / name)
+        if marks:
+            found.add_tokens(list(marks), special_tokens=True)
+        return found
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def steps_of(test: SelfTest, verdict: str) -> str:
+    return "; ".join(step.name for step in test.steps if step.verdict == verdict) or "–"
+
+
+def rows(families: dict[str, Family], assets: Assets) -> tuple[str, str]:
+    table, why = [], []
+    for name, family in families.items():
+        renderer = family.make(assets)
+        test = renderer.self_test(TOOLS)
+        digest = test.template.rpartition("(")[2].rstrip(")")
+        stops = " ".join(renderer.stop_texts)
+        columns = [name, f"`{digest}`", renderer.dialect.name, str(test.calls), cell(stops), f"**{test.verdict}**"]
+        columns += [steps_of(test, "forks"), steps_of(test, "refused"), cell(family.quirk) or "–"]
+        table.append(f"| {' | '.join(columns)} |\n")
+        first = next((step for step in test.steps if step.verdict != "exact"), None)
+        notes = [note.replace(test.template, digest) for note in test.notes if note]
+        if first is not None:
+            reason = first.reason.replace(test.template, digest)
+            why.append(f"- **{name}**, {first.name}: {cell(reason)}\n")
+        if test.unread and not steps_of(test, "refused").strip("–"):
+            why.append(f"- **{name}**, calls: {cell(test.unread)}\n")
+        why += [f"- **{name}**: {cell(note)}\n" for note in notes]
+    return "".join(table), "".join(why)
+
+
+def page(folder: Path) -> str:
+    with tempfile.TemporaryDirectory() as unpacked:
+        assets = Assets(folder, Path(unpacked))
+        real, real_why = rows(REAL, assets)
+        small, small_why = rows({**SMALL, **STRUCTURES}, assets)
+    return HEAD + REAL_HEAD + real + SMALL_HEAD + small + WHY_HEAD + real_why + small_why
+
+
+def pages() -> dict[Path, str]:
+    """The page.
+
+    Raises:
+        ConfigError: the test assets are not there.
+    """
+    folder = Path(os.environ.get("ROLLOUTS_TEST_ASSETS") or ROOT.parent / "shared" / "assets")
+    if not folder.is_dir():
+        raise ConfigError.of("ROLLOUTS_TEST_ASSETS", str(folder), "the folder of the test assets")
+    return {PAGE: page(folder)}
