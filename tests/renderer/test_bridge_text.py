@@ -95,7 +95,12 @@ def test_a_strategy_gets_the_first_result_and_continues_the_kept_messages() -> N
     messages = with_kept(one_round, Kept(((4, USER),), 4, (RESULT,)))([])
     assert roles(messages) == "uCt"
     assert messages[0] == USER
-    assert messages[1].tool_calls[0].id == messages[2].tool_call_id != ""
+    assert messages[1].tool_calls[0].id == messages[2].tool_call_id
+
+
+def test_the_id_of_the_call_of_the_opening_has_nine_characters() -> None:
+    """Some templates refuse an id of another length."""
+    assert len(one_round([RESULT])[1].tool_calls[0].id) == 9
 
 
 def test_strategies_are_tried_in_this_order_and_named_so() -> None:
@@ -151,6 +156,12 @@ def test_the_text_after_a_call_begins_with_the_first_stop_token(stops: Sequence[
     assert bridge([RESULT], CALLED, stops=stops) == written
 
 
+def test_of_several_calls_only_the_text_after_the_last_one_is_written() -> None:
+    """Also where a stop token ends each of them."""
+    closing_each = TURNS.replace("]", "]<end>")
+    assert bridge([RESULT, RESULT], CALLED, source=closing_each) == "<end><end><tool>r<end><tool>r<end><assistant>"
+
+
 def test_white_space_before_the_closing_mark_is_dropped() -> None:
     """It was not sampled. Without a closing mark, or with one that the model never samples, nothing is dropped."""
     spaced = TURNS.replace("<end>", " \n<end>")
@@ -188,6 +199,9 @@ def test_a_turn_whose_end_depends_on_the_new_messages_is_refused() -> None:
         bridge([RESULT], CALLED, source=peeking)
     with pytest.raises(ConfigError, match="a turn without calls: how it ends depends on the text of the new messages"):
         bridge([USER], source=peeking)
+    without_stop = OPEN_CALLS.replace("if not m.tool_calls", "if not m.tool_calls or messages[-1].content != 'r'")
+    with pytest.raises(ConfigError, match="a turn with calls: how it ends depends on the text of the new messages"):
+        bridge([RESULT], CALLED, source=without_stop)
 
 
 @pytest.mark.parametrize(
@@ -234,18 +248,23 @@ def test_a_turn_of_one_call_without_a_stop_token_is_rendered_with_each_call_twic
     assert bridge([RESULT], CALLED, source=several) == "<end><tool>r<end><assistant>"
 
 
+ONE_CALL = "{{ raise_exception('two') if (messages[1].tool_calls or []) | length > 1 }}"
+"""Refuses a turn of two calls."""
+
+
 @pytest.mark.parametrize("test", ["== 'r'", "!= 'r'", "!= 'never'"])
 def test_a_turn_without_calls_replaces_a_turn_that_the_template_leaves_out(test: str) -> None:
     """Whether it leaves the turn out for these messages, for others, or for all."""
     leaving_out = TURNS.replace("in messages", f"in messages if not (m.tool_calls and messages[-1].content {test})")
     assert bridge([RESULT], CALLED, source=leaving_out) == "<end><tool>r<end><assistant>"
+    assert bridge([RESULT], CALLED, source=ONE_CALL + leaving_out) == "<end><tool>r<end><assistant>"
 
 
 def test_a_turn_without_calls_does_not_replace_a_turn_that_the_template_writes() -> None:
     """Only the first reason is said, also if the template refuses two calls."""
     for source in (
         OPEN_CALLS,
-        "{{ raise_exception('two') if (messages[1].tool_calls or []) | length > 1 }}" + OPEN_CALLS,
+        ONE_CALL + OPEN_CALLS,
     ):
         with pytest.raises(ConfigError, match="for these messages; a turn with calls: none of the stop") as caught:
             bridge([RESULT], CALLED, source=source)
