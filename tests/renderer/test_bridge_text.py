@@ -152,8 +152,9 @@ def test_an_earlier_message_with_a_word_of_the_dummy_does_not_stand_for_what_is_
     ],
 )
 def test_the_text_after_a_call_begins_with_the_first_stop_token(stops: Sequence[str], written: str) -> None:
-    """The rest of the call's markup is dropped. The header of the next message may be a stop token."""
+    """The rest of the call's markup, if any, is dropped. The header of the next message may be a stop token."""
     assert bridge([RESULT], CALLED, stops=stops) == written
+    assert bridge([RESULT], CALLED, source=TURNS.replace("]", ""), stops=stops) == written
 
 
 def test_of_several_calls_only_the_text_after_the_last_one_is_written() -> None:
@@ -233,7 +234,7 @@ def test_the_dummy_has_the_calls_that_the_results_answer(
 
 
 def test_without_a_reply_the_calls_are_those_of_the_results() -> None:
-    """As in the self-test."""
+    """The history may be empty."""
     assert bridge([RESULT], ()) == "<end><tool>r<end><assistant>"
 
 
@@ -252,10 +253,12 @@ ONE_CALL = "{{ raise_exception('two') if (messages[1].tool_calls or []) | length
 """Refuses a turn of two calls."""
 
 
-@pytest.mark.parametrize("test", ["== 'r'", "!= 'r'", "!= 'never'"])
-def test_a_turn_without_calls_replaces_a_turn_that_the_template_leaves_out(test: str) -> None:
+@pytest.mark.parametrize("condition", ["== 'r'", "!= 'r'", "!= 'never'"])
+def test_a_turn_without_calls_replaces_a_turn_that_the_template_leaves_out(condition: str) -> None:
     """Whether it leaves the turn out for these messages, for others, or for all."""
-    leaving_out = TURNS.replace("in messages", f"in messages if not (m.tool_calls and messages[-1].content {test})")
+    leaving_out = TURNS.replace(
+        "in messages", f"in messages if not (m.tool_calls and messages[-1].content {condition})"
+    )
     assert bridge([RESULT], CALLED, source=leaving_out) == "<end><tool>r<end><assistant>"
     assert bridge([RESULT], CALLED, source=ONE_CALL + leaving_out) == "<end><tool>r<end><assistant>"
 
