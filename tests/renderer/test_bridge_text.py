@@ -125,7 +125,7 @@ def test_a_bridge_is_the_closing_mark_the_new_messages_and_the_next_header() -> 
         bridge([USER], (USER, REPLY), source=seen)
 
 
-@pytest.mark.parametrize("text", ["qz7w0e", "qz7w1e", "qz7zw0e and qz7w0e and qz7zzw1e"])
+@pytest.mark.parametrize("text", ["qz7w0e", "qz7zw0e and qz7w0e and qz7zzw1e"])
 def test_new_text_may_contain_the_words_of_the_dummy(text: str) -> None:
     """Then the dummy has longer ones."""
     assert bridge([Message("user", text)]) == f"<end><user>{text}<end><assistant>"
