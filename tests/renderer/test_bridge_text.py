@@ -15,7 +15,7 @@ from rollouts.renderer.template import ChatTemplate
 
 SYSTEM, USER, REPLY = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
 RESULT = Message("tool", "r", tool_call_id="id1", name="look")
-CALL = ToolCall("look", {}, id="id1")
+CALLED = (USER, Message("assistant", tool_calls=[ToolCall("look", {}, id="id1")]))
 TURNS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or () %}[{{ c.id }} {{ c.function.name }} {{ c.function.arguments.x }}]{% endfor %}"
@@ -33,10 +33,8 @@ def bridge(
     history: Sequence[Message] = (SYSTEM, USER, REPLY),
     source: str = TURNS,
     stops: Sequence[str] = ("<end>",),
-    *,
-    verbatim: bool = False,
 ) -> str:
-    return bridge_text(template(source), short, history, new, (), stops, verbatim=verbatim)
+    return bridge_text(template(source), short, history, new, (), stops)
 
 
 def roles(messages: Sequence[Message]) -> str:
@@ -97,7 +95,12 @@ def test_a_strategy_gets_the_first_result_and_continues_the_kept_messages() -> N
     messages = with_kept(one_round, Kept(((4, USER),), 4, (RESULT,)))([])
     assert roles(messages) == "uCt"
     assert messages[0] == USER
-    assert messages[1].tool_calls[0].id == messages[2].tool_call_id != ""
+    assert messages[1].tool_calls[0].id == messages[2].tool_call_id
+
+
+def test_the_id_of_the_call_of_the_opening_has_nine_characters() -> None:
+    """Some templates refuse an id of another length."""
+    assert len(one_round([RESULT])[1].tool_calls[0].id) == 9
 
 
 def test_strategies_are_tried_in_this_order_and_named_so() -> None:
@@ -122,18 +125,42 @@ def test_a_bridge_is_the_closing_mark_the_new_messages_and_the_next_header() -> 
         bridge([USER], (USER, REPLY), source=seen)
 
 
-def test_new_text_may_contain_the_mark_of_the_dummy() -> None:
-    """Then the dummy has a longer one."""
-    text = "qz7sentinelqz7 and qz7sentinelqz7z"
+@pytest.mark.parametrize("text", ["qz7w0e", "qz7zw0e and qz7w0e and qz7zzw1e"])
+def test_new_text_may_contain_the_words_of_the_dummy(text: str) -> None:
+    """Then the dummy has longer ones."""
     assert bridge([Message("user", text)]) == f"<end><user>{text}<end><assistant>"
+    assert bridge([Message("tool", text)], CALLED) == f"<end><tool>{text}<end><assistant>"
 
 
-def test_the_text_after_a_call_begins_with_the_first_stop_token() -> None:
-    """The rest of the call's markup is dropped; without a stop token the turn without calls gives the bridge."""
-    history = (USER, Message("assistant", tool_calls=(CALL,)))
-    assert bridge([RESULT], history) == "<end><tool>r<end><assistant>"
-    assert bridge([RESULT], history, stops=("<assistant>", "<end>")) == "<end><tool>r<end><assistant>"
-    assert bridge([RESULT], history, stops=("<nowhere>",)) == "<end><tool>r<end><assistant>"
+@pytest.mark.parametrize("text", ["qz7w0e", "qz7w1e"])
+def test_an_earlier_message_with_a_word_of_the_dummy_does_not_stand_for_what_is_left_out(text: str) -> None:
+    """Neither for the dummy's turn nor for a new message."""
+    left_out = "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="a turn without calls: the template leaves the turn out"):
+        bridge([USER], (Message("system", text), USER, REPLY), source=left_out)
+    system_at_the_end = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<end>{% endfor %}" + left_out
+    with pytest.raises(ConfigError, match="a turn without calls: the template leaves out user messages after it"):
+        bridge([USER], (Message("system", text), USER, REPLY), source=system_at_the_end)
+
+
+@pytest.mark.parametrize(
+    ("stops", "written"),
+    [
+        (("<end>",), "<end><tool>r<end><assistant>"),
+        (("<tool>", "<end>"), "<end><tool>r<end><assistant>"),
+        (("<tool>", "<nowhere>"), "<tool>r<end><assistant>"),
+    ],
+)
+def test_the_text_after_a_call_begins_with_the_first_stop_token(stops: Sequence[str], written: str) -> None:
+    """The rest of the call's markup, if any, is dropped. The header of the next message may be a stop token."""
+    assert bridge([RESULT], CALLED, stops=stops) == written
+    assert bridge([RESULT], CALLED, source=TURNS.replace("]", ""), stops=stops) == written
+
+
+def test_of_several_calls_only_the_text_after_the_last_one_is_written() -> None:
+    """Also where a stop token ends each of them."""
+    closing_each = TURNS.replace("]", "]<end>")
+    assert bridge([RESULT, RESULT], CALLED, source=closing_each) == "<end><end><tool>r<end><tool>r<end><assistant>"
 
 
 def test_white_space_before_the_closing_mark_is_dropped() -> None:
@@ -145,32 +172,47 @@ def test_white_space_before_the_closing_mark_is_dropped() -> None:
     assert bridge([USER], source=lines) == "\n<user>u\n<assistant>"
 
 
-NAMES = TURNS.replace("{{ c.function.arguments.x }}", "")
-"""Writes the ids and names of calls, after which it has nothing of the dummy."""
+OPEN_CALLS = TURNS.replace("<end>", "{{ '<end>' if not m.tool_calls }}")
+"""Ends a turn of calls without a stop token."""
 
 
-def calls_before(results: Sequence[Message], calls: Sequence[ToolCall]) -> list[str]:
-    """The calls of the dummy that results are shown after, as ``id name``."""
-    spied: list[str] = []
+def test_a_stop_token_in_a_new_message_does_not_end_the_turn() -> None:
+    """Nor does the one that ends a new message: no new message is cut."""
+    result, user = Message("tool", "l<end>r"), Message("user", "<end>r")
+    assert bridge([result], CALLED) == "<end><tool>l<end>r<end><assistant>"
+    bare = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert bridge([user], source=bare) == " <end>r "
+    with pytest.raises(ConfigError, match=r"none of the stop tokens \['<end>'\] follows it before the new messages"):
+        bridge([result], CALLED, source=OPEN_CALLS)
 
-    class Spy(ChatTemplate):
-        def render(self, messages: Sequence[Message], *args: object, **options: object) -> str:
-            dummy = [message for message in messages if message.tool_calls]
-            spied.extend(f"{call.id} {call.name}" for call in dummy[-1].tool_calls)
-            return super().render(messages, *args, **options)  # type: ignore[arg-type]
 
-    spy = Spy(TURNS, name="t", variables={}, moment=datetime.datetime(2031, 2, 3))
-    bridge_text(spy, short, [USER, Message("assistant", tool_calls=calls)], results, (), ("<end>",))
-    return spied
+@pytest.mark.parametrize("order", ["messages", "messages[:-2] + [messages[-1], messages[-2]]"])
+def test_the_stop_token_is_looked_for_before_the_message_that_the_template_writes_first(order: str) -> None:
+    """In whichever order it writes the new messages."""
+    with pytest.raises(ConfigError, match="none of the stop tokens"):
+        bridge([RESULT, USER], CALLED, source=OPEN_CALLS.replace("in messages", f"in {order}"))
+
+
+def test_a_turn_whose_end_depends_on_the_new_messages_is_refused() -> None:
+    """Its stop token could be part of one."""
+    peeking = TURNS.replace("<end>", "{{ ' ' * (loop.nextitem.content | length) if m.role == 'assistant' }}<end>")
+    with pytest.raises(ConfigError, match="a turn with calls: how it ends depends on the text of the new messages"):
+        bridge([RESULT], CALLED, source=peeking)
+    with pytest.raises(ConfigError, match="a turn without calls: how it ends depends on the text of the new messages"):
+        bridge([USER], source=peeking)
+    without_stop = OPEN_CALLS.replace("if not m.tool_calls", "if not m.tool_calls or messages[-1].content != 'r'")
+    with pytest.raises(ConfigError, match="a turn with calls: how it ends depends on the text of the new messages"):
+        bridge([RESULT], CALLED, source=without_stop)
 
 
 @pytest.mark.parametrize(
     ("results", "calls", "expected"),
     [
         ([("id1", "look")], [("id1", "look")], ["id1 look"]),
-        ([("id2", None), ("id1", None)], [("id1", "look"), ("id2", "jump")], ["id2 jump", "id1 look"]),
+        ([("id2", None), ("id1", None)], [("id1", "look"), ("id2", "jump")], ["id1 look", "id2 jump"]),
+        ([("id3", None), ("id1", None)], [("id1", "a"), ("id2", "b"), ("id3", "c")], ["id1 a", "id3 c"]),
         ([("", None), ("", None)], [("id1", "look"), ("id2", "jump")], ["id1 look", "id2 jump"]),
-        ([("", None)], [("", "look")], [" look"]),
+        ([("", None), ("", None)], [("", "look"), ("", "jump")], [" look", " jump"]),
         ([("id9", None)], [("id1", "look")], ["id9 look"]),
         ([("id9", None), ("id8", None)], [("id1", "look")], ["id9 look", "id8 f"]),
         ([("id9", "other")], [("id1", "look")], ["id9 other"]),
@@ -180,35 +222,93 @@ def calls_before(results: Sequence[Message], calls: Sequence[ToolCall]) -> list[
 def test_the_dummy_has_the_calls_that_the_results_answer(
     results: list[tuple[str, str | None]], calls: list[tuple[str, str]], expected: list[str]
 ) -> None:
-    """Found by id, else by position; what the result itself says goes first."""
-    messages = [Message("tool", "r", tool_call_id=call_id, name=name) for call_id, name in results]
-    assert calls_before(messages, [ToolCall(name, {}, id=call_id) for call_id, name in calls]) == expected
+    """Found by id, else by position, in the order of the reply; the id and name of the result itself go first."""
+    looking_back = TURNS + (
+        "{% for c in (messages | selectattr('tool_calls') | list | last).tool_calls %}"
+        "{{ c.id }} {{ c.function.name }};{% endfor %}"
+    )
+    new = [Message("tool", "r", tool_call_id=call_id, name=name) for call_id, name in results]
+    history = [USER, Message("assistant", tool_calls=[ToolCall(name, {}, id=call_id) for call_id, name in calls])]
+    written = bridge(new, history, source=looking_back)
+    assert written == "<end>" + len(new) * "<tool>r<end>" + "<assistant>" + "".join(f"{call};" for call in expected)
+
+
+def test_without_a_reply_the_calls_are_those_of_the_results() -> None:
+    """The history may be empty."""
+    assert bridge([RESULT], ()) == "<end><tool>r<end><assistant>"
+
+
+def test_new_messages_that_begin_with_another_message_follow_a_turn_without_calls() -> None:
+    """Only a result that comes first answers the reply."""
+    assert bridge([USER, RESULT], source=OPEN_CALLS) == "<end><user>u<end><tool>r<end><assistant>"
+
+
+def test_a_turn_of_one_call_without_a_stop_token_is_rendered_with_each_call_twice() -> None:
+    """Some templates close only a turn of several calls."""
+    several = TURNS.replace("<end>", "{{ '<end>' if m.tool_calls | length != 1 }}")
+    assert bridge([RESULT], CALLED, source=several) == "<end><tool>r<end><assistant>"
+
+
+ONE_CALL = "{{ raise_exception('two') if (messages[1].tool_calls or []) | length > 1 }}"
+"""Refuses a turn of two calls."""
+
+
+@pytest.mark.parametrize("condition", ["== 'r'", "!= 'r'", "!= 'never'"])
+def test_a_turn_without_calls_replaces_a_turn_that_the_template_leaves_out(condition: str) -> None:
+    """Whether it leaves the turn out for these messages, for others, or for all."""
+    leaving_out = TURNS.replace(
+        "in messages", f"in messages if not (m.tool_calls and messages[-1].content {condition})"
+    )
+    assert bridge([RESULT], CALLED, source=leaving_out) == "<end><tool>r<end><assistant>"
+    assert bridge([RESULT], CALLED, source=ONE_CALL + leaving_out) == "<end><tool>r<end><assistant>"
+
+
+def test_a_turn_without_calls_does_not_replace_a_turn_that_the_template_writes() -> None:
+    """Only the first reason is said, also if the template refuses two calls."""
+    for source in (
+        OPEN_CALLS,
+        ONE_CALL + OPEN_CALLS,
+    ):
+        with pytest.raises(ConfigError, match="for these messages; a turn with calls: none of the stop") as caught:
+            bridge([RESULT], CALLED, source=source)
+        assert "without calls" not in str(caught.value)
+        assert "two" not in str(caught.value)
+        assert str(caught.value).count("a turn with calls") == 1
+
+
+HIDING = TURNS.replace("in messages", "in messages if m.name != 'hidden'")
+
+
+@pytest.mark.parametrize(("count", "hidden"), [(1, 0), (2, 0), (2, 1), (11, 0)])
+def test_a_template_that_leaves_out_a_new_message_is_refused(count: int, hidden: int) -> None:
+    """Whichever it is, among however many."""
+    new = [Message("tool", "r", name="hidden" if number == hidden else None) for number in range(count)]
+    with pytest.raises(ConfigError, match="a turn with calls: the template leaves out tool messages after it"):
+        bridge(new, CALLED, source=HIDING)
+
+
+def test_a_refusal_names_the_role_of_the_message_that_is_left_out() -> None:
+    """Also where the template writes it before the reply."""
+    with pytest.raises(ConfigError, match="a turn with calls: the template leaves out user messages after it"):
+        bridge([RESULT, Message("user", "u", name="hidden")], CALLED, source=HIDING)
+    to_the_front = TURNS.replace("in messages", "in messages | sort(attribute='role', reverse=true)")
+    with pytest.raises(ConfigError, match="a turn without calls: the template leaves out user messages after it"):
+        bridge([USER], source=to_the_front)
 
 
 def test_why_there_is_no_bridge_is_said_for_each_dummy() -> None:
-    """That the template leaves the turn out, or a message, or that no stop token follows a call."""
-    history = (USER, Message("assistant", tool_calls=(CALL,)))
+    """With the template's name."""
     without_turns = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"
     left_out = "a turn with calls: the template leaves the turn out; a turn without calls: the template leaves the turn"
-    with pytest.raises(ConfigError, match=rf"no bridge for these messages; {left_out} out"):
-        bridge([RESULT], history, source=without_turns)
-    silent = TURNS.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}")
-    with pytest.raises(ConfigError, match="a turn without calls: the template leaves out tool messages"):
-        bridge([RESULT], history, source=silent, verbatim=True)
-    assert bridge([RESULT], history, source=silent) == "<end><tool><end><assistant>"
-    no_text = (
-        "{% for m in messages %}{% for c in m.tool_calls or () %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
-    )
-    with pytest.raises(ConfigError, match=r"a turn with calls: none of the stop tokens \['<end>'\] follows it"):
-        bridge([RESULT], history, source=no_text)
+    with pytest.raises(ConfigError, match=rf"chat template t .*: no bridge for these messages; {left_out} out$"):
+        bridge([RESULT], CALLED, source=without_turns)
 
 
 def test_a_template_that_refuses_the_turn_with_calls_is_not_asked_for_another() -> None:
     """One without calls would hide that it refuses them; one that refuses the second turn is listed with the first."""
-    history = (USER, Message("assistant", tool_calls=(CALL,)))
     strict = "{% for m in messages if m.tool_calls %}{{ raise_exception('no calls') }}{% endfor %}" + TURNS
     with pytest.raises(ConfigError, match="no calls") as caught:
-        bridge([RESULT], history, source=strict)
+        bridge([RESULT], CALLED, source=strict)
     assert "no bridge for these messages" not in str(caught.value)
     only_calls = (
         "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{{ raise_exception('calls only') }}"
@@ -217,7 +317,7 @@ def test_a_template_that_refuses_the_turn_with_calls_is_not_asked_for_another() 
     with pytest.raises(
         ConfigError, match=r"a turn with calls: .* leaves the turn out; a turn without calls: .*calls only"
     ):
-        bridge([RESULT], history, source=only_calls)
+        bridge([RESULT], CALLED, source=only_calls)
 
 
 @pytest.mark.parametrize(
