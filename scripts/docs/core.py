@@ -17,15 +17,15 @@ BEGIN, END = "<!-- scripts/docs/write core -->\n", "<!-- end -->"
 
 STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Data buffer", ("training/data_buffer.py",)),
-    ("Manager", ("training/manager.py",)),
+    ("Manager", ("training/manager.py", "training/ledger.py", "training/fail_fast.py")),
     ("Group runner", ("training/group_runner.py",)),
-    ("Rollout attempt", ("training/rollout_attempt.py",)),
+    ("Rollout attempt", ("training/rollout_attempt.py", "training/sample_validator.py")),
     ("Generate function", ("training/agent_integration.py",)),
-    ("Episode", ("agent/loop.py", "agent/episode.py")),
-    ("Renderer", ("renderer/renderer.py", "renderer/bridge.py")),
-    ("Policy", ("inference/policy.py",)),
+    ("Episode", ("agent/loop.py", "agent/episode.py", "agent/budget.py", "agent/replies.py")),
+    ("Renderer", ("renderer/renderer.py", "renderer/openings.py", "renderer/bridge_ids.py", "renderer/bridge.py")),
+    ("Policy", ("inference/policy.py", "inference/attempts.py", "inference/sending.py")),
     ("Trajectory", ("trajectory.py",)),
-    ("Sample", ("training/types.py", "training/samples.py")),
+    ("Sample", ("training/sample.py", "training/sample_columns.py", "training/samples.py")),
     ("Filters", ("training/filters.py",)),
     ("Run journal", ("runs/run_journal.py",)),
 )

@@ -5,8 +5,8 @@
 change without effect. Mutants run in copies of the working tree, which itself is never changed.
 
 Before, the tests run without a mutant, to learn which lines each of them runs: a mutant is given only to those that run
-its statement, the fastest first. ``mutations.py`` has the changes, ``mutant_tests.py`` the tests and ``mutant_crew.py`` the
-processes.
+its statement, the fastest first. ``mutations.py`` has the changes, ``mutant_tests.py`` the tests and ``mutant_crew.py``
+the processes.
 """
 
 from __future__ import annotations
@@ -27,20 +27,35 @@ from scripts.faults.mutant_crew import ROOT, Crew
 from scripts.faults.mutant_tests import Trial, lines_run_by, play
 from scripts.faults.mutations import Mutant, mutants_of
 
+_SEMANTICS = (
+    "tests/manager_semantics/test_groups.py",
+    "tests/manager_semantics/test_accounting.py",
+    "tests/manager_semantics/test_bad_rollouts_are_data.py",
+    "tests/manager_semantics/test_cancellation_and_reuse.py",
+    "tests/manager_semantics/test_deadlines.py",
+    "tests/manager_semantics/test_exhausted_data.py",
+    "tests/manager_semantics/test_rewards_before_filters.py",
+    "tests/manager_semantics/test_broken_laws_are_crashes.py",
+)
+_EPISODE = (
+    "tests/agent/test_episode.py",
+    "tests/agent/test_loop.py",
+    "tests/agent/test_raw_continuation.py",
+    "tests/agent/test_turn_log.py",
+    "tests/agent/test_images.py",
+    "tests/training/test_continuation.py",
+)
 NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/trajectory.py": (
         "tests/test_trajectory.py",
         "tests/agent/test_turn_log.py",
         "tests/test_token_exactness.py",
     ),
-    "rollouts/agent/episode.py": (
-        "tests/agent/test_episode.py",
-        "tests/agent/test_loop.py",
-        "tests/agent/test_raw_continuation.py",
-        "tests/agent/test_turn_log.py",
-        "tests/agent/test_images.py",
-        "tests/training/test_continuation.py",
-    ),
+    "rollouts/agent/episode.py": _EPISODE,
+    "rollouts/agent/budget.py": _EPISODE,
+    "rollouts/agent/guarded_environment.py": _EPISODE,
+    "rollouts/agent/replies.py": _EPISODE,
+    "rollouts/agent/turn_recorder.py": _EPISODE,
     "rollouts/renderer/bridge.py": ("tests/renderer/test_bridge_text.py", "tests/renderer/test_bridge.py"),
     "rollouts/runs/run_journal.py": (
         "tests/runs/test_run_journal_laws.py",
@@ -52,20 +67,24 @@ NEAREST: dict[str, tuple[str, ...]] = {
         "tests/training/test_manager.py",
         "tests/training/test_staleness.py",
         "tests/training/test_failures.py",
-        "tests/test_manager_semantics.py",
+        *_SEMANTICS,
     ),
+    "rollouts/training/fail_fast.py": ("tests/training/test_fail_fast.py", *_SEMANTICS),
+    "rollouts/training/ledger.py": ("tests/training/test_ledger.py", *_SEMANTICS),
+    "rollouts/training/running_groups.py": ("tests/training/test_manager.py", *_SEMANTICS),
+    "rollouts/training/sample_validator.py": ("tests/training/test_rollout_attempt.py",),
     "rollouts/training/group_runner.py": (
         "tests/training/test_failures.py",
         "tests/training/test_filters.py",
-        "tests/test_manager_semantics.py",
+        *_SEMANTICS,
     ),
     "rollouts/training/rollout_attempt.py": (
         "tests/training/test_rollout_attempt.py",
         "tests/training/test_failures.py",
-        "tests/test_manager_semantics.py",
+        *_SEMANTICS,
     ),
     "rollouts/training/staleness.py": ("tests/training/test_staleness.py",),
-    "rollouts/training/data_buffer.py": ("tests/training/test_data_buffer.py", "tests/test_manager_semantics.py"),
+    "rollouts/training/data_buffer.py": ("tests/training/test_data_buffer.py", *_SEMANTICS),
 }
 """Test files of each module, or of the modules of a glob, the fastest first."""
 
