@@ -292,7 +292,7 @@ def assembled_recipe(
     """The recipe of a generate function.
 
     Args:
-        function: the one that the user called, for messages.
+        function: the user called it; messages name it.
         options: see :class:`AllOptions`.
     """
     of_config, of_sampling, of_renderer = _sorted_options(function, options)

@@ -60,15 +60,15 @@ FINDINGS = {
     18: "sandboxes/test_containment.py::test_what_is_required_by_default_needs_namespaces_or_both_of_the_others",
     19: "sandboxes/test_seccomp.py::test_what_outlives_or_watches_is_refused",
     20: "environments/test_python_tool.py::test_packages_of_the_base_interpreter_are_hidden",
-    21: "training/rewards/test_code.py::test_a_program_cannot_forge_its_tests",
+    21: "rewards/test_code.py::test_a_program_cannot_forge_its_tests",
     22: "commands/test_show.py::test_a_run_of_prompts_with_tags_is_shown "
-    "display/test_progress.py::test_a_prompt_is_text_and_not_markup",
-    23: "test_terminal.py::test_23_no_verb_prints_a_control_character "
+    "views/terminal/test_progress.py::test_a_prompt_is_text_and_not_markup",
+    23: "base/test_terminal.py::test_23_no_verb_prints_a_control_character "
     "commands/test_init.py::test_the_text_of_a_server_does_not_control_the_terminal",
     24: "inference/test_sglang.py::test_an_endless_reply_is_bounded_by_what_was_asked_for",
     25: "integration/test_restored.py::test_25_a_resume_on_a_full_disk_is_one_error "
     "runs/test_settings.py::test_25_an_output_that_takes_nothing_changes_no_run "
-    "ors_server/test_app.py::test_25_a_task_id_that_is_no_string_is_refused "
+    "integrations/ors_server/test_app.py::test_25_a_task_id_that_is_no_string_is_refused "
     "test_recipe.py::test_25_limits_that_contradict_max_turns_are_found_before_the_run",
     26: "runs/test_settings.py::test_26_a_closed_terminal_stops_a_run "
     "concurrency/test_interrupts.py::test_26_a_closed_terminal_cancels_a_command",
@@ -77,7 +77,7 @@ FINDINGS = {
     "runs/test_verify.py::test_27_any_metadata_is_the_same_in_files_and_journal",
     28: "integrations/slime/test_data_source.py::test_28_a_checkpoint_that_contains_code_is_refused "
     "engine/test_server.py::test_28_a_web_page_is_refused "
-    "ors_server/test_app.py::test_28_a_public_address_wants_a_key",
+    "integrations/ors_server/test_app.py::test_28_a_public_address_wants_a_key",
 }
 
 VALUES = "environments/test_returned_values.py::"
@@ -86,7 +86,7 @@ BEFORE_WORK = "commands/test_rehearsal.py::test_what_cannot_work_is_refused_befo
 ROW = "test_bad_inputs.py::test_the_message_is_the_one_of_the_table"
 
 INPUTS = {
-    4: "display/test_progress.py::test_what_blocks_the_event_loop_is_named_while_it_does",
+    4: "views/terminal/test_progress.py::test_what_blocks_the_event_loop_is_named_while_it_does",
     5: VALUES + "test_n05_a_tool_that_raises_is_named_with_its_line",
     6: VALUES + "test_n06_n08_a_tool_returns_a_text_or_a_number " + VALUES + "test_n06_n07_check_env_finds_it",
     7: VALUES + "test_n07_a_long_result_is_cut " + VALUES + "test_n07_the_default_limit_is_64_kib",

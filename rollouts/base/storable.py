@@ -1,8 +1,8 @@
 """Values that can be stored: conversion of any value to JSON and MessagePack, and checks that it can be read again.
 
 Invariant: encoding never fails on a user's value, whatever its code does; a value without a plain form is written as
-its ``repr``. A value that passes :func:`check_readable` can be decoded, and one that passes :func:`check_exact` is
-written without its ``repr``. Interrupts, exits and cancellations propagate. This module knows no file.
+its ``repr``. A value that passes :func:`check_readable` can be decoded, and a value that passes :func:`check_exact`
+is written without its ``repr``. Interrupts, exits and cancellations propagate. This module knows no file.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _EXIF_ORIENTATION = 0x0112
 _MAX_PIXELS = 1 << 26
 """A few bytes can hold an image of any size."""
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""What Pillow decodes itself: for PostScript it starts a program."""
+"""Formats that Pillow decodes itself: for PostScript it starts a program."""
 _FORMAT_NAMES = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
 
 

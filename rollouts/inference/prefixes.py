@@ -1,8 +1,8 @@
 """Namespaces of servers' prefix caches, which keep K/V of different weights apart after updates in place.
 
 Invariant: a conversation keeps the namespace that it began with. One that begins after an update in place by this
-process has the namespace of that version, and one that begins during the update has a separate namespace, so it does
-not read K/V of earlier weights. Before the first such update, all conversations share one namespace.
+process has the namespace of that version, and a conversation that begins during the update has a separate namespace, so
+it does not read K/V of earlier weights. Before the first such update, all conversations share one namespace.
 
 This module sends nothing.
 """

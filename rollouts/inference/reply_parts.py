@@ -1,8 +1,8 @@
 """A reply that was sampled in several requests: the parameters of what is left, and where the reply ends.
 
-Invariant (law 10): the joined reply has the distribution of an uninterrupted one. What is left gets other random
-numbers, and what remains of the budget and the minimum length. A stop string or stop id ends the reply at the token at
-which a server ends an uninterrupted one, also where the string began in an earlier part.
+Invariant (law 10): the joined reply has the distribution of an uninterrupted one. The rest gets other random numbers,
+the rest of the budget and the rest of the minimum length. A stop string or stop id ends the reply at the token at which
+a server ends an uninterrupted one, also where the string began in an earlier part.
 
 This module does no I/O, and does not know servers.
 """

@@ -1,7 +1,7 @@
 """Synthetic replies, as a model of the template's family would sample them, for display and tests.
 
 Invariant: the text is the template's own rendering. A model's decisions (the stop token, the end of a thinking block
-that the prompt opened) are those that the template expects before its next turn. Rollouts never use this module.
+that the prompt opened) are as the template expects them before its next turn. Rollouts never use this module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The placeholders of images: the text and the inputs that a model's processor makes of each image.
 
-Invariant: the ids of text with images equal those that the processor gives for the whole text, and each image is
+Invariant: the ids of text with images equal the processor's ids for the whole text, and each image is
 processed once while the cache holds it. The processor expands one placeholder alone; the expansion replaces the
 placeholder before the text is encoded. The self-test compares that with the processor's result for the whole text.
 

@@ -1,7 +1,7 @@
 """The steps of the self-test with images: openings and bridges, compared with the ids and inputs of the processor.
 
-Invariant: a step is ``exact`` only if the ids and the inputs are those that the processor itself gives for the whole
-text, or if the template refuses images there. This module does not know model families.
+Invariant: a step is ``exact`` only if the ids and the inputs equal the processor's for the whole text, or if the
+template refuses images there. This module does not know model families.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Marks:
         return message.with_texts(lambda text: self.guarded_text(text, f"content of a {message.role} message"))
 
     def guarded_text(self, text: str, what: str) -> str:
-        """Return a text of a user or tool with a guard in each mark.
+        """Return text of a user or tool with a guard in each mark.
 
         Raises:
             ConfigError: there is a mark, and the mode is ``error``; the message names ``what``.

@@ -49,7 +49,7 @@ class Switches:
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
-        """The switches, found by trying each constant alone, then each after one that was found.
+        """The switches, found by trying each constant alone, then each after a switch already found.
 
         The second pass finds a switch that restores the default, and so has no effect alone.
         """

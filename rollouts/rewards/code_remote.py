@@ -1,7 +1,7 @@
 """The tests of a program and the program, each in a separate sandboxed process: the source that both processes run.
 
-Invariant: nothing of the program runs in the process of its tests. What a call returns there is plain data of built-in
-types, so that it compares as Python compares it, or a :class:`Remote`, which equals no data. The program sees the
+Invariant: nothing of the program runs in the process of its tests. The result of a call is plain data of built-in types
+there, so that it compares as Python compares it, or a :class:`Remote`, which equals no data. The program sees the
 arguments of its calls, and neither the tests nor what they expect.
 
 The processes exchange lines of JSON. The module imports the standard library only and is read as text.

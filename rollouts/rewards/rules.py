@@ -35,7 +35,7 @@ def exact_match(sample: Sample, *, loose: bool = True) -> float:
     answer = final_answer(final_reply(sample))
     wanted = references(sample)
     if loose:
-        # A text of punctuation only is compared unchanged: all such texts would normalize to "".
+        # Punctuation alone is compared unchanged: all such answers would normalize to "".
         answer, wanted = _plain(answer) or answer, [_plain(text) or text for text in wanted]
     return float(answer in wanted)
 

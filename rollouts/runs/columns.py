@@ -124,7 +124,7 @@ def _struct(value: Mapping[str, Any], fields: Mapping[str, Type]) -> dict[str, A
 
 
 def _text(value: Any) -> str:
-    """A text as it is, with lone surrogates replaced; another value as JSON."""
+    """A string unchanged but for lone surrogates, which are replaced; another value as JSON."""
     return str(to_plain(value)) if isinstance(value, str) else to_json(value).decode()
 
 

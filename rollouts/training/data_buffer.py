@@ -257,7 +257,7 @@ def _key(prompt: Prompt) -> str:
 
 
 def _check_rows(prompts: Any) -> None:
-    """Refuse a value that is not a sequence of rows, above all one that yields something else when it is iterated."""
+    """Refuse a value that is not a sequence of rows, above all if iterating over it yields something else."""
     field = "DataBuffer.prompts"
     if isinstance(prompts, os.PathLike):
         raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")

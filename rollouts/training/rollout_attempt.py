@@ -133,7 +133,7 @@ def is_lost(samples: Sequence[Sample]) -> bool:
 
 
 def ends(samples: Sequence[Sample]) -> list[Sample]:
-    """The branches that a reward scores: all but the ones that ended in a fork, where the history was rewritten."""
+    """The branches that a reward scores: all but the branches that ended in a fork, where the history was rewritten."""
     return [sample for sample in samples if sample.stop_reason is not StopReason.FORKED]
 
 

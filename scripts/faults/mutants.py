@@ -135,7 +135,7 @@ def lines_of(crew: Crew, files: Iterable[str], modules: Sequence[str]) -> dict[s
             lines = json.loads(result or "null")
             if lines is None:
                 print(tree.with_suffix(".log").read_text(errors="replace"))
-                raise SystemExit(f"scripts/mutants: {file} fails without a mutant")
+                raise SystemExit(f"scripts/test --mutants: {file} fails without a mutant")
             found.update(lines)
             print(f"{file}: {len(lines)} tests", flush=True)
 
@@ -185,7 +185,7 @@ def run(crew: Crew, trials: Sequence[Trial], jobs: int) -> dict[Mutant, str]:
         def done(tree: Path, result: str, part: Sequence[Trial] = part) -> None:
             if not result:
                 print(tree.with_suffix(".log").read_text(errors="replace"))
-                raise SystemExit("scripts/mutants: a process died")
+                raise SystemExit("scripts/test --mutants: a process died")
             results.update(zip((trial.mutant for trial in part), json.loads(result), strict=True))
 
         crew.start(work, done, seconds=24 * 3600)

@@ -123,7 +123,7 @@ async def test_20_a_label_that_one_prompt_lacks_is_found(group_rm: bool) -> None
     rows = [{"prompt": "1 + 2?", "label": "3"}, {"prompt": "2 + 2?", "label": None}, {"prompt": "4?", "label": "4"}]
     recipe = recipe_of(reward_fn=needs_all if group_rm else needs_it, group_rm=group_rm)
     recipe = attrs.evolve(recipe, data_buffer=DataBuffer(rows))
-    with pytest.raises(ConfigError, match=r"prompts\[1\]\.label: got None, as 1 of 3 prompts; .* expected a text"):
+    with pytest.raises(ConfigError, match=r"prompts\[1\]\.label: got None, as 1 of 3 prompts; .* expected text"):
         await rehearse(recipe)
     await rehearse(attrs.evolve(recipe, config=attrs.evolve(recipe.config, reward_fn=zero, group_rm=False)))
 

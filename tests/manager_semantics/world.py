@@ -184,7 +184,7 @@ BROKEN_RETURNS: dict[str, Callable[[Prompt], Any]] = {
     "a fork with a failed branch": lambda request: [sample_for(request), sample_for(request, status="failed")],
     "a mask that was cut after the fact": lambda request: [_cut(sample_for(request))],
     "a mask of halves": lambda request: [sample_for(request, loss_mask=[0, 0.5, 1])],
-    "a token id that is no number": lambda request: [sample_for(request, tokens=["a", "b", "c"])],
+    "a token id that is not a number": lambda request: [sample_for(request, tokens=["a", "b", "c"])],
     "a token id too large": lambda request: [sample_for(request, tokens=[0, 1, 2**40])],
     "the same sample twice": lambda request: [sample_for(request)] * 2,
 }

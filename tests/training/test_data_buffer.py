@@ -178,7 +178,7 @@ def test_a_buffer_goes_on_after_the_groups_that_a_run_has_used(
     buffer = DataBuffer(texts(size), seed=seed)
     for prompt in buffer.get_prompts(count):
         if prompt.group_index not in unsettled:
-            buffer.settle(prompt)
+            buffer.mark_done(prompt)
     other = DataBuffer(texts(size), seed=seed)
     other.get_prompts(size + 1)
     other.go_on_after(count, {number for number in unsettled if number < count})
@@ -194,7 +194,7 @@ def test_a_prompt_that_was_put_back_is_taken_by_its_group_index() -> None:
     buffer.put_back(prompts[1:])
     assert buffer.take_by_index(2) == prompts[2]
     for number in (2, 0, 9):
-        with pytest.raises(ConfigError, match=rf"take_by_index\(group_index\): got {number}; expected one that was"):
+        with pytest.raises(ConfigError, match=rf"take_by_index\(group_index\): got {number}; expected the index of"):
             buffer.take_by_index(number)
     assert taken(buffer, 2) == [(1, "p1"), (3, "p3")]
     buffer.put_back([prompts[2]])

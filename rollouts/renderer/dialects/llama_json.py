@@ -18,8 +18,8 @@ _NEXT = re.compile(r"\s*;?\s*(?=\{)")
 class LlamaJson(BlockDialect):
     """``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``; several in a row.
 
-    At the start of the answer, every object that begins with a name is read as a call; after text, only one that has a
-    name, then parameters (or arguments, which are malformed). Any other object is an answer in JSON.
+    At the start of the answer, every object that begins with a name is read as a call; after text, only an object with
+    a name, then parameters (or arguments, which are malformed). Any other object is an answer in JSON.
     """
 
     name = "llama_json"

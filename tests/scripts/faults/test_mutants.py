@@ -85,7 +85,7 @@ def test_a_mutant_has_the_lines_of_its_statement() -> None:
 
 
 def test_a_mutant_goes_to_the_tests_that_run_its_statement() -> None:
-    """The fastest first, of the given files; one that runs at import, or in none of them, goes to each test of them."""
+    """The fastest of the given files first; a mutant that runs at import, or in none of them, goes to all their tests."""
     (default, second) = mutants_of("a.py", "def f(a=1):\n    x = a + 0\n    x = a\n")[:2]
     lines = {
         "t.py::slow": [2.0, [["a.py", 2]]],
@@ -198,7 +198,7 @@ def test_tests_that_fail_without_a_mutant_are_said(tmp_path: Path) -> None:
     done = _run(tmp_path, {"small.py": ["test_broken.py"]})
     assert done.returncode == 1
     assert "broken from the start" in done.stdout
-    assert done.stderr == "scripts/mutants: test_broken.py fails without a mutant\n"
+    assert done.stderr == "scripts/test --mutants: test_broken.py fails without a mutant\n"
 
 
 _HANG = """
@@ -249,7 +249,7 @@ print(sorted(results), any(path.exists() for path in trees))
 
 
 def test_a_process_that_hangs_or_dies_has_no_result(tmp_path: Path) -> None:
-    """The others go on in their copies, which hold the files that git does not ignore, and are removed at the end."""
+    """The others continue in copies, which hold the files that git does not ignore, and are removed at the end."""
     for name, text in {"a.py": "", "b.pyc": "", ".gitignore": "*.pyc\n"}.items():
         (tmp_path / name).write_text(text)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
