@@ -85,7 +85,7 @@ def test_a_mutant_has_the_lines_of_its_statement() -> None:
 
 
 def test_a_mutant_goes_to_the_tests_that_run_its_statement() -> None:
-    """The fastest of the given files first; a mutant that runs at import, or in none of them, goes to all their tests."""
+    """The fastest of the given files first; a mutant that runs at import, or in none, goes to all their tests."""
     (default, second) = mutants_of("a.py", "def f(a=1):\n    x = a + 0\n    x = a\n")[:2]
     lines = {
         "t.py::slow": [2.0, [["a.py", 2]]],
