@@ -247,7 +247,7 @@ class Trajectory:
         self.metrics[name] = self.metrics.get(name, 0) + amount
 
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
-        """End the trajectory: it becomes immutable, and the columns shrink to their exact size."""
+        """End the trajectory: its tokens become immutable, and the columns shrink to their exact size."""
         self._check_not_sealed()
         self._tokens = frozen(self.tokens.copy())
         self._readable = self._tokens

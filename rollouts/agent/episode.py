@@ -47,7 +47,7 @@ def _new_session() -> str:
 
 @attrs.define(eq=False)
 class Episode:
-    """One episode. ``branches`` only grows at its end."""
+    """One episode. While it plays, ``branches`` only grows at its end."""
 
     prompt: Prompt
     policy: Policy

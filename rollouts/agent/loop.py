@@ -1,7 +1,8 @@
 """The agent loop around one episode: create the environment, play, close the environment, seal the trajectories.
 
-Invariant: the environment is always closed, and sealed trajectories with a stop reason always come back, also after a
-failure. The policy only ever receives a trajectory's own tokens (law 1), and every wait has a deadline (law 7).
+Invariant: the environment is always closed. Sealed trajectories with a stop reason come back, also after a failure;
+only a ConfigError, a broken law and an outage of the server are raised. The policy only ever receives a trajectory's
+own tokens (law 1), and every wait has a deadline (law 7).
 
 With a turn log and a resumable environment, each finished turn is logged before the next begins, and an interrupted
 episode resumes after its last logged turn. An episode that may fork, or that continues prior turns, is not logged;

@@ -82,7 +82,8 @@ class Attempts:
 
         1. A reused connection broke before the response: the server had closed it while it was idle. The same worker
            gets the request at once; a second such error of a call is another case.
-        2. A connection broke, and no process listens there any more: the server died. Another worker is next.
+        2. A connection broke, and no process listens there any more: the server died. Another worker is next,
+           unless this request may have caused it: then only that worker gets it again.
         3. No server can serve the call now: it waits.
         4. Any other error: another worker is next, after a pause, up to ``max_retries`` times.
 

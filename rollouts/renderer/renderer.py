@@ -323,8 +323,8 @@ _loaded = functools.lru_cache(maxsize=8)(load_tokenizer)
 def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     """Return the shared renderer of a tokenizer, or of a path or name to load one from.
 
-    ``kwargs`` are the options of :class:`Renderer`. A renderer lives as long as its tokenizer, and tokenizers that are
-    loaded here are cached. A renderer as ``tokenizer`` is returned unchanged.
+    ``kwargs`` are the options of :class:`Renderer`. Renderers are kept as long as their tokenizers, up to a limit, and
+    tokenizers that are loaded here are cached. A renderer as ``tokenizer`` is returned unchanged.
 
     Raises:
         ConfigError: the tokenizer does not load, :class:`Renderer` refuses it, or a renderer comes with ``kwargs``.

@@ -1,7 +1,7 @@
 """Generation of samples by an agent: a prompt and an environment class in, a sample out.
 
-Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A failed rollout is a
-sample with status FAILED; it raises no exception and does not affect other rollouts.
+Invariant: one rollout for each prompt, in order: one sample, or one for each of its branches. A rollout whose
+environment or reply fails is a sample with status FAILED; it raises no exception and does not affect other rollouts.
 
 This module does not know groups, reward functions or batches.
 """

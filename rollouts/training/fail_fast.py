@@ -92,7 +92,12 @@ class FailFast:
         return error
 
     def verdict(self, accounting: Accounting, mean_reward: float | None) -> Exception | None:
-        """Return the error with which the run ends, or ``None``; the arguments are for its message."""
+        """Return the error with which the run ends, or ``None``.
+
+        Args:
+            accounting: the second case waits until no group is in flight; otherwise for the message.
+            mean_reward: for the message.
+        """
         return (
             self.take_error()
             or self._same_cause_from_the_first(accounting)

@@ -2,7 +2,8 @@
 
 It enforces, for one group: a sound group has exactly ``n_samples_per_prompt`` rollouts of one prompt. A bad rollout is
 data: an exception of a user's function becomes a sample with status FAILED and its ``failure``, which is retried or
-replaced according to the config, and recorded with its group. A broken law propagates.
+replaced according to the config, and recorded with its group. If the group's reward or filter raises, all its samples
+get the ``failure`` and keep their status. A broken law propagates.
 
 This module does not know where prompts come from, how groups are used, or other groups.
 """

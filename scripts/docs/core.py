@@ -23,7 +23,16 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Generate function", ("training/agent_integration.py",)),
     ("Episode", ("agent/loop.py", "agent/episode.py", "agent/budget.py", "agent/replies.py")),
     ("Renderer", ("renderer/renderer.py", "renderer/openings.py", "renderer/bridge_ids.py", "renderer/bridge.py")),
-    ("Policy", ("inference/policy.py", "inference/attempts.py", "inference/sending.py")),
+    (
+        "Policy",
+        (
+            "inference/policy.py",
+            "inference/call.py",
+            "inference/attempts.py",
+            "inference/sending.py",
+            "inference/unreachable.py",
+        ),
+    ),
     ("Trajectory", ("trajectory.py",)),
     ("Sample", ("training/sample.py", "training/sample_columns.py", "training/samples.py")),
     ("Filters", ("training/filters.py",)),
