@@ -136,7 +136,7 @@ def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
 
 
 class DataFrame:
-    """What marks a table of pandas."""
+    """The attributes that mark a pandas table."""
 
     columns = ("prompt", "label")
 

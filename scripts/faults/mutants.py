@@ -98,7 +98,7 @@ PRELOADED = (
     "pytest_asyncio",
     "transformers",
 )
-"""What most test files import, apart from the project's modules."""
+"""Modules outside the project that most test files import."""
 
 LEAST_SECONDS = 60
 """Deadline of one test, and of all tests of a mutant; ten and five times what they take without it are added."""

@@ -88,7 +88,7 @@ ENCODERS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     ids=["unprintable", "untouchable", "endless", "parents", "in itself", "key", "panicking", "panicking key"],
 )
 def test_any_object_is_encoded(form: str, value: Any) -> None:
-    """What is next to it is stored as it is."""
+    """Its neighbours are stored unchanged."""
     encode, decode = ENCODERS[form]
     read = decode(encode({"a": 1, "object": value, "list": [value, "b"]}))
     assert read["a"] == 1
