@@ -200,6 +200,23 @@ async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
     assert manager.accounting.failed == 1
 
 
+async def test_a_cause_that_stops_the_run_does_so_whichever_rollout_of_the_group_it_hits() -> None:
+    """Also where another rollout of the group was lost to another cause first."""
+
+    def fails(prompt: Prompt, tries: int) -> Exception | None:
+        if prompt.group_index != 1 or prompt.index is None:
+            return None
+        return OSError("no") if prompt.index % 4 == 0 else EndpointUnavailable("gone")
+
+    policies = {
+        "generate": FailurePolicy(attempts=1, replacements=1),
+        "endpoint": FailurePolicy(attempts=1, then="stop"),
+    }
+    manager = manager_for(Recorded(fails), policies)
+    with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):
+        await manager.generate_batch()
+
+
 async def test_a_run_that_fails_too_often_stops_and_says_the_top_causes() -> None:
     """Long before patience ends."""
     rng = random.Random(0)
