@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from rollouts.training.config import RolloutConfig
     from rollouts.training.continuation import continue_rollout
-    from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
+    from rollouts.training.data_buffer import BufferState, DataBuffer
     from rollouts.training.filters import (
         check_any_success,
         check_min_reward,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from rollouts.training.manager import AsyncRolloutManager
     from rollouts.training.metrics import Accounting
+    from rollouts.training.prompt_files import load_prompts
     from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
     from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
 
@@ -85,7 +86,7 @@ __getattr__, __dir__ = lazy_face(
         ),
         "rollouts.training.config": ("RolloutConfig",),
         "rollouts.training.continuation": ("continue_rollout",),
-        "rollouts.training.data_buffer": ("BufferState", "DataBuffer", "load_prompts"),
+        "rollouts.training.data_buffer": ("BufferState", "DataBuffer"),
         "rollouts.training.filters": (
             "check_any_success",
             "check_min_reward",
@@ -104,6 +105,7 @@ __getattr__, __dir__ = lazy_face(
             "generate_program_batch",
             "program_rollout_to_samples",
         ),
+        "rollouts.training.prompt_files": ("load_prompts",),
         "rollouts.training.samples": ("trajectory_to_sample", "trajectory_to_samples"),
         "rollouts.training.types": (
             "FilterFn",

@@ -12,8 +12,7 @@ import json
 import os
 import random
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,7 +22,7 @@ from rollouts.base.validators import is_int
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError, DataExhausted
 
-__all__ = ["BufferState", "DataBuffer", "load_prompts"]
+__all__ = ["BufferState", "DataBuffer", "check_rows", "read_prompt"]
 
 
 @attrs.frozen
@@ -71,8 +70,8 @@ class DataBuffer:
     """
 
     def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
-        _check_rows(prompts)
-        self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+        check_rows(prompts, "DataBuffer.prompts")
+        self._prompts = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
@@ -256,9 +255,8 @@ def _key(prompt: Prompt) -> str:
     return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 
-def _check_rows(prompts: Any) -> None:
+def check_rows(prompts: Any, field: str) -> None:
     """Refuse a value that is not a sequence of rows, above all if iterating over it yields something else."""
-    field = "DataBuffer.prompts"
     if isinstance(prompts, os.PathLike):
         raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")
     if hasattr(prompts, "readline"):
@@ -287,7 +285,8 @@ def _rows_of_table(value: Any) -> str | None:
     return next((rows for method, rows in ways.items() if hasattr(value, method)), None)
 
 
-def _read_prompt(row: Any, place: str) -> Prompt:
+def read_prompt(row: Any, place: str) -> Prompt:
+    """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
     prompt = _unchecked_prompt(row, place)
     if prompt.metadata:
         return prompt  # from which the environment may write the opening
@@ -319,42 +318,3 @@ def _unchecked_prompt(row: Any, place: str) -> Prompt:
         return Prompt(row)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-
-
-def load_prompts(
-    path: str | Path,
-    *,
-    limit: int | None = None,
-    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-) -> list[Prompt]:
-    """Read prompts from a JSONL file with lines ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
-
-    Args:
-        path: the file.
-        limit: number of prompts to read, from the start.
-        convert: returns a row of that form for a row of another form.
-
-    Raises:
-        ConfigError: no such file, no rows, or a malformed row; the message names file and line.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError.of("data", str(path), "a JSONL file that exists")
-    prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(prompts) >= limit:
-                break
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = msgspec.json.decode(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON ({error})") from None
-            if not isinstance(row, Mapping):
-                raise ConfigError.of(place, row, 'an object with "prompt", and "label" and "metadata" where known')
-            prompts.append(_read_prompt(row if convert is None else convert(row), place))
-    if not prompts:
-        raise ConfigError.of("data", str(path), "at least one row")
-    return prompts
