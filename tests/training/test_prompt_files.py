@@ -71,7 +71,7 @@ KINDS = [json_lines, json_array, lines_named_json, comma_separated, parquet, par
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_file_gives_the_same_prompts(kind: Callable[[Path], Path], tmp_path: Path) -> None:
-    """The columns have the names of the user's data; those that are not named are left out."""
+    """The columns have the names of the user's data; others are left out."""
     source = kind(tmp_path)
     expected = [Prompt(str(row["question"]), label=row["answer"]) for row in ROWS]
     assert load_prompts(source, prompt="question", label="answer") == expected
