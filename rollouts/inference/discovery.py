@@ -102,7 +102,7 @@ async def served_version(transport: HttpClient, url: str, headers: Mapping[str, 
     """Return the weight version of one server; ``None`` if it does not report one.
 
     A server with several HTTP workers is asked for a reply of one token: ``/model_info`` has the version that the
-    worker which answers was told last.
+    worker which answers stored last.
 
     Raises:
         EndpointUnavailable: no server listens there, it is not ready, or it aborted the reply.

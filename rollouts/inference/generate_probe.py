@@ -4,7 +4,7 @@ A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports logprobs before the t
 0.5.23, layers/sampler.py: Sampler.forward). Two requests for one token, at temperatures 1 and 2, show it: twice the
 temperature halves the distance between the logprobs of two ids, or leaves it.
 
-A reply names the version of the weights that sampled it. ``/model_info`` names the one that its HTTP worker was told
+A reply names the version of the weights that sampled it. ``/model_info`` names the version that its HTTP worker stored
 last, and a server has several with ``--tokenizer-worker-num`` (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
 
 ``vllm_wire.py`` has the probe of vLLM. This module does no I/O.

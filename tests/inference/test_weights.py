@@ -102,14 +102,14 @@ class Busy:
     continues: list[Any] = attrs.field(factory=list)
     """First responses of ``/continue_generation``, without a continue."""
     http_workers: int = 1
-    """Processes that answer requests in turn; each knows the versions only that it was told itself."""
+    """Processes that answer requests in turn; each stores the versions that it was sent itself."""
     mode: str | None = None
     version: str = "0"
     """That of the scheduler, which replies have."""
     flushed: bool = False
     calls: list[str] = attrs.field(factory=list)
-    told: dict[int, str] = attrs.field(factory=dict)
-    """The versions that the HTTP workers were told."""
+    stored: dict[int, str] = attrs.field(factory=dict)
+    """The versions that the HTTP workers store."""
 
     def __call__(self, request: Asked) -> Any:
         self.calls.append(request.path.removeprefix("/").replace("/", "_"))
@@ -132,7 +132,7 @@ class Busy:
 
     def update_weights_from_disk(self, body: Any) -> Any:
         if self.reports_version and isinstance(self.update, dict) and self.update["success"]:
-            self.version = self.told[self.worker] = body["weight_version"]
+            self.version = self.stored[self.worker] = body["weight_version"]
         return self.update
 
     def flush_cache(self, body: Any) -> Any:
@@ -141,14 +141,14 @@ class Busy:
 
     def update_weight_version(self, body: Any) -> Any:
         assert body["abort_all_requests"] is False
-        self.version = self.told[self.worker] = body["new_version"]
+        self.version = self.stored[self.worker] = body["new_version"]
         return {"success": True}
 
     def workers(self, body: Any) -> Any:
         return 404, b""
 
     def model_info(self, body: Any) -> Any:
-        return {"model_path": "model", "weight_version": self.told.get(self.worker, "0")}
+        return {"model_path": "model", "weight_version": self.stored.get(self.worker, "0")}
 
     def server_info(self, body: Any) -> Any:
         return {"tokenizer_worker_num": self.http_workers}
@@ -159,7 +159,7 @@ class Busy:
     def generate(self, body: Any) -> Any:
         spans = [{"version": self.version, "start": 0, "end": 1}]
         meta = {"finish_reason": {"type": "length", "length": 1}, "weight_versions": spans}
-        return {"output_ids": [1], "meta_info": {**meta, "weight_version": self.told.get(self.worker, "0")}}
+        return {"output_ids": [1], "meta_info": {**meta, "weight_version": self.stored.get(self.worker, "0")}}
 
 
 async def cached(policy: SGLangPolicy) -> int:
