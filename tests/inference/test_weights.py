@@ -385,6 +385,22 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
             assert updated._namespaces.of("new", listening.url) == "1"
 
 
+async def test_new_conversations_after_an_update_by_another_process_read_no_old_cache() -> None:
+    """The client sees the newer version in replies; conversations that began before it keep their prefix."""
+    info = {"model_path": "stub", "weight_version": "v1"}
+    async with StubServer(model_info=info) as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
+
+        async def ask(session: str) -> None:
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session=session))
+
+        await ask("old")
+        await ask("also old")
+        info["weight_version"] = "v2"
+        for session in ("old", "also old", "new", "old"):
+            await ask(session)
+    assert [request.body.get("extra_key") for request in stub.requests] == [None, None, None, None, "v2", None]
+
+
 # -- routers and keys -------------------------------------------------------------------------------------------------
 
 
