@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -24,6 +22,7 @@ from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, w
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo, check_takes_images
+from rollouts.inference.server_flags import check_flags
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.renderer.options import TEMPLATE_KWARGS
@@ -47,10 +46,7 @@ __all__ = [
     "recipe_defaults",
 ]
 
-OLDEST_SGLANG = (0, 5, 22)
-"""The oldest version whose replies and updates are complete."""
 _CLOSE_SECONDS = 30.0
-_LOG = logging.getLogger(__name__)
 
 
 def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -412,7 +408,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     server = await policy.describe()
     await policy.check_sampling(recipe.endpoint.sampling)
     if recipe.endpoint.provider == "sglang":
-        _warn_of_old_server(server)
+        check_flags(server, recipe.endpoint.sampling)
     return server
 
 
@@ -446,15 +442,3 @@ async def _check_generate_fn(recipe: Recipe) -> None:
     function = generate_fn.func if isinstance(generate_fn, functools.partial) else generate_fn
     if callable(check := getattr(function, "check", None)):
         await check(recipe.bound, recipe.data_buffer.prompts)
-
-
-def _warn_of_old_server(server: ServerInfo) -> None:
-    """Log a warning if the server is older than :data:`OLDEST_SGLANG`."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", server.version or "")
-    if found is not None and tuple(map(int, found.groups())) < OLDEST_SGLANG:
-        _LOG.warning(
-            "the server is SGLang %s; expected at least %s: earlier versions do not report which tokens are of which"
-            " weights, or that an update did not flush the cache",
-            server.version,
-            ".".join(map(str, OLDEST_SGLANG)),
-        )

@@ -10,7 +10,10 @@ SGLang: the update request includes a flush, and :func:`update_weights` flushes 
 rank of a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a
 failed first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have
 K/V, so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no
-request runs between the new weights and the flush.
+request runs between the new weights and the flush. A server with several HTTP workers (``--tokenizer-worker-num``) is
+updated by ``"retract"`` whatever ``while_running`` is: a worker waits for its own requests only, so that those of the
+others would run from the old weights into the new. Its version is that of a reply (SGLang 0.5.23,
+managers/multi_tokenizer_mixin.py).
 
 vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
 ``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
@@ -38,7 +41,7 @@ from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
-from rollouts.inference.discovery import Routes, served_version, text_of
+from rollouts.inference.discovery import Routes, http_workers, served_version, text_of
 from rollouts.inference.pauses import ordered
 from rollouts.inference.prefixes import isolated
 from rollouts.inference.wire_errors import loads, message_of
@@ -246,6 +249,16 @@ class _SGLangServer(_Server):
     CONTINUE = "/continue_generation"
 
     async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        workers = await http_workers(self._transport, self._url, self._headers)
+        if workers > 1 and while_running in ("wait", "abort"):
+            _LOG.warning(
+                "%s has --tokenizer-worker-num %d, and each HTTP worker waits for its own requests only: instead of"
+                " while_running=%r, requests are retracted, and continue under the new weights",
+                self.name,
+                workers,
+                while_running,
+            )
+            while_running = "retract"
         body = {
             "model_path": folder,
             "weight_version": self._version,
@@ -311,7 +324,7 @@ class _SGLangServer(_Server):
         served = await served_version(self._transport, self._url, self._headers)
         if served != self._version:
             raise EndpointRefused(
-                f"{self.name}/model_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+                f"{self.name}: weight_version {served!r}; expected {self._version!r}, which was just loaded"
             )
 
 
