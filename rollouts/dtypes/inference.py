@@ -27,6 +27,7 @@ __all__ = [
     "Limits",
     "LogprobsOf",
     "OnRewrite",
+    "Provider",
     "SamplingParams",
     "StopReason",
     "VersionSpan",
@@ -73,6 +74,7 @@ OnRewrite: TypeAlias = Literal["append", "fork", "error"]
 (thoughts stripped, tools moved): ``append`` keeps the ids; ``fork`` opens a new branch with the rewritten history;
 ``error`` fails the rollout. ``fork`` and ``error`` render the whole conversation after each turn to detect this."""
 
+Provider: TypeAlias = Literal["sglang", "vllm"]
 Concurrency: TypeAlias = int | Literal["adaptive"] | None
 """Number of concurrent requests a server: see :class:`Endpoint`."""
 
@@ -166,7 +168,7 @@ class Endpoint:
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
-    provider: str = attrs.field(
+    provider: Provider = attrs.field(
         default="sglang", validator=check('"sglang" or "vllm"', lambda v: v in ("sglang", "vllm"))
     )
     model: str = attrs.field(
