@@ -16,6 +16,7 @@ This module does not know models, the network or agents; it calls a ``generate_f
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
@@ -43,6 +44,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.running_groups import RunningGroups
+from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
 
@@ -79,6 +81,7 @@ class AsyncRolloutManager:
         failures: lost attempts by cause, and their lengths compared with those of sound attempts.
         metrics: metrics of the last batch.
         staleness: the announced policy versions, and the bound on the age of a group.
+        slots: admits rollouts; it counts the running and the waiting ones.
     """
 
     def __init__(
@@ -100,15 +103,16 @@ class AsyncRolloutManager:
         self.staleness = Staleness()
         self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
-        self._streaming = False
+        self._filling = self._streaming = False
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
         self._running = RunningGroups()
+        self.slots = Slots(config.in_flight, self._start_on_free_slot)
         self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
         attempts = self._ledger.failed_attempts
-        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce)
+        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -209,6 +213,8 @@ class AsyncRolloutManager:
                 the batch was not filled within ``batch_seconds``: groups accepted or in flight are kept.
         """
         began = time.monotonic()
+        if not self._streaming:  # else since the last batch: generation continues while the caller trains
+            self.slots.begin_metrics()
         with deadline(self.config.batch_seconds) as limit:
             if self._tasks is not None:
                 await self._gather_groups()
@@ -257,6 +263,7 @@ class AsyncRolloutManager:
             raise RuntimeError("a stream needs the manager open (async with), and to itself")
         self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
         self._streaming = True
+        self.slots.begin_metrics()
         try:
             while True:
                 self.staleness.training = False  # a caller that requests a batch is done with the last one
@@ -275,6 +282,13 @@ class AsyncRolloutManager:
         if not self.accounting.in_flight:
             self._fail_fast.begin_call()
         await self._drop_stale()
+        self._filling = True
+        try:
+            await self._fill_batch(finish_restarted)
+        finally:
+            self._filling = False
+
+    async def _fill_batch(self, finish_restarted: bool) -> None:
         while self._choose_groups() is None or (finish_restarted and self._ledger.restarted):
             _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
             self._top_up()
@@ -318,6 +332,7 @@ class AsyncRolloutManager:
             **numbers,
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
+            **self.slots.take_metrics(self.config.max_inflight_rollouts),
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
@@ -341,11 +356,25 @@ class AsyncRolloutManager:
         wanted = self.config.max_inflight_groups - pending
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         for _ in range(wanted if room is None else min(wanted, room)):
-            prompt = self._ledger.take(self.staleness.current)
+            prompt = self._ledger.take(self.staleness.current) if self.slots.has_room() else None
             if prompt is None:
                 return
+            finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
+            self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
             self._idle.stop()
             self._tasks.start_soon(self._run_group, prompt)
+
+    def _start_on_free_slot(self) -> None:
+        """Start groups at the end of a rollout. An error, e.g. of the data source, ends the batch, not that rollout."""
+        try:
+            if self._filling and self._choose_groups() is None:
+                _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
+                self._top_up()
+            elif self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
+                self._top_up()
+        except Exception as error:  # noqa: BLE001
+            self._fail_fast.stop(error)
+            self._running.wake()
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Run one group and account for it, also on errors and cancellation."""
@@ -374,6 +403,7 @@ class AsyncRolloutManager:
             if not self.accounting.in_flight:
                 self._idle.start()
             self._running.end(group_index(prompt))
+            self.slots.close(group_index(prompt))
         if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
 
@@ -386,7 +416,8 @@ class AsyncRolloutManager:
 
     def _is_scarce(self) -> bool:
         """Whether the filter has dropped as many groups for this batch as are generated beyond its size."""
-        return self._ledger.dropped_for_batch >= self.config.max_inflight_groups - self.config.batch_size
+        at_once = math.ceil(self.config.max_inflight_rollouts / self.config.n_samples_per_prompt)
+        return self._ledger.dropped_for_batch >= at_once - self.config.batch_size
 
 
 def _raise(error: Exception | None) -> None:
