@@ -38,8 +38,8 @@ from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Answer, Fault
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std
-from rollouts.training.data_buffer import load_prompts
 from rollouts.training.failures import FailurePolicy
+from rollouts.training.prompt_files import load_prompts
 from rollouts.training.types import Group
 from tests import ors_recipe
 from tests.bad_worlds import BAD, Bad, play_with_sound_prompts

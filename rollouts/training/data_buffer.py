@@ -13,7 +13,6 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -26,11 +25,11 @@ from rollouts.errors import ConfigError, DataExhausted
 if TYPE_CHECKING:
     from rollouts.training.samplers.base import Sampler
 
-__all__ = ["BufferState", "DataBuffer", "Draw", "load_prompts", "shuffled"]
+__all__ = ["BufferState", "DataBuffer", "Draw", "read_prompt", "shuffled"]
 
 Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
-"""A group that was started, ``(group index, position in the data, None)``; or the rewards of one that was kept or
-dropped, ``(group index, None, rewards)``. A draw without a sampler has no position."""
+"""The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
+``(group index, None, rewards)``. A draw without a sampler has no position."""
 
 
 @attrs.frozen
@@ -91,7 +90,7 @@ class DataBuffer:
         sampler: Sampler | None = None,
     ) -> None:
         _check_rows(prompts)
-        self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+        self._prompts = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
@@ -381,7 +380,8 @@ def _rows_of_table(value: Any) -> str | None:
     return next((rows for method, rows in ways.items() if hasattr(value, method)), None)
 
 
-def _read_prompt(row: Any, place: str) -> Prompt:
+def read_prompt(row: Any, place: str) -> Prompt:
+    """The prompt of a row; an error names the ``place`` of the row."""
     prompt = _unchecked_prompt(row, place)
     if prompt.metadata:
         return prompt  # from which the environment may write the opening
@@ -413,42 +413,3 @@ def _unchecked_prompt(row: Any, place: str) -> Prompt:
         return Prompt(row)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-
-
-def load_prompts(
-    path: str | Path,
-    *,
-    limit: int | None = None,
-    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-) -> list[Prompt]:
-    """Read prompts from a JSONL file with lines ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
-
-    Args:
-        path: the file.
-        limit: number of prompts to read, from the start.
-        convert: returns a row of that form for a row of another form.
-
-    Raises:
-        ConfigError: no such file, no rows, or a malformed row; the message names file and line.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError.of("data", str(path), "a JSONL file that exists")
-    prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(prompts) >= limit:
-                break
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = msgspec.json.decode(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON ({error})") from None
-            if not isinstance(row, Mapping):
-                raise ConfigError.of(place, row, 'an object with "prompt", and "label" and "metadata" where known')
-            prompts.append(_read_prompt(row if convert is None else convert(row), place))
-    if not prompts:
-        raise ConfigError.of("data", str(path), "at least one row")
-    return prompts

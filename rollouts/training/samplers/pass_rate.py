@@ -58,7 +58,7 @@ class PassRateSampler(PassSampler):
     Args:
         n: rollouts in a group.
         passing: a rollout with a reward above it passes. Where rewards are not 0 or 1, a group with different rewards
-            counts with at least one rollout that passes and one that fails.
+            counts with at least one pass and at least one failure.
         prior: both parameters of the Beta distribution of an untried prompt; small numbers expect rates near 0 and 1.
         floor: the smallest share.
         forget: weight of what was observed one pass ago.
@@ -151,7 +151,7 @@ class PassRateSampler(PassSampler):
         return _Seen(seen.passed + passed, seen.failed + len(known) - passed, number)
 
     def metrics(self) -> Mapping[str, float]:
-        """Prompts tried, also by estimated pass rate; those that always or never passed; and the prompts skipped."""
+        """Prompts tried, also by estimated pass rate; prompts of which each or no rollout passed; prompts skipped."""
         rates = {f"pass_rate/{one / _BINS:.1f}-{(one + 1) / _BINS:.1f}": self._bins[one] for one in range(_BINS)}
         counts = {"tried": len(self._seen), "always_passed": self._always, "never_passed": self._never}
         return {**counts, **super().metrics(), **rates}
