@@ -98,6 +98,7 @@ __getattr__, __dir__ = lazy_face(
             "make_threshold_filter",
         ),
         "rollouts.training.manager": ("AsyncRolloutManager",),
+        "rollouts.training.prompt_files": ("load_prompts",),
         "rollouts.training.metrics": ("Accounting",),
         "rollouts.programs.generate": (
             "function_rollout_to_samples",
@@ -105,7 +106,6 @@ __getattr__, __dir__ = lazy_face(
             "generate_program_batch",
             "program_rollout_to_samples",
         ),
-        "rollouts.training.prompt_files": ("load_prompts",),
         "rollouts.training.samples": ("trajectory_to_sample", "trajectory_to_samples"),
         "rollouts.training.types": (
             "FilterFn",
@@ -120,8 +120,7 @@ __getattr__, __dir__ = lazy_face(
     },
 )
 
-_READER = "rollouts.runs.reader"
-"""Imported at the first call: stored runs are a layer above this package."""
+_READER = "rollouts.runs.reader"  # imported at the first call: stored runs are a layer above this package
 
 
 def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
@@ -131,6 +130,5 @@ def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
         path: the folder of the run.
         outcome: which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
     """
-    reader = importlib.import_module(_READER)
-    samples: Sequence[Sample] = reader.load_run(path, outcome)
+    samples: Sequence[Sample] = importlib.import_module(_READER).load_run(path, outcome)
     return samples

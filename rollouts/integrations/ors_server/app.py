@@ -107,6 +107,7 @@ class _Session:
 
 class _Server:
     def __init__(self, recipe: Recipe, split: str, limits: Limits, tasks: anyio.abc.TaskGroup) -> None:
+        recipe.refuse_sampler("the client of the server")
         self.recipe, self.split, self.limits, self.tasks = recipe, split, limits, tasks
         self.name = "".join(letter if letter.isalnum() else "_" for letter in recipe.name.lower()) or "environment"
         self.prompts = [
