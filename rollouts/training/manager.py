@@ -332,7 +332,7 @@ class AsyncRolloutManager:
             **numbers,
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
-            **self.slots.take_metrics(self.config.max_inflight_rollouts),
+            **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
@@ -355,7 +355,9 @@ class AsyncRolloutManager:
         pending = self.accounting.ready + self.accounting.in_flight
         wanted = self.config.max_inflight_groups - pending
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
-        for _ in range(wanted if room is None else min(wanted, room)):
+        if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
+            wanted = min(wanted, room) if self.config.in_flight is None else room
+        for _ in range(wanted):
             prompt = self._ledger.take(self.staleness.current) if self.slots.has_room() else None
             if prompt is None:
                 return
