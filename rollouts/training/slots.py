@@ -20,6 +20,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.times import Span, now
 from rollouts.errors import RolloutsError
 
 __all__ = ["Slots"]
@@ -36,14 +37,14 @@ class _Mean:
     _sum: float = 0.0
     _since: float = 0.0
 
-    def add(self, change: int, now: float) -> None:
-        self._sum += self.value * (now - self._since)
-        self._since = now
+    def add(self, change: int, at: float) -> None:
+        self._sum += self.value * (at - self._since)
+        self._since = at
         self.value += change
 
-    def take(self, seconds: float, now: float) -> float:
+    def take(self, seconds: float, at: float) -> float:
         """Return the mean over the last ``seconds``, all since the previous call."""
-        self.add(0, now)
+        self.add(0, at)
         total, self._sum = self._sum, 0.0
         return total / seconds if seconds > 0 else float(self.value)
 
@@ -112,14 +113,18 @@ class Slots:
 
     # -- rollouts --
 
-    async def acquire(self, group: int, number: int, limit: deadline) -> None:
-        """Take a slot, at once if one is free; else wait for it, while the group's deadline ``limit`` is paused."""
+    async def acquire(self, group: int, number: int, limit: deadline) -> Span | None:
+        """Take a slot; if none is free, wait for it, while the group's deadline ``limit`` is paused.
+
+        Returns:
+            The wait, if there was one.
+        """
         if self._reserved[group]:
             self.reserve(group, self._reserved[group] - 1)
         if self.running < self._most:
             self._running.add(1, _now())
-            return
-        key, granted = (group, number), anyio.Event()
+            return None
+        began, key, granted = now(), (group, number), anyio.Event()
         self._waiting[key] = granted
         heapq.heappush(self._queue, key)
         paused = limit.pause()
@@ -135,6 +140,7 @@ class Slots:
         finally:
             if paused:
                 limit.resume()
+        return Span("queued", "a slot", began, now() - began)
 
     def release(self) -> None:
         """Give a slot back: to the first rollout that waits, or to ``on_free``."""
@@ -159,9 +165,9 @@ class Slots:
 
     def take_metrics(self, most: float) -> dict[str, float]:
         """Return the mean rollouts and groups at work since the last call; ``most`` is the number that may run."""
-        now = _now()
-        seconds, self._began = now - self._began, now
-        running, groups = self._running.take(seconds, now), self._groups.take(seconds, now)
+        ended = _now()
+        seconds, self._began = ended - self._began, ended
+        running, groups = self._running.take(seconds, ended), self._groups.take(seconds, ended)
         return {"slots/running": running, "slots/busy": running / most, "groups/open": groups}
 
 
