@@ -382,3 +382,11 @@ def test_a_rollout_that_may_run_alone_is_enough() -> None:
     for wrong in (0, -1, 1.5, True, "4"):
         with pytest.raises(ConfigError, match=r"RolloutConfig\.in_flight"):
             world.config(in_flight=wrong)
+
+
+async def test_the_wait_for_a_slot_is_in_the_times_of_the_rollout() -> None:
+    """12.16 As a span before the others; a rollout that did not wait has none."""
+    async with manager_of(after(lambda prompt: 0), in_flight=1) as manager:
+        samples = await manager.generate_batch()
+    spans = [[(span.activity, span.name) for span in sample.times] for sample in samples]
+    assert spans == [[], [("queued", "a slot")]] * 3, "the second of each group of two"
