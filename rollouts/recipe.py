@@ -184,6 +184,7 @@ class RecipeOptions(TypedDict, total=False):
     batch_size: int
     n_samples_per_prompt: int
     over_sampling_factor: float
+    in_flight: int | None
     keep: Literal["spread", "all"]
     """``"spread"`` drops groups whose rewards are all equal, ``"all"`` keeps them."""
     sampler: Literal["uniform", "pass_rate", "pools", "levels"]
@@ -203,6 +204,7 @@ OPTION_DEFAULTS: RecipeOptions = {
     "batch_size": 32,
     "n_samples_per_prompt": 8,
     "over_sampling_factor": 1.5,
+    "in_flight": None,
     "keep": "spread",
     "sampler": "uniform",
     "sampler_runs": (),

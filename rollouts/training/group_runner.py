@@ -21,6 +21,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.times import Span, Timeline
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
@@ -209,9 +210,9 @@ class GroupRunner:
         assert request.group_index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
-                await self._slots.acquire(request.group_index, number, group.limit)
+                wait = await self._slots.acquire(request.group_index, number, group.limit)
                 try:
-                    samples, policy = await self._attempts_at(request, index)
+                    samples, policy = await self._attempts_at(request, index, wait)
                 finally:
                     self._slots.release()
         except Exception as error:  # noqa: BLE001 - a broken law: run raises it, without an exception group
@@ -224,7 +225,9 @@ class GroupRunner:
         if group.broken or (group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)):
             siblings.cancel()
 
-    async def _attempts_at(self, request: Prompt, index: int) -> tuple[list[Sample], FailurePolicy | None]:
+    async def _attempts_at(
+        self, request: Prompt, index: int, wait: Span | None
+    ) -> tuple[list[Sample], FailurePolicy | None]:
         """Run one rollout with its retries; return it, and the policy of its failure if it is lost for good."""
         for tried in itertools.count(self._attempts.get(index, 0) + 1):
             if self._rollout_log is not None:
@@ -236,6 +239,8 @@ class GroupRunner:
             if policy.backoff_seconds:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
                     await anyio.sleep(policy.pause(tried, self._rng))
+        if wait is not None:
+            samples[0].times = Timeline([wait, *samples[0].times])
         if policy is None and self._rollout_log is not None:
             await self._rollout_log.finished(samples)
         return samples, policy

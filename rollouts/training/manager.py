@@ -41,6 +41,7 @@ from rollouts.training.fail_fast import FailFast
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
+from rollouts.training.length_bias import LengthBias
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rollout_log import RolloutLog
@@ -102,6 +103,7 @@ class AsyncRolloutManager:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
+        self._length_bias = LengthBias()
         self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False
@@ -318,12 +320,16 @@ class AsyncRolloutManager:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
                 self._ledger.drop_ready([group], "too old")
+                self._length_bias.dropped(group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
         numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        if self.staleness.drops:
+            self._length_bias.trained(len(groups), samples)
+            numbers |= self._length_bias.metrics()
         if self._streaming:
             numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
         self._ledger.seal(groups)
@@ -334,7 +340,7 @@ class AsyncRolloutManager:
             **numbers,
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
-            **self.slots.take_metrics(self.config.max_inflight_rollouts),
+            **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
@@ -358,7 +364,9 @@ class AsyncRolloutManager:
         pending = self.accounting.ready + self.accounting.in_flight
         wanted = self.config.max_inflight_groups - pending
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
-        for _ in range(wanted if room is None else min(wanted, room)):
+        if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
+            wanted = min(wanted, room) if self.config.in_flight is None else room
+        for _ in range(wanted):
             prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return

@@ -20,6 +20,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.times import Span, now
 from rollouts.errors import RolloutsError
 
 __all__ = ["Slots"]
@@ -36,14 +37,14 @@ class _Mean:
     _sum: float = 0.0
     _since: float = 0.0
 
-    def add(self, change: int, now: float) -> None:
-        self._sum += self.value * (now - self._since)
-        self._since = now
+    def add(self, change: int, at: float) -> None:
+        self._sum += self.value * (at - self._since)
+        self._since = at
         self.value += change
 
-    def take(self, seconds: float, now: float) -> float:
+    def take(self, seconds: float, at: float) -> float:
         """Return the mean over the last ``seconds``, all since the previous call."""
-        self.add(0, now)
+        self.add(0, at)
         total, self._sum = self._sum, 0.0
         return total / seconds if seconds > 0 else float(self.value)
 
@@ -95,31 +96,34 @@ class Slots:
     def open(self, group: int, rollouts: int) -> None:
         """Note that a group starts, and reserve slots for its rollouts; :meth:`close` ends it."""
         self._groups.add(1, _now())
-        self._reserved[group] = 0
         self.reserve(group, rollouts)
 
     def reserve(self, group: int, rollouts: int) -> None:
         """Reserve slots for rollouts of an open group that will ask for them; replaces an earlier reservation."""
-        self._total_reserved += rollouts - self._reserved[group]
-        self._reserved[group] = rollouts
+        self._total_reserved += rollouts - self._reserved.pop(group, 0)
+        if rollouts:
+            self._reserved[group] = rollouts
 
     def close(self, group: int) -> None:
         """End a group."""
         self.reserve(group, 0)
-        del self._reserved[group]
         self._groups.add(-1, _now())
         self._call_if_free()
 
     # -- rollouts --
 
-    async def acquire(self, group: int, number: int, limit: deadline) -> None:
-        """Take a slot, at once if one is free; else wait for it, while the group's deadline ``limit`` is paused."""
-        if self._reserved[group]:
+    async def acquire(self, group: int, number: int, limit: deadline) -> Span | None:
+        """Take a slot; if none is free, wait for it, while the group's deadline ``limit`` is paused.
+
+        Returns:
+            The wait, if there was one.
+        """
+        if group in self._reserved:
             self.reserve(group, self._reserved[group] - 1)
         if self.running < self._most:
             self._running.add(1, _now())
-            return
-        key, granted = (group, number), anyio.Event()
+            return None
+        began, key, granted = now(), (group, number), anyio.Event()
         self._waiting[key] = granted
         heapq.heappush(self._queue, key)
         paused = limit.pause()
@@ -135,6 +139,7 @@ class Slots:
         finally:
             if paused:
                 limit.resume()
+        return Span("queued", "a slot", began, now() - began)
 
     def release(self) -> None:
         """Give a slot back: to the first rollout that waits, or to ``on_free``."""
@@ -159,9 +164,9 @@ class Slots:
 
     def take_metrics(self, most: float) -> dict[str, float]:
         """Return the mean rollouts and groups at work since the last call; ``most`` is the number that may run."""
-        now = _now()
-        seconds, self._began = now - self._began, now
-        running, groups = self._running.take(seconds, now), self._groups.take(seconds, now)
+        ended = _now()
+        seconds, self._began = ended - self._began, ended
+        running, groups = self._running.take(seconds, ended), self._groups.take(seconds, ended)
         return {"slots/running": running, "slots/busy": running / most, "groups/open": groups}
 
 

@@ -68,7 +68,7 @@ def lognormal(prompt: Prompt) -> float:
 
 @attrs.define
 class Journalled:
-    """What a run did, in order, with the times of a virtual clock."""
+    """The events of a run in order, with the times of a virtual clock."""
 
     events: list[tuple[Any, ...]] = attrs.field(factory=list)
 
@@ -214,7 +214,7 @@ async def test_a_free_slot_starts_one_group() -> None:
     async with manager, anyio.create_task_group() as tasks:
         tasks.start_soon(manager.generate_batch)
         await points(100)
-        assert manager.accounting.taken == 3, "two groups of two, and one that waits for its second slot"
+        assert manager.accounting.taken == 3, "two groups of two, and a third that waits for its second slot"
         assert manager.slots.running == 5
         assert [str(wait.what) for wait in waits() if wait.kind == "a_pause"] == ["a free slot of 5"]
         release.set()
@@ -355,7 +355,7 @@ async def test_scarce_groups_are_kept_by_the_groups_that_can_run(in_flight: int 
 
 
 def test_a_retry_keeps_its_slot() -> None:
-    """12.14 No other rollout runs in the slot of one that failed and is tried again; a replacement waits for a slot."""
+    """12.14 No other rollout runs in the slot of a failed one before its retry; a replacement waits for a slot."""
     begun: list[tuple[int | None, int]] = []
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
@@ -382,3 +382,11 @@ def test_a_rollout_that_may_run_alone_is_enough() -> None:
     for wrong in (0, -1, 1.5, True, "4"):
         with pytest.raises(ConfigError, match=r"RolloutConfig\.in_flight"):
             world.config(in_flight=wrong)
+
+
+async def test_the_wait_for_a_slot_is_in_the_times_of_the_rollout() -> None:
+    """12.16 As a span before the others; a rollout that did not wait has none."""
+    async with manager_of(after(lambda prompt: 0), in_flight=1) as manager:
+        samples = await manager.generate_batch()
+    spans = [[(span.activity, span.name) for span in sample.times] for sample in samples]
+    assert spans == [[], [("queued", "a slot")]] * 3, "the second of each group of two"
