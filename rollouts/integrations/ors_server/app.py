@@ -71,9 +71,10 @@ async def environment_server(
         api_key: the key that every request but those of ``/health`` must have.
 
     Raises:
-        ConfigError: the address is not available, or is public without a key.
+        ConfigError: the address is not available, or is public without a key; or the recipe has a sampler.
     """
     guarded = guard(host, api_key)
+    recipe.refuse_sampler("the client of the server")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=4096)
@@ -107,7 +108,6 @@ class _Session:
 
 class _Server:
     def __init__(self, recipe: Recipe, split: str, limits: Limits, tasks: anyio.abc.TaskGroup) -> None:
-        recipe.refuse_sampler("the client of the server")
         self.recipe, self.split, self.limits, self.tasks = recipe, split, limits, tasks
         self.name = "".join(letter if letter.isalnum() else "_" for letter in recipe.name.lower()) or "environment"
         self.prompts = [

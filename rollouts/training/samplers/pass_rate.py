@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import statistics
 import zlib
 from collections import Counter
@@ -34,6 +35,9 @@ __all__ = ["PassRateSampler"]
 
 _RUNS = "rollouts.runs.folder"
 """Imported at its first use: stored runs are a layer above this package."""
+_SHARPNESS = 1.5
+"""Exponent of the share. With 1 a prompt whose only group of 8 had no spread is drawn in 31 % of the passes, with 1.5
+in 17 %: one group of each prompt then saves most of the draws that teach nothing."""
 _BINS = 10
 
 
@@ -119,7 +123,8 @@ class PassRateSampler(PassSampler):
         seen = self._seen.get(position)
         if seen is None:
             return 1.0
-        return min(1.0, max(self.floor, self._spread(seen.at(number, self.forget)) / self._untried))
+        relative = self._spread(seen.at(number, self.forget)) / self._untried
+        return min(1.0, max(self.floor, math.pow(relative, _SHARPNESS)))
 
     def _spread(self, seen: _Seen) -> float:
         """The probability that ``n`` rollouts neither all pass nor all fail."""
