@@ -312,7 +312,7 @@ class Completion:
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
-        if np.count_nonzero(are_logprobs(self.logprobs)) < len(self.logprobs):
+        if not np.logical_and.reduce(are_logprobs(self.logprobs)):
             raise ValueError("a sampled token came without a finite logprob <= 0")
         position = 0
         for span in self.versions:
