@@ -273,7 +273,7 @@ TEMPLATES = {
 MALFORMED = {
     "hermes": [
         ('<tool_call>{"name": "weather", "arguments": "{}"}</tool_call>', "string_arguments", "is a string"),
-        ('<tool_call>{"name": "weather", "arguments": {}}', "unclosed", "</tool_call> is missing"),
+        ('<tool_call>{"name": "weather", "arguments": {}', "unclosed", "</tool_call> is missing"),
         ('<tool_call>{"name": "weather", "arguments": {}</tool_call>', "not_json", "not valid JSON"),
         ('<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', "bad_arguments", "not an array"),
         ('<tool_call>{"name": "weather"}</tool_call>', "no_arguments", '"arguments" is missing'),
@@ -479,7 +479,7 @@ MALFORMED = {
     "apertus": [
         ('<|tools_prefix|>[{"weather": "{}"}]<|tools_suffix|>', "string_arguments", "is a string"),
         ('<|tools_prefix|>[{"weather": {}, "now": {}}]<|tools_suffix|>', "bad_form", "only key"),
-        ('<|tools_prefix|>[{"weather": {}}]', "unclosed", "<|tools_suffix|> is missing"),
+        ('<|tools_prefix|>[{"weather": {}}', "unclosed", "<|tools_suffix|> is missing"),
     ],
     "nemotron_v2": [
         ('<TOOLCALL>[{"name": "weather", "arguments": "{}"}]</TOOLCALL>', "string_arguments", "is a string"),

@@ -18,11 +18,15 @@ from rollouts.errors import ConfigError
 from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
 from rollouts.renderer.reply_text import Render, opens_thought, reply_text
 
-__all__ = ["Calls", "Reader", "dialect_reads"]
+__all__ = ["CallCheck", "Calls", "Reader", "dialect_reads"]
 
-Calls: TypeAlias = Literal["read", "one a turn", "not read"]
+CallCheck: TypeAlias = Literal["checked", "unchecked"]
+"""Whether a run is refused if the dialect does not read the calls that the template writes."""
+
+Calls: TypeAlias = Literal["read", "one a turn", "not read", "unchecked"]
 """``read``: the dialect reads all calls that the template writes. ``one a turn``: the same, and the template writes at
-most one call a turn. ``not read``: a call of the model could be parsed as text, or as malformed."""
+most one call a turn. ``not read``: a call of the model could be parsed as text, or as malformed. ``unchecked``: the
+same, and the user accepts it (:data:`CallCheck`)."""
 
 _HISTORY = (Message("user", "userone"),)
 _SCHEMA = {

@@ -56,7 +56,10 @@ def thought_marks(dialect: Dialect) -> tuple[str, str]:
 def parse_stopped(
     dialect: Dialect, text: str, stop: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None
 ) -> Reply:
-    """Parse one turn that ended with a stop token, which belongs to the last call if it is the mark that closes it.
+    """Parse one turn that ended with a stop token.
+
+    The stop token belongs to the last call if it is the mark that closes it. It also stands for the mark
+    ``stop_replaces`` of a dialect whose calls are complete without it: servers run such a call.
 
     Args:
         dialect: the dialect.
@@ -66,10 +69,16 @@ def parse_stopped(
         reasoning_open: whether the prompt ends inside a thinking block; ``None``: unknown.
     """
     reply = dialect.parse(text, tools=tools, reasoning_open=reasoning_open)
-    if stop and reply.tool_calls and reply.tool_calls[-1].fault == "unclosed":
-        closed = dialect.parse(text + stop, tools=tools, reasoning_open=reasoning_open)
-        if closed.tool_calls and closed.tool_calls[-1].error is None:
-            return closed
+    if not stop or not reply.tool_calls or reply.tool_calls[-1].fault != "unclosed":
+        return reply
+    last = reply.tool_calls[-1]
+    for mark in dict.fromkeys((stop, getattr(dialect, "stop_replaces", ""))):
+        closed = dialect.parse(text + mark, tools=tools, reasoning_open=reasoning_open)
+        if mark and closed.tool_calls and closed.tool_calls[-1].error is None:
+            raw = closed.tool_calls[-1].raw if mark == stop else last.raw
+            return attrs.evolve(
+                closed, tool_calls=(*closed.tool_calls[:-1], attrs.evolve(closed.tool_calls[-1], raw=raw))
+            )
     return reply
 
 
@@ -85,6 +94,8 @@ class BlockDialect:
     marks: ClassVar[tuple[str, ...]] = ()
     """Each block begins with one of these marks; empty if a block may begin otherwise. They belong to ``block``."""
     reasoning: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    stop_replaces: ClassVar[str] = ""
+    """The mark that may be missing after a complete call that a stop token ends; empty if it must be there."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -17,6 +17,7 @@ class Hermes(BlockDialect):
 
     name = "hermes"
     marks = ("<tool_call>",)
+    stop_replaces = "</tool_call>"
     # A second opening tag ends an unclosed block, so that a missing tag does not hide the calls after it.
     block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
 

@@ -228,7 +228,7 @@ class Apertus(MarkedJson):
     name = "apertus"
     marks = ("<|tools_prefix|>",)
     block = re.compile(r"<\|tools_prefix\|>\s*")
-    closing = "<|tools_suffix|>"
+    closing = stop_replaces = "<|tools_suffix|>"
     reasoning = ("<|inner_prefix|>", "<|inner_suffix|>")
 
     def name_of(self, raw: str) -> str:
