@@ -36,6 +36,9 @@ from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
 __all__ = ["Renderer", "renderer_for"]
 
+_PROMPT_END = 16
+"""Number of last prompt tokens that show how the prompt begins the reply."""
+
 
 class Renderer:
     """A tokenizer with one chat template: openings, bridges, parsing and the self-test.
@@ -320,8 +323,9 @@ class Renderer:
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text, stop = (self.decode(tokens[:-1]), self.decode(tokens[-1:])) if stopped else (self.decode(tokens), "")
-        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]), thought_marks(self.dialect)[0])
-        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened)
+        prefix = "" if prompt is None else self.decode(prompt[-_PROMPT_END:])
+        opened = None if prompt is None else opens_thought(prefix, thought_marks(self.dialect)[0])
+        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
         takes_id = self._tests.takes_id
         calls = [usable_call(call, takes_id=takes_id, quotable=self.quotable) for call in reply.tool_calls]
         return Message("assistant", reply.content, tool_calls=calls, reasoning=reply.reasoning)

@@ -16,7 +16,7 @@ import attrs
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES
-from rollouts.renderer.call_check import CallCheck, Calls, Reader, dialect_reads
+from rollouts.renderer.call_check import CallCheck, Calls, Reader, dialect_reads, difference_of
 from rollouts.renderer.dialects import DIALECTS, Dialect
 from rollouts.renderer.model_format import ModelFormat
 from rollouts.renderer.selftest import ONE_CALL, SelfTest, run_self_test
@@ -85,6 +85,7 @@ class StartupTests:
                 result = attrs.evolve(result, steps=(*result.steps, *image_steps))
             if tools:
                 result = self._with_calls(result, [tool.name for tool in tools])
+                result = self._with_declared(result, tools[0].name)
             self._results[key] = result
             _drop_oldest(self._results)
         return result
@@ -134,15 +135,28 @@ class StartupTests:
         remedies.append('dialect="plain" starts without reading calls')
         return attrs.evolve(result, calls="not read", unread="; ".join([why, *remedies]))
 
+    def _with_declared(self, result: SelfTest, name: str) -> SelfTest:
+        """Add a note if the publisher's own dialect reads replies otherwise."""
+        declared, dialect = self._model.declared, self._model.dialect
+        if declared is None or declared is dialect or self._calls_are_text:
+            return result
+        difference = difference_of(self._reader(dialect), declared, name)
+        if not difference:
+            return result
+        note = f"the model's response_template reads replies otherwise than dialect {dialect.name!r}: {difference}"
+        return attrs.evolve(result, notes=(*result.notes, f'{note}; dialect="{declared.name}" uses it'))
+
     def _reads(self, dialect: Dialect, name: str) -> tuple[Calls, str]:
+        return dialect_reads(self._reader(dialect), name)
+
+    def _reader(self, dialect: Dialect) -> Reader:
         codec = self._model.codec
-        reader = Reader(
+        return Reader(
             self._model.template.render,
             self._model.stops,
             lambda text: codec.decode(codec.encode_uncounted(text)),
             dialect,
         )
-        return dialect_reads(reader, name)
 
 
 def _drop_oldest(results: dict[Any, Any]) -> None:

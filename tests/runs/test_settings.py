@@ -235,7 +235,7 @@ async def test_unchecked_calls_are_said_by_run_json_show_and_verify(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run with ``calls="unchecked"`` names its dialect wherever it is looked at."""
-    options = {"batch_size": "1", "n_samples_per_prompt": "1", "dialect": "hermes", "calls": "unchecked"}
+    options = {"batch_size": "1", "n_samples_per_prompt": "2", "keep": "all", "dialect": "hermes", "calls": "unchecked"}
     target = RunTarget(recipe="calculator", model=str(DEMO_MODEL), options=options, batches=1)
     await play(target, tmp_path / "run")
     info = read_info(tmp_path / "run")

@@ -7,6 +7,7 @@ This module does not know tokenizers or templates.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
@@ -54,7 +55,13 @@ def thought_marks(dialect: Dialect) -> tuple[str, str]:
 
 
 def parse_stopped(
-    dialect: Dialect, text: str, stop: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None
+    dialect: Dialect,
+    text: str,
+    stop: str,
+    *,
+    tools: Sequence[Tool] = (),
+    reasoning_open: bool | None = None,
+    prefix: str = "",
 ) -> Reply:
     """Parse one turn that ended with a stop token.
 
@@ -67,13 +74,17 @@ def parse_stopped(
         stop: the stop token as text; empty if the reply has none.
         tools: the tools in the prompt.
         reasoning_open: whether the prompt ends inside a thinking block; ``None``: unknown.
+        prefix: the end of the prompt, for a dialect with ``reads_prefix``.
     """
-    reply = dialect.parse(text, tools=tools, reasoning_open=reasoning_open)
+    parse = functools.partial(dialect.parse, tools=tools, reasoning_open=reasoning_open)
+    if getattr(dialect, "reads_prefix", False):
+        parse = functools.partial(parse, prefix=prefix)
+    reply = parse(text)
     if not stop or not reply.tool_calls or reply.tool_calls[-1].fault != "unclosed":
         return reply
     last = reply.tool_calls[-1]
     for mark in dict.fromkeys((stop, getattr(dialect, "stop_replaces", ""))):
-        closed = dialect.parse(text + mark, tools=tools, reasoning_open=reasoning_open)
+        closed = parse(text + mark)
         if mark and closed.tool_calls and closed.tool_calls[-1].error is None:
             raw = closed.tool_calls[-1].raw if mark == stop else last.raw
             return attrs.evolve(
