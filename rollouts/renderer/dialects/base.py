@@ -105,6 +105,8 @@ class BlockDialect:
     marks: ClassVar[tuple[str, ...]] = ()
     """Each block begins with one of these marks; empty if a block may begin otherwise. They belong to ``block``."""
     reasoning: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    wrapping: ClassVar[tuple[str, ...]] = ()
+    """Marks around the text for the user; they are removed from the content."""
     stop_replaces: ClassVar[str] = ""
     """The mark that may be missing after a complete call that a stop token ends; empty if it must be there."""
 
@@ -162,10 +164,12 @@ class BlockDialect:
             else:
                 content.append(text[at:])
                 break
+        shown = "\n".join(part.strip() for part in content if part.strip()) if thoughts or calls else text
+        plain = functools.reduce(lambda rest, mark: rest.replace(mark, ""), self.wrapping, shown)
         if not thoughts and not calls:
-            return Reply(text)
+            return Reply(plain if plain == text else plain.strip())
         return Reply(
-            content="\n".join(part.strip() for part in content if part.strip()),
+            content=plain if plain == shown else plain.strip(),
             reasoning="\n".join(thought.strip() for thought in thoughts) if thoughts else None,
             tool_calls=tuple(calls),
         )
