@@ -54,6 +54,8 @@ class StopReason(enum.StrEnum):
     """The template rewrites this history for the next turn; the episode continues in the next branch."""
     ABORTED = "aborted"
     """The server or the caller aborted a reply; the partial tokens are stored."""
+    MALFORMED_REPLY = "malformed_reply"
+    """The chat template refuses the reply in a history (an empty one, an odd name); no turn can follow it."""
     FAILED = "failed"
     """The environment or the endpoint failed; the failure is stored with the tokens."""
 
