@@ -10,10 +10,10 @@ SGLang: the update request includes a flush, and :func:`update_weights` flushes 
 rank of a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a
 failed first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have
 K/V, so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no
-request runs between the new weights and the flush; with ``"abort"`` in one that lets none begin. A server with several
-HTTP workers (``--tokenizer-worker-num``) is updated by ``"retract"`` whatever ``while_running`` is: a worker waits for
-its own requests only, so that those of the others would run from the old weights into the new. Its version is that of a
-reply (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
+request runs between the new weights and the flush; with ``"abort"`` in a pause that lets none begin. A server with
+several HTTP workers (``--tokenizer-worker-num``) is updated by ``"retract"`` whatever ``while_running`` is: a worker
+waits for its own requests only, so that those of the others would run from the old weights into the new. Its version is
+that of a reply (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
 
 vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
 ``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
