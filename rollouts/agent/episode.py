@@ -242,7 +242,8 @@ class Episode:
 
     def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
         tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
-        return CompletionRequest(tokens, sampling, stops, self.session, images=self.trajectory.images)
+        images, version = self.trajectory.images, self.trajectory.last_version
+        return CompletionRequest(tokens, sampling, stops, self.session, images=images, version=version)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""
