@@ -242,7 +242,8 @@ class Episode:
 
     def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
         trajectory, stops = self.trajectory, self.renderer.stop_token_ids
-        return CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=trajectory.images)
+        images, version = trajectory.images, trajectory.last_version
+        return CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=images, version=version)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""

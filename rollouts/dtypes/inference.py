@@ -138,6 +138,9 @@ class SamplingParams:
         return 0.0 if self.greedy else self.temperature
 
 
+_FAMILY = re.compile(r"(?!.*-v\d+\Z)[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
 def without_password(text: str) -> str:
     """Text for printing, without the user names and passwords of its URLs."""
     return re.sub(r"//[^/@\s]*@", "//", text)
@@ -167,6 +170,8 @@ class Endpoint:
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
+        lora: the family of LoRA adapters that replies are sampled with: the newest loaded adapter named ``lora`` or
+            ``lora-vN``, see :func:`~rollouts.inference.weights.update_weights`. ``None``: the base model.
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
@@ -181,6 +186,14 @@ class Endpoint:
         converter=_urls,
         validator=_check_urls,
         repr=_printed_urls,
+    )
+    lora: str | None = attrs.field(
+        default=None,
+        validator=check(
+            "letters, digits, '.', '_' and '-', without a version: update_weights adds -v and a number",
+            lambda v: isinstance(v, str) and bool(_FAMILY.fullmatch(v)),
+            optional=True,
+        ),
     )
     api_key: str | None = attrs.field(default=None, repr=False)
     admin_key: str | None = attrs.field(default=None, repr=False)
