@@ -1,4 +1,4 @@
-"""The rollouts of one trainer: an event loop in a thread, and one manager that persists between calls.
+"""The rollouts of one launch: its pipeline, and one manager that persists between calls.
 
 Invariant: without carry-over, a batch contains only tokens of the weights of its call: rollouts left over when a batch
 is full are cancelled, and their prompts come out first in the next call. With carry-over, groups in flight or ready
@@ -21,7 +21,6 @@ from typing import Any
 
 import anyio
 import attrs
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
@@ -31,6 +30,7 @@ from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
+from rollouts.integrations.slime.event_loop import event_loop
 from rollouts.integrations.slime.given_ids import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
@@ -64,10 +64,10 @@ class TrainerRollouts:
         self._settled: list[Group] = []
         self._lock = threading.Lock()
         self._stack = ExitStack()
-        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
+        self._portal = event_loop()
         try:
             self.policy, self.pipeline, self.manager = self._portal.call(self._build)
-            self._stack.callback(lambda: self._portal.call(self._stop))
+            self._stack.callback(self._portal.call, self._stop)
             if settings.carry_over:  # else each batch cancels its leftovers
                 self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
             self._stack.enter_context(calm_collector())  # a collector pause delays every rollout
@@ -81,6 +81,7 @@ class TrainerRollouts:
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
         client = policy_of(settings.endpoint, settings.vocab_size)
+        self._stack.callback(self._portal.call, client.aclose)
         stops = stop_ids_of_params(settings.params)
         extras = settings.replay.request()
         decode = decoder_of(settings.endpoint.model)

@@ -8,6 +8,7 @@ has it.
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
 import copy
 import functools
@@ -16,9 +17,11 @@ import importlib
 import itertools
 import shutil
 import struct
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +309,61 @@ def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
         for sample in played.samples:
             expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
             assert sample.teacher_log_probs.tolist() == expected
+
+
+# -- one event loop ---------------------------------------------------------------------------------------------------
+
+
+async def in_which_loop(args: Any, sample: Any, **_: Any) -> float:
+    LOOPS.add(asyncio.get_running_loop())
+    return float(sample.index % 2)
+
+
+LOOPS: set[asyncio.AbstractEventLoop] = set()
+
+
+def test_one_event_loop_serves_every_function(bench: Bench) -> None:
+    """slime's functions and ours, in training and in evaluation, before and after a change of flags."""
+    slimes = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    args = bench.args(custom_rm_path=f"{HERE}.in_which_loop")
+    start_slime(args)
+    LOOPS.clear()
+    for function, evaluation in ((generate_rollout_batch, False), (slimes, True), (generate_rollout_batch, True)):
+        args.rollout_max_response_len -= 1
+        bench.play(function, args, evaluation=evaluation)
+    assert LOOPS == {importlib.import_module("slime.utils.async_utils").get_async_loop().loop}
+
+
+def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
+    """slime keeps one HTTP session for it: no request is sent twice, beside slime's own evaluation either."""
+    asked: list[str] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.send_header("Content-Length", "3")
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b"0.5")
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    args = bench.args(custom_rm_path=None, rm_type="remote_rm", rm_url=url)
+    start_slime(args)
+    slimes = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    rewards = []
+    for number, function in enumerate((generate_rollout_batch, slimes, generate_rollout_batch)):
+        args.rollout_max_response_len -= 1
+        rewards += [sample.reward for sample in bench.play(function, args, evaluation=number == 1).samples]
+    server.shutdown()
+    server.server_close()
+    assert rewards == [0.5] * (4 + 6 + 4)
+    assert len(asked) == 4 + 6 + 4
 
 
 # -- rewards and the samples of a data source -------------------------------------------------------------------------
