@@ -13,6 +13,7 @@ engines.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -43,6 +44,8 @@ from rollouts.training.types import Group, Sample
 
 __all__ = ["TrainerRollouts"]
 
+_LOG = logging.getLogger(__name__)
+
 
 class TrainerRollouts:
     """Serves the calls of one trainer; call every public method from the trainer's thread.
@@ -51,13 +54,14 @@ class TrainerRollouts:
         args: slime's namespace.
         settings: parsed from ``args``.
         data_source: slime's data source.
+        kept: groups that it did not take back from an earlier launch.
     """
 
-    def __init__(self, args: Any, settings: Settings, data_source: Any) -> None:
+    def __init__(self, args: Any, settings: Settings, data_source: Any, kept: Sequence[list[Any]] = ()) -> None:
         self.args = args
         self.settings = settings
         self.data_source = data_source
-        self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt)
+        self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt, settings.wave, kept)
         self.buffer.on_new = self._add_finished
         self._staleness = Staleness(max_staleness=settings.max_staleness)
         """Of every policy version seen so far; only used with ``_lock``, since filters run in threads."""
@@ -114,8 +118,12 @@ class TrainerRollouts:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        """Cancel rollouts in flight; return every group to the data source with its finished rollouts."""
+    def close(self) -> list[list[Any]]:
+        """Cancel rollouts in flight; return every group to the data source with its finished rollouts.
+
+        Returns:
+            The groups that the source does not take back, e.g. because it is read-only.
+        """
         self._stack.pop_all().close()
         groups = []
         for ready in self.manager.ready_groups:
@@ -124,8 +132,14 @@ class TrainerRollouts:
         for returned, group in self.buffer.drain():
             finished = {} if returned is None else self.manager.finished_rollouts(returned)
             groups.append(self._group_records(Taken(group), finished))
-        if groups and hasattr(self.data_source, "add_samples"):
-            self.data_source.add_samples(groups)
+        try:
+            if groups:
+                self.data_source.add_samples(groups)
+        except Exception as error:  # noqa: BLE001 - foreign code
+            name = type(self.data_source).__name__
+            _LOG.info("%s takes no groups back (%r): %d are the first of the next call", name, error, len(groups))
+            return groups
+        return []
 
     # -- in the loop --
 

@@ -311,6 +311,54 @@ def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
             assert sample.teacher_log_probs.tolist() == expected
 
 
+# -- data sources of slime --------------------------------------------------------------------------------------------
+
+OF_DATA: dict[str, Any] = {"dump_details": None, "rollout_max_prompt_len": None, "rollout_shuffle": False}
+
+
+@pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
+def test_a_read_only_source_is_asked_for_waves(bench: Bench, slimes: bool) -> None:
+    """With over-sampling, in calls with other flags each: whole batches, requests of one size, and a silent end."""
+    kind = importlib.import_module("slime.rollout.data_source").RolloutDataSource
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    args = bench.args(**OF_DATA, prompt_data=str(bench.rows), over_sampling_batch_size=3)
+    start_slime(args)
+    source, waves = kind(args), []
+    get_samples = source.get_samples
+    source.get_samples = lambda count: waves.append(count) or get_samples(count)
+    indices = []
+    for number in range(3):
+        args.rollout_max_response_len -= 1
+        output = (module.generate_rollout if slimes else generate_rollout_batch)(args, number, source)
+        indices.append([sample.index for sample in leaves(output.samples)])
+    close_rollouts()
+    assert [len(batch) for batch in indices] == [4, 4, 4]
+    assert set(waves) == {3}
+    assert slimes or len({*leaves(indices)}) == 12  # no prompt is lost or played twice
+
+
+def falls_back(args: Any, group: list[Any], **_: Any) -> Any:
+    args.seen.append(group[0].group_index)
+    return records().filter_output(keep=False, reason="no spread", keep_when_insufficient=True)
+
+
+@pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
+def test_a_filter_that_falls_back_starts_no_further_wave(bench: Bench, slimes: bool) -> None:
+    """``keep_when_insufficient``: of five groups for a batch of three, two are dropped and three kept, in each call."""
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    flags = {"dynamic_sampling_filter_path": f"{HERE}.falls_back", "over_sampling_batch_size": 5}
+    args = bench.args(**flags, rollout_batch_size=3)
+    start_slime(args)
+    source = Source(args.n_samples_per_prompt)
+    for number in range(2):
+        output = (module.generate_rollout if slimes else generate_rollout_batch)(args, number, source)
+        assert len(output.samples) == 3
+        assert output.metrics["rollout/dynamic_filter/drop_no spread"] == 2
+    assert sorted(args.seen) == list(range(10))
+    close_rollouts()
+    assert len(source.given) == 10
+
+
 # -- one event loop ---------------------------------------------------------------------------------------------------
 
 
@@ -331,7 +379,7 @@ def test_one_event_loop_serves_every_function(bench: Bench) -> None:
     for function, evaluation in ((generate_rollout_batch, False), (slimes, True), (generate_rollout_batch, True)):
         args.rollout_max_response_len -= 1
         bench.play(function, args, evaluation=evaluation)
-    assert LOOPS == {importlib.import_module("slime.utils.async_utils").get_async_loop().loop}
+    assert {importlib.import_module("slime.utils.async_utils").get_async_loop().loop} == LOOPS
 
 
 def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
