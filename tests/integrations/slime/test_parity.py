@@ -383,7 +383,7 @@ def test_one_event_loop_serves_every_function(bench: Bench) -> None:
 
 
 def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
-    """slime keeps one HTTP session for it: no request is sent twice, with slime's own evaluation in the launch either."""
+    """slime keeps one HTTP session for it: no request is sent twice, also with slime's evaluation in the launch."""
     asked: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):
