@@ -113,6 +113,7 @@ LAW_BOOKS = {
     "test_founding_bugs.py",
     "test_hardening.py",
     "test_families.py",
+    "test_sampled_mistakes.py",
     "test_fuzz.py",
     "manager_semantics/test_groups.py",
     "manager_semantics/test_rewards_before_filters.py",
@@ -616,7 +617,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (175, ("base",)),
     "rollouts.training.filters": (700, ("base", "errors")),
     "rollouts.training.manager": (
-        7420,
+        7651,
         ("agent", "base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
 }

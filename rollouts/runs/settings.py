@@ -26,8 +26,8 @@ __all__ = ["Change", "changes", "recorded_settings", "settings_of"]
 
 _PACKAGE = Path(rollouts.__file__).parent
 _NOT_COMPARED = ("data", "seed", "in_flight")
-"""Options whose effect the fingerprint of the data and the sampling seed show, and one that suits the machine."""
-_EVERY_KEY = ("options", "versions")
+"""Options whose effect the fingerprint of the data and the sampling seed show, and the slots, which suit a machine."""
+_EVERY_KEY = ("options", "versions", "sampler")
 """Settings in which a missing entry is a difference; elsewhere it was not recorded."""
 
 
@@ -63,6 +63,7 @@ def settings_of(
         "options": {name: value for name, value in options.items() if name not in _NOT_COMPARED},
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
+        "sampler": {} if recipe.data_buffer.sampler is None else recipe.data_buffer.sampler.describe(),
         "environment": {} if recipe.environment_cls is None else _function(recipe.environment_cls),
         "generate": _function(config.generate_fn, leave_out=listed_elsewhere),
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),

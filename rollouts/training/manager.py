@@ -16,6 +16,7 @@ This module does not know models, the network or agents; it calls a ``generate_f
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
@@ -300,6 +301,7 @@ class AsyncRolloutManager:
                     await anyio.sleep(_BLOCKED_SECONDS)
                 continue
             if not self.accounting.in_flight:
+                _raise(self._fail_fast.take_error())
                 raise DataExhausted(
                     f"{self.accounting.ready} of {self.config.batch_size} groups are accepted and no prompt is left: "
                     f"{self.data_buffer!r}; {self.accounting}"
@@ -343,6 +345,7 @@ class AsyncRolloutManager:
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
+            **self._ledger.sampler_metrics(),
         }
         if self._rollout_log is not None:
             numbers_of_groups = [group.group_index for group in groups]
@@ -360,12 +363,12 @@ class AsyncRolloutManager:
         if self._fail_fast.all_failed and self.accounting.in_flight:
             return  # no further prompt is spent before one of these groups succeeds
         pending = self.accounting.ready + self.accounting.in_flight
-        wanted = self.config.max_inflight_groups - pending
+        wanted = self.config.max_inflight_groups - pending - self._ledger.not_replaced
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
         for _ in range(wanted):
-            prompt = self._ledger.take(self.staleness.current) if self.slots.has_room() else None
+            prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
             finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
@@ -385,21 +388,32 @@ class AsyncRolloutManager:
             self._fail_fast.stop(error)
             self._running.wake()
 
+    def _take(self) -> Prompt | None:
+        """Take a prompt and record it in the same step, so that draws and outcomes have one order in the log."""
+        prompt = self._ledger.take(self.staleness.current)
+        if prompt is not None and self._rollout_log is not None:
+            try:
+                self._rollout_log.taken(prompt, self.data_buffer.position_of(prompt))
+            except Exception as error:  # noqa: BLE001 - generate_batch raises it
+                self._fail_fast.stop(error)
+                self._ledger.put_back(prompt)
+                self._ledger.landed(prompt)
+                return None
+        return prompt
+
     async def _run_group(self, prompt: Prompt) -> None:
         """Run one group and account for it, also on errors and cancellation."""
         finished = self._ledger.finished_rollouts.setdefault(group_index(prompt), {})
         settled = False
         scope = self._running.begin(group_index(prompt))
         try:
-            if self._rollout_log is not None:
-                self._rollout_log.taken(prompt)
             with scope:  # put_back cancels it
                 async with self._start_lock:  # groups start one at a time: all at once would block the event loop
                     await anyio.lowlevel.checkpoint()
                 with at(f"group {prompt.group_index}"):
                     group = await self._runner.run(prompt, finished)
                     with anyio.CancelScope(shield=True):
-                        await self._record(group)
+                        await self._record(group, functools.partial(self._ledger.observe, group))
                         self._ledger.account_for(group)
                         settled = True
                         self._fail_fast.saw(group)
@@ -416,17 +430,26 @@ class AsyncRolloutManager:
         if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
 
-    async def _record(self, group: Group) -> None:
-        if self._rollout_log is not None:
-            await self._rollout_log.settled(group)
+    async def _record(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
+        if self._rollout_log is None:
+            appended()
+        else:
+            await self._rollout_log.settled(group, appended)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
 
     def _is_scarce(self) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are generated beyond its size."""
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size.
+
+        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        """
         at_once = math.ceil(self.config.max_inflight_rollouts / self.config.n_samples_per_prompt)
-        return self._ledger.dropped_for_batch >= at_once - self.config.batch_size
+        spare = at_once - self.config.batch_size
+        if max(self._ledger.dropped_for_batch, self._ledger.not_replaced) >= spare:
+            return True
+        self._ledger.not_replaced += 1
+        return False
 
 
 def _raise(error: Exception | None) -> None:

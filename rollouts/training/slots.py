@@ -96,18 +96,17 @@ class Slots:
     def open(self, group: int, rollouts: int) -> None:
         """Note that a group starts, and reserve slots for its rollouts; :meth:`close` ends it."""
         self._groups.add(1, _now())
-        self._reserved[group] = 0
         self.reserve(group, rollouts)
 
     def reserve(self, group: int, rollouts: int) -> None:
         """Reserve slots for rollouts of an open group that will ask for them; replaces an earlier reservation."""
-        self._total_reserved += rollouts - self._reserved[group]
-        self._reserved[group] = rollouts
+        self._total_reserved += rollouts - self._reserved.pop(group, 0)
+        if rollouts:
+            self._reserved[group] = rollouts
 
     def close(self, group: int) -> None:
         """End a group."""
         self.reserve(group, 0)
-        del self._reserved[group]
         self._groups.add(-1, _now())
         self._call_if_free()
 
@@ -119,7 +118,7 @@ class Slots:
         Returns:
             The wait, if there was one.
         """
-        if self._reserved[group]:
+        if group in self._reserved:
             self.reserve(group, self._reserved[group] - 1)
         if self.running < self._most:
             self._running.add(1, _now())

@@ -125,6 +125,8 @@ class Settings:
     over_sampling_factor: float
     in_flight: int | None
     """``None`` for the recipe's."""
+    wave: int
+    """Groups that one request to the data source asks for: slime's ``--over-sampling-batch-size``."""
     endpoint: Endpoint
     at_most: int
     """Requests in flight at once."""
@@ -227,6 +229,7 @@ class Settings:
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
             over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
             in_flight=_in_flight(get("rollouts_in_flight")),
+            wave=refill,
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
             recipe=recipe,

@@ -230,6 +230,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     rate = f"{numbers.sampled_here / max(result.seconds, 1e-9):.0f} tokens/s, " if numbers.sampled_here else ""
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate}")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")
+    if kept := result.accounting.in_batch + result.unbatched:
+        settled = kept + result.accounting.dropped + result.accounting.failed
+        text.append(f"{settled / kept:.2f} prompts for each kept group\n")
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
     if result.unbatched:

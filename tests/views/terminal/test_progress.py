@@ -99,6 +99,8 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     result = await run(recipe, writer)
     text = summary(result, writer).plain
     assert f"{result.accounting.taken} prompts taken = {result.accounting.in_batch} in batch + " in text
+    settled = result.accounting.taken - result.accounting.returned + result.unbatched
+    assert f"{settled / (result.accounting.in_batch + result.unbatched):.2f} prompts for each kept group" in text
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
     assert f"rollouts verify {writer.path}" in text
