@@ -80,7 +80,8 @@ class TrainerBuffer(DataBuffer):
         """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        back = len(self._again) + sum(map(len, (self._waiting, self._new, self.chosen, self.held)))
+        groups = (*self._again, *self._new, *self.chosen, *self.held)
+        back = len(self._waiting) + len(groups)
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:

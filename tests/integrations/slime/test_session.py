@@ -414,7 +414,7 @@ def test_at_most_in_flight_rollouts_are_played(carry_over: bool) -> None:
     for rollout_id in range(4):
         output = generate_rollout_batch(args, rollout_id, source)
         assert [len(group) for group in output.samples] == [3, 3]
-        assert 0 < output.metrics["rollouts/slots/running"] <= 4
+        assert 0 <= output.metrics["rollouts/slots/running"] <= 4
     assert alive[1] == 4
 
 
