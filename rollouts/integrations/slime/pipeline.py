@@ -200,6 +200,8 @@ class Pipeline:
             "over_sampling_factor": settings.over_sampling_factor,
             "generate_fn": self.generate,
         }
+        if settings.in_flight is not None:
+            options["in_flight"] = settings.in_flight
         options |= self._limits()
         if settings.group_rm and not settings.scored_by_slime and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
