@@ -616,7 +616,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (175, ("base",)),
     "rollouts.training.filters": (700, ("base", "errors")),
     "rollouts.training.manager": (
-        7510,
+        7592,
         ("agent", "base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
 }
