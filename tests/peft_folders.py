@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,26 @@ from typing import Any
 from rollouts.engine import DEMO_MODEL
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@functools.cache
+def small_model() -> Path:
+    """A model with random weights, whose logprobs in float32 are more exact than those of the demo model."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    folder = tempfile.TemporaryDirectory(prefix="rollouts-small-model-")
+    _KEPT.append(folder)
+    config = transformers.Qwen3Config(
+        vocab_size=509, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=1024, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder.name)
+    return Path(folder.name)
+
+
+_KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def write_adapter(

@@ -113,6 +113,7 @@ LAW_BOOKS = {
     "test_founding_bugs.py",
     "test_hardening.py",
     "test_families.py",
+    "test_sampled_mistakes.py",
     "test_fuzz.py",
     "manager_semantics/test_groups.py",
     "manager_semantics/test_rewards_before_filters.py",

@@ -44,7 +44,7 @@ class Episodes:
     history: OnRewrite = "append"
     attempts: int = 2
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    """``template_kwargs``, ``chat_template``, ``dialect`` and ``stop_token_ids`` of the renderer."""
+    """``template_kwargs``, ``chat_template``, ``dialect``, ``calls`` and ``stop_token_ids`` of the renderer."""
 
     @classmethod
     def of(
@@ -147,7 +147,7 @@ class Episodes:
         raise GenerateFailure(f"the rollout failed in {self.attempts} attempts: {why}")
 
 
-_RENDERER = {"template_kwargs", "chat_template", "dialect", "stop_token_ids", "special_text", "images"}
+_RENDERER = {"template_kwargs", "chat_template", "dialect", "calls", "stop_token_ids", "special_text", "images"}
 
 
 def prompt_of(messages: Any, *, label: Any = None, metadata: Mapping[str, Any] | None = None) -> Prompt:

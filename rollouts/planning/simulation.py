@@ -209,7 +209,7 @@ def fill(
         speed: speed of one server.
         servers: number of servers.
         in_flight: maximum number of rollouts that run, in the engine and outside; ``None`` for no limit.
-        warm_up: number of batches before the first one that counts.
+        warm_up: number of batches that do not count.
     """
 
     async def play() -> SimulationResult:

@@ -26,7 +26,7 @@ __all__ = ["Change", "changes", "recorded_settings", "settings_of"]
 
 _PACKAGE = Path(rollouts.__file__).parent
 _NOT_COMPARED = ("data", "seed", "in_flight")
-"""Options whose effect the fingerprint of the data and the sampling seed show, and one that suits the machine."""
+"""Options whose effect the fingerprint of the data and the sampling seed show, and the slots, which suit a machine."""
 _EVERY_KEY = ("options", "versions", "sampler")
 """Settings in which a missing entry is a difference; elsewhere it was not recorded."""
 

@@ -177,11 +177,11 @@ async def generate_all(
 
 
 def resuming(policy: Policy, decode: Decode) -> Policy:
-    """The policy; one of servers continues a reply that they abort, as an update of their weights may order them to.
+    """The policy of one rollout; one of servers continues a reply that they abort, as an update of weights may order.
 
     ``decode`` is the text of ids, special tokens included.
     """
-    return ResumablePolicy(policy, decode=decode) if isinstance(policy, ServerPolicy) else policy
+    return ResumablePolicy(policy.of_rollout(), decode=decode) if isinstance(policy, ServerPolicy) else policy
 
 
 _DEFAULT_LIMITS = Limits()

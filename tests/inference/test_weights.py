@@ -102,7 +102,8 @@ class Busy:
     continues: list[Any] = attrs.field(factory=list)
     """First responses of ``/continue_generation``, without a continue."""
     http_workers: int = 1
-    """Processes that answer requests in turn; each stores the versions that it was sent itself."""
+    """Processes that take connections in turn. Each stores the versions that it was sent itself, and learns of a pause
+    by another only later; until then it waits for its requests, which the pause holds, before it loads."""
     mode: str | None = None
     version: str = "0"
     """That of the scheduler, which replies have."""
@@ -110,18 +111,22 @@ class Busy:
     calls: list[str] = attrs.field(factory=list)
     stored: dict[int, str] = attrs.field(factory=dict)
     """The versions that the HTTP workers store."""
+    worker: int = 0
+    """The HTTP worker that answers the present request."""
+    paused: int | None = None
+    """The HTTP worker that was asked for the present pause."""
+    ports: list[int] = attrs.field(factory=list)
+    """Those of the connections so far."""
 
     def __call__(self, request: Asked) -> Any:
         self.calls.append(request.path.removeprefix("/").replace("/", "_"))
+        if request.port not in self.ports:
+            self.ports.append(request.port)
+        self.worker = self.ports.index(request.port) % self.http_workers
         return getattr(self, self.calls[-1])(request.body)
 
-    @property
-    def worker(self) -> int:
-        """The HTTP worker that answers the present request."""
-        return len(self.calls) % self.http_workers
-
     def pause_generation(self, body: Any) -> Any:
-        self.mode = body["mode"]
+        self.mode, self.paused = body["mode"], self.worker
         return {"status": "ok"}
 
     def continue_generation(self, body: Any) -> Any:
@@ -131,12 +136,14 @@ class Busy:
         return {"status": "ok"}
 
     def update_weights_from_disk(self, body: Any) -> Any:
+        if self.mode is not None and self.worker != self.paused:
+            return None
         if self.reports_version and isinstance(self.update, dict) and self.update["success"]:
             self.version = self.stored[self.worker] = body["weight_version"]
         return self.update
 
     def flush_cache(self, body: Any) -> Any:
-        self.flushed = self.flushes and self.mode == "retract"
+        self.flushed = self.flushes and self.mode in ("retract", "abort")
         return (200, b"Cache flushed.\n") if self.flushed else (400, b"Flush cache failed.\n")
 
     def update_weight_version(self, body: Any) -> Any:
@@ -213,7 +220,7 @@ async def test_the_cache_is_flushed_whatever_the_server_reports(while_running: W
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running=while_running)
     assert (server.flushed, server.version, server.mode) == (True, "1", None)
     assert server.calls.index("flush_cache") > server.calls.index("update_weights_from_disk")
-    if while_running == "retract":  # no request may start between the new weights and the flush
+    if while_running in ("retract", "abort"):  # no request may start between the new weights and the flush
         assert "continue_generation" not in server.calls[: server.calls.index("flush_cache")]
 
 
@@ -256,7 +263,9 @@ async def test_a_server_with_several_http_workers_is_updated(while_running: Whil
     server = Busy(http_workers=http_workers)
     async with JsonServer(server) as listening:
         for number in range(1, 21):
-            await update_weights(endpoint_at(listening.url), DEMO_MODEL, f"v{number}", while_running=while_running)
+            await update_weights(
+                endpoint_at(listening.url), DEMO_MODEL, f"v{number}", while_running=while_running, seconds=20.0
+            )
     assert (server.version, server.mode) == ("v20", None)
 
 

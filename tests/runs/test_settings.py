@@ -17,6 +17,7 @@ import attrs
 import pytest
 from rich.console import Console
 
+from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
@@ -229,3 +230,18 @@ async def test_a_run_that_fails_before_its_first_rollout_is_failed(place: Path) 
     info = read_info(place / "run")
     assert info["status"] == "failed"
     assert "recording" in info["error"]
+
+
+async def test_unchecked_calls_are_said_by_run_json_show_and_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with ``calls="unchecked"`` names its dialect wherever it is looked at."""
+    options = {"batch_size": "1", "n_samples_per_prompt": "2", "keep": "all", "dialect": "hermes", "calls": "unchecked"}
+    target = RunTarget(recipe="calculator", model=str(DEMO_MODEL), options=options, batches=1)
+    await play(target, tmp_path / "run")
+    info = read_info(tmp_path / "run")
+    assert (info["settings"]["template"]["calls"], info["options"]["calls"]) == ("unchecked", "unchecked")
+    said = "tool calls: calls=\"unchecked\", dialect 'hermes' read the replies"
+    assert verify_run(tmp_path / "run").notes == [said]
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert said in capsys.readouterr().out

@@ -123,7 +123,7 @@ async def test_a_wait_for_a_slot_is_listed() -> None:
 
 
 def test_the_metrics_are_means_over_time() -> None:
-    """Rollouts that run, their share of those that may, and open groups; since the last call."""
+    """Rollouts that run, their share of the slots, and open groups; since the last call."""
 
     async def run() -> None:
         slots = Slots(4)

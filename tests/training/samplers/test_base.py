@@ -87,7 +87,7 @@ def test_every_prefix_of_the_record_gives_the_state_of_its_moment(
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(1, 12), steps=st.integers(0, 100), seed=st.integers(0, 2**32))
 def test_a_saved_state_continues_through_json(name: str, size: int, steps: int, seed: int) -> None:
-    """A buffer that loads it draws the same prompts as its writer."""
+    """A buffer that loads it draws the same prompts as the saved buffer."""
     first = DataBuffer(rows(size), seed=seed, sampler=SAMPLERS[name]())
     played(first, steps, random.Random(seed))
     second = DataBuffer(rows(size), seed=seed, sampler=SAMPLERS[name]())
