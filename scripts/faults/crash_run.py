@@ -48,7 +48,7 @@ from scripts.faults.harness import Engine
 BIASED = 0.001
 """An unbiased run fails by chance once in 500: each of the two tests once in 1,000."""
 
-_PROMPTS_OF_SAMPLERS = 24
+_PROMPTS_OF_SAMPLERS = 6
 """So few that a sampler knows them after some kills."""
 DAMAGED = 0.5
 """Share of the kills after which the tail of the journal is changed."""
@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
     parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
     parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
-    parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among 24 prompts by their rewards")
+    parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among six prompts by their rewards")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     args.longest = args.longest or (15.0 if args.programs else 2.5)
