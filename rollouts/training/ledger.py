@@ -40,6 +40,8 @@ class Ledger:
     """Number of failed attempts at rollouts in flight, by index."""
     dropped_for_batch: int = 0
     """Groups that the filter dropped since the last batch."""
+    not_replaced: int = 0
+    """Those that it would have kept if the batch had needed them: no group starts in their place."""
 
     def take(self, version: int) -> Prompt | None:
         """Take a prompt, whose group is in flight from now on; ``None`` if no prompt is left."""
@@ -102,7 +104,7 @@ class Ledger:
         self._remove_ready(groups)
         self.accounting.in_batch += len(groups)
         self.accounting.check()
-        self.dropped_for_batch = 0
+        self.dropped_for_batch = self.not_replaced = 0
 
     def _remove_ready(self, groups: Collection[Group]) -> None:
         for group in groups:

@@ -362,7 +362,7 @@ class AsyncRolloutManager:
         if self._fail_fast.all_failed and self.accounting.in_flight:
             return  # no further prompt is spent before one of these groups succeeds
         pending = self.accounting.ready + self.accounting.in_flight
-        wanted = self.config.max_inflight_groups - pending
+        wanted = self.config.max_inflight_groups - pending - self._ledger.not_replaced
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
@@ -439,9 +439,16 @@ class AsyncRolloutManager:
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
 
     def _is_scarce(self) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are generated beyond its size."""
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size.
+
+        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        """
         at_once = math.ceil(self.config.max_inflight_rollouts / self.config.n_samples_per_prompt)
-        return self._ledger.dropped_for_batch >= at_once - self.config.batch_size
+        spare = at_once - self.config.batch_size
+        if max(self._ledger.dropped_for_batch, self._ledger.not_replaced) >= spare:
+            return True
+        self._ledger.not_replaced += 1
+        return False
 
 
 def _raise(error: Exception | None) -> None:
