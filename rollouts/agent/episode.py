@@ -241,8 +241,9 @@ class Episode:
         return ReplyRequest(self.budget.sampling_of(tokens, seed), limit, now())
 
     def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
-        tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
-        return CompletionRequest(tokens, sampling, stops, self.session, images=self.trajectory.images)
+        trajectory, stops = self.trajectory, self.renderer.stop_token_ids
+        images, version = trajectory.images, trajectory.last_version
+        return CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=images, version=version)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""
@@ -280,10 +281,10 @@ class Episode:
         """
         try:
             if self.history == "append" or not await self._fork_if_rewritten(new, tools):
-                history = self.trajectory.messages
-                tail = self.trajectory.tokens[self.replies.start :]
+                trajectory = self.trajectory
+                history, tail = trajectory.messages, trajectory.tokens[self.replies.start :]
                 bridge = await bridged(self.renderer, history, new, tools=tools, tail=tail, memory=self.memory)
-                self.trajectory.add_context(bridge, new, self.renderer.image_spans(bridge, new))
+                trajectory.add_context(bridge, new, self.renderer.image_spans(bridge, new))
         except ConfigError as error:
             refused = self.renderer.refuses_reply(self.trajectory.messages, new, tools)
             failure = ReplyRefused if refused else GenerateFailure

@@ -78,7 +78,9 @@ class Episodes:
         values = {name: options.pop(name) for name in plain & options.keys()}
         bound: dict[str, Any] = {}
         if recipe is not None:
-            bound = _of_recipe(recipe_of(recipe, recipe_options), scored=reward is None)
+            built = recipe_of(recipe, recipe_options)
+            built.refuse_sampler("the trainer")
+            bound = _of_recipe(built, scored=reward is None)
         else:
             bound["environment_cls"] = _imported("environment", str(environment))
         if reward is not None:

@@ -21,6 +21,7 @@ import attrs
 from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
+from rollouts.renderer.bridge_forms import BridgeForms
 from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.model_format import ModelFormat
@@ -41,6 +42,7 @@ class Bridges:
     def __init__(self, model: ModelFormat, tests: StartupTests) -> None:
         self._model = model
         self._tests = tests
+        self._forms = BridgeForms()
 
     def bridge(
         self,
@@ -122,7 +124,7 @@ class Bridges:
         """The bridge behind a dummy."""
         model = self._model
         strategy = with_kept(STRATEGIES[self._tests.strategy], memory.read(history, model.switches, model.marks))
-        return bridge_text(model.template, strategy, history, new, tools, model.stops)
+        return bridge_text(model.template, strategy, history, new, tools, model.stops, self._forms)
 
     def _whole_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
         """The bridge in the rendering of the whole conversation, in which long texts without a switch are shortened.
@@ -135,7 +137,7 @@ class Bridges:
         reply = history[-1] if history else None
         if reply is not None and reply.role == "assistant" and not reply.text.strip() and not reply.tool_calls:
             model.template.render([*short, *new], tools)  # some templates refuse an empty turn
-        return bridge_text(model.template, whole, short, new, tools, model.stops)
+        return bridge_text(model.template, whole, short, new, tools, model.stops, self._forms)
 
     def _check(self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Compare a bridge with the bridge of the whole conversation.

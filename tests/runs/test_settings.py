@@ -35,12 +35,12 @@ from rollouts.recipe_files import import_file
 
 scores = import_file(Path(__file__).parent / "scores.py")
 
-def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", template: str = ""):
+def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", sampler: str = "uniform"):
     prompts = [f"question {number}" for number in range(40)]
     sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 4}
     world = CalculatorEnvironment if base == "calculator" else SingleTurnEnvironment
     return agent_recipe("small", endpoint, world, prompts, reward_fn=scores.length, keep="all",
-                        temperature=temperature, **sizes)
+                        temperature=temperature, sampler=sampler, **sizes)
 """
 SCORES = """
 def length(sample):
@@ -126,6 +126,7 @@ def other_template(place: Path) -> dict[str, Any]:
 CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sampling.temperature": lambda place: {"options": {"temperature": "0.5"}},
     "options.base": lambda place: {"options": {"base": "single"}},
+    "sampler.name": lambda place: {"options": {"sampler": "pass_rate"}},
     "recipe.text": edit("small.py", "from pathlib", "# another line\nfrom pathlib"),
     "reward.code": edit("scores.py", "float(", "-float("),
     "reward.function": edit("small.py", "scores.length", "(lambda sample: 1.0)"),
@@ -146,7 +147,7 @@ async def test_6_another_setting_is_refused(place: Path, name: str) -> None:
     assert (place / "run" / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["sampling.temperature", "recipe.text", "model.name"])
+@pytest.mark.parametrize("name", ["sampling.temperature", "sampler.name", "recipe.text", "model.name"])
 async def test_6_an_allowed_change_is_recorded_and_printed(place: Path, name: str) -> None:
     """run.json has the change and the batch that it begins with; the next resume compares with the new settings."""
     changed = CHANGES[name](place)
