@@ -72,7 +72,8 @@ class TrainerBuffer(DataBuffer):
         """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        back = sum(map(len, (self._waiting, self._again, self._new, self.chosen, self.held)))
+        returned = (self._waiting, self._again, self._new, self.chosen, self.held)
+        back = sum(len(groups) for groups in returned)
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:
