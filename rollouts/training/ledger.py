@@ -72,6 +72,16 @@ class Ledger:
                 self.accounting.failed += 1
         del self.finished_rollouts[group.group_index]
 
+    def observe(self, group: Group) -> None:
+        """Pass the rewards of a group in flight to the sampler; those of a failed group do not count."""
+        if group.outcome != "failed":
+            self.data_buffer.observe(group.prompt, group.rollout_rewards)
+
+    def sampler_metrics(self) -> dict[str, float]:
+        """The numbers of the sampler, if there is one."""
+        sampler = self.data_buffer.sampler
+        return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
+
     def put_back(self, prompt: Prompt) -> None:
         """Return the prompt of a group in flight to the buffer; finished rollouts of the group are kept."""
         self.data_buffer.put_back([prompt])

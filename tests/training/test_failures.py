@@ -124,7 +124,7 @@ class Log:
     async def save(self, turn: Turn | None) -> None:
         raise AssertionError("no turn is played")
 
-    def taken(self, prompt: Prompt) -> None:
+    def taken(self, prompt: Prompt, position: int | None) -> None:
         self.events.append(("taken", prompt.group_index))
 
     def turn_log(self, index: int) -> TurnLog:
@@ -138,7 +138,8 @@ class Log:
     async def finished(self, samples: Sequence[Sample]) -> None:
         self.events.append(("finished", samples[0].index))
 
-    async def settled(self, group: Group) -> None:
+    async def settled(self, group: Group, appended: Callable[[], None]) -> None:
+        appended()
         self.events.append(("settled", group.group_index, group.outcome))
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:

@@ -433,7 +433,7 @@ def test_one_event_loop_serves_every_function(bench: Bench) -> None:
 
 
 def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
-    """slime keeps one HTTP session for it: no request is sent twice, beside slime's own evaluation either."""
+    """slime keeps one HTTP session for it: no request is sent twice, also with slime's evaluation in the launch."""
     asked: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):
