@@ -390,7 +390,7 @@ class Pipeline:
         return record
 
     def reading(self, data: EvalSet | None = None) -> Reading:
-        """What the launch expects of slime's samples, of training or of a data set."""
+        """The expectations of the launch for samples of training or of a data set."""
         settings = self.settings
         if data is not None:
             return Reading(reward_key=settings.eval_reward_key, evaluation=True)
