@@ -263,7 +263,7 @@ async def test_another_recipe_is_refused(tmp_path: Path, change: dict[str, int],
 
 @pytest.mark.parametrize("recorded", [False, True])
 async def test_the_sampler_is_that_of_the_run_also_before_its_first_record(tmp_path: Path, recorded: bool) -> None:
-    """A run that was killed before its journal had a record is compared with ``run.json``; older runs had no sampler."""
+    """A run that was killed before its journal had a record is compared with ``run.json``; older runs had none."""
     of_pools = {"name": "PoolSampler", "hard": 0.25}
     path, description = tmp_path / "run", {"recipe": "test", "config": config(Counted()).describe()}
     described = {**description, "sampler": of_pools, "settings": {"sampler": of_pools}}
