@@ -216,7 +216,7 @@ async def test_the_calls_of_an_episode_and_of_a_turn(renderer: Renderer) -> None
     async def calls(number: int, turns: int) -> int:
         environment_cls = type("Asking", (Asking,), {"turns": turns})
         with Counted() as counted:
-            await agent_rollout_to_samples(f"question {number}", environment_cls=environment_cls, **options)
+            await agent_rollout_to_samples(f"A new question, {number}?", environment_cls=environment_cls, **options)
         return counted.calls
 
     await calls(0, 4)  # renders what later conversations of this shape share
