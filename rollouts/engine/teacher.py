@@ -8,6 +8,7 @@ This module does not know requests or stored runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
-from rollouts.engine.loading import load_weights
+from rollouts.engine.loading import load_weights, stop_ids_of
 from rollouts.errors import ConfigError
 
 __all__ = ["Teacher", "dtype_of"]
@@ -52,6 +53,7 @@ class Teacher:
     def __init__(self, folder: Path, dtype: str) -> None:
         self._model = load_weights(folder, dtype)
         self.vocab_size = int(self._model.config.vocab_size)
+        self._stop_ids = stop_ids_of(self._model)
 
     @torch.inference_mode()
     def logprobs(
@@ -60,6 +62,8 @@ class Teacher:
         positions: npt.NDArray[np.int64],
         temperature: float | npt.NDArray[np.float64],
         *,
+        without: Sequence[int] = (),
+        masked: npt.NDArray[np.bool_] | None = None,
         chunk: int = CHUNK,
     ) -> npt.NDArray[np.float32]:
         """Logprobs of the tokens at some positions, each given all tokens before it.
@@ -68,6 +72,8 @@ class Teacher:
             tokens: the sequence, ``(n,)``; ids below ``vocab_size``.
             positions: ascending, from 1 to n - 1, ``(m,)``.
             temperature: divides the logits, of all positions or of each, ``(m,)``; above 0.
+            without: ids that could not be sampled where ``masked`` is true, in addition to the model's stop ids.
+            masked: at which of the positions, ``(m,)``.
             chunk: tokens of one forward pass.
 
         Returns:
@@ -90,6 +96,10 @@ class Teacher:
                 logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
             ).logits[0]
             chosen = torch.from_numpy(here).to(device)
+            if masked is not None and masked[here].any():
+                ids_without = torch.tensor(sorted(self._stop_ids.union(without)), device=device)
+                rows_without = torch.from_numpy(np.flatnonzero(masked[here])).to(device)
+                logits[rows_without[:, None], ids_without] = -torch.inf
             scores = (logits.float() / divisors[chosen, None]).log_softmax(-1)
             found.append(scores.gather(1, ids[targets[chosen]][:, None])[:, 0])
         return torch.cat(found).cpu().numpy()

@@ -37,6 +37,12 @@ class ServerInfo:
     weight_version: str | None = None
     max_context: int | None = None
     """Maximum length of prompt and reply together, in tokens, as far as context and KV pool allow."""
+    http_workers: int | None = None
+    """Processes of one server that take requests: each stores a separate weight version (SGLang)."""
+    has_tokenizer: bool | None = None
+    """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
+    honours_seeds: bool | None = None
+    """Whether a seeded request gets the same reply again."""
 
 
 @attrs.frozen
@@ -69,6 +75,10 @@ class CompletionRequest:
     """Columns that the completion needs beyond tokens and logprobs; a reply without them is refused."""
     images: Sequence[ImageSpan] = ()
     """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
+    version: str = ""
+    """Policy version of the last sampled token in ``tokens``; empty if there is none."""
+    adapter: str = ""
+    """LoRA adapter of the reply; by default the newest one of ``Endpoint.lora``."""
 
 
 class Policy(Protocol):

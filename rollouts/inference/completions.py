@@ -75,6 +75,8 @@ class SentRequest:
     """Columns requested beyond tokens and logprobs."""
     images: int = 0
     """Number of images of the prompt."""
+    adapter: str = ""
+    """Requested LoRA adapter; empty for the base model."""
     expanded: TokenColumn | None = None
     """If there are images, all ids of the prompt; ``ids`` counts them, but has one placeholder for each image."""
 

@@ -10,7 +10,10 @@ SGLang: the update request includes a flush, and :func:`update_weights` flushes 
 rank of a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a
 failed first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have
 K/V, so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no
-request runs between the new weights and the flush.
+request runs between the new weights and the flush; with ``"abort"`` in a pause that lets none begin. A server with
+several HTTP workers (``--tokenizer-worker-num``) is updated by ``"retract"`` whatever ``while_running`` is: a worker
+waits for its own requests only, so that those of the others would run from the old weights into the new. Its version is
+that of a reply (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
 
 vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
 ``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
@@ -26,7 +29,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args, overload
 
 import anyio
 import anyio.to_thread
@@ -38,7 +41,7 @@ from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
-from rollouts.inference.discovery import Routes, served_version, text_of
+from rollouts.inference.discovery import Routes, http_workers, served_version, text_of
 from rollouts.inference.pauses import ordered
 from rollouts.inference.prefixes import isolated
 from rollouts.inference.wire_errors import loads, message_of
@@ -51,10 +54,11 @@ WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 ``retract``: they are interrupted and continue under the new weights, which prefill their tokens again. The logprob of
 each token is exactly the logprob under the version of the token.
 
-``wait``: they finish first, under the old weights. ``abort``: they end at once; rollouts continue them. Neither
-pauses an SGLang server before the weights are new. If that then fails to flush, as SGLang sometimes does under load, it
-is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
-old weights; a warning is logged.
+``wait``: they finish first, under the old weights. An SGLang server is not paused before the weights are new. If it
+then fails to flush, as SGLang sometimes does under load, it is flushed at once in a pause that retracts. Tokens sampled
+in between have the new version but may have read K/V of the old weights; a warning is logged.
+
+``abort``: they end at once, in a pause; rollouts continue them. SGLang looks once a second whether they have ended.
 
 ``in_place``: they continue at once on the K/V of the old weights; their later logprobs do not belong to a single
 version. The cache is flushed only if no request has K/V. New conversations of this process are exact anyway: their
@@ -73,6 +77,7 @@ _LIST_SECONDS = 10.0
 _LOG = logging.getLogger(__name__)
 
 
+@overload
 async def update_weights(
     endpoint: Endpoint,
     folder: str | Path,
@@ -80,22 +85,69 @@ async def update_weights(
     *,
     while_running: WhileRunning = "retract",
     seconds: float = 600.0,
+) -> None: ...
+
+
+@overload
+async def update_weights(
+    endpoint: Endpoint,
+    *,
+    lora: str | Path,
+    name: str,
+    while_running: Literal["finish", "switch"] = "finish",
+    seconds: float = 600.0,
+) -> None: ...
+
+
+async def update_weights(
+    endpoint: Endpoint,
+    folder: str | Path | None = None,
+    version: str | None = None,
+    *,
+    lora: str | Path | None = None,
+    name: str | None = None,
+    while_running: Any = None,
+    seconds: float = 600.0,
 ) -> None:
-    """Load the weights of ``folder`` on all servers of the endpoint concurrently; of a router, on all its workers.
+    """Load the weights of ``folder``, or the LoRA adapter of ``lora``, on all servers of the endpoint concurrently.
+
+    Of a router, on all its workers.
+
+    An adapter is a version by itself: it is loaded next to the adapters before it, and no server is paused.
 
     Args:
         endpoint: URLs and keys of the servers.
         folder: model folder that the servers can read.
         version: weight version that later tokens carry.
-        while_running: treatment of running requests, see :data:`WhileRunning`.
+        lora: folder of an adapter in PEFT's format that this process and the servers can read, and that never changes.
+        name: name of the adapter, which later tokens carry as their version: ``Endpoint.lora`` and ``-vN`` with a
+            rising number.
+        while_running: treatment of running requests, see :data:`WhileRunning`; ``"retract"`` by default. With ``lora``
+            of the rollouts that began with an older adapter, see
+            :data:`~rollouts.inference.adapter_updates.WhileLoaded`; ``"finish"`` by default.
         seconds: deadline of the whole update.
 
     Raises:
-        ConfigError: an unknown ``while_running``.
+        ConfigError: an unknown ``while_running``, or ``folder`` or ``lora`` cannot be used; nothing was sent.
         EndpointRefused: a server refused; the message lists which weights each server has.
         EndpointUnavailable: a server did not answer, or could not flush its cache; the message lists which weights each
             server has, and whether its cache still contains K/V of the old ones.
     """
+    if lora is not None and name is not None and folder is None and version is None:
+        from rollouts.inference.adapter_updates import update_adapter  # here: few runs have adapters
+
+        await update_adapter(endpoint, lora, name, while_running=while_running or "finish", seconds=seconds)
+        return
+    if folder is None or version is None or lora is not None or name is not None:
+        named = {"folder": folder, "version": version, "lora": lora, "name": name}
+        got = " and ".join(key for key, value in named.items() if value is not None)
+        raise ConfigError.of("update_weights", got or "nothing", "folder and version, or lora and name")
+    if endpoint.lora is not None:
+        expected = (
+            "None for new weights of the base model: the adapters of an endpoint belong to the weights before them"
+        )
+        raise ConfigError.of("Endpoint.lora", endpoint.lora, expected)
+    while_running = while_running or "retract"
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk
@@ -154,6 +206,9 @@ class _Server(abc.ABC):
     paused: bool = False
     held: bool = False
     """Whether it must stay paused: its weights and their version may not belong together."""
+    _keeps_connection: bool = attrs.field(default=False, init=False)
+    """Whether the requests of an update use one connection, so that one HTTP worker answers them. Another may not know
+    of the pause yet, and would wait for requests that the pause holds."""
     error: RolloutsError | None = None
 
     @property
@@ -229,8 +284,9 @@ class _Server(abc.ABC):
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         # A new connection: the server may be closing an idle one at this moment.
+        fresh = not self._keeps_connection
         return await self._transport.post(
-            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=True
+            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=fresh
         )
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
@@ -246,6 +302,17 @@ class _SGLangServer(_Server):
     CONTINUE = "/continue_generation"
 
     async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        workers = await http_workers(self._transport, self._url, self._headers)
+        if workers > 1 and while_running in ("wait", "abort"):
+            _LOG.warning(
+                "%s has --tokenizer-worker-num %d, and each HTTP worker waits for its own requests only: instead of"
+                " while_running=%r, requests are retracted, and continue under the new weights",
+                self.name,
+                workers,
+                while_running,
+            )
+            while_running = "retract"
+        self._keeps_connection = workers > 1
         body = {
             "model_path": folder,
             "weight_version": self._version,
@@ -253,7 +320,7 @@ class _SGLangServer(_Server):
             "abort_all_requests": while_running == "abort",
         }
         async with contextlib.AsyncExitStack() as stack:
-            if while_running in ("retract", "in_place"):
+            if while_running != "wait":
                 await stack.enter_async_context(self._while_paused({"mode": while_running}))
             has_version = await self._load(body)
             self.complete = has_version and while_running != "in_place"
@@ -262,7 +329,7 @@ class _SGLangServer(_Server):
             if not self.flushed:
                 _LOG.warning("%s. Flush it while no request runs, or update with while_running='retract'", self.state)
         elif not self.flushed:
-            if not self.complete or while_running == "retract":
+            if not self.complete or while_running != "wait":
                 _LOG.warning("%s. It is flushed now; current replies may be inexact", self.state)
             await self._flush_under_pauses()
         await self._check(has_version=has_version)
@@ -311,7 +378,7 @@ class _SGLangServer(_Server):
         served = await served_version(self._transport, self._url, self._headers)
         if served != self._version:
             raise EndpointRefused(
-                f"{self.name}/model_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+                f"{self.name}: weight_version {served!r}; expected {self._version!r}, which was just loaded"
             )
 
 

@@ -16,7 +16,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rollouts.dtypes import Message, TokenColumn, Tool
+import attrs
+
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
 from rollouts.renderer.bridge_forms import BridgeForms
@@ -72,6 +74,26 @@ class Bridges:
         first = int(ids[0])
         replaces = first == stop or (self._closes_turns and first in model.special_ids)
         return ids[1:] if replaces else ids
+
+    def refuses_reply(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """The answer of :meth:`Renderer.refuses_reply <rollouts.renderer.Renderer.refuses_reply>`."""
+        names = [tool.name for tool in tools] or ["f"]
+        plain = [ToolCall(names[0], id=f"call{n:05d}") for n, _ in enumerate(history[-1].tool_calls)]
+        calls = {call.id: call for call in plain}
+        ids = {old.id: call.id for old, call in zip(history[-1].tool_calls, plain, strict=True)}
+        results = [
+            attrs.evolve(message, tool_call_id=ids[message.tool_call_id], name=calls[ids[message.tool_call_id]].name)
+            if message.tool_call_id in ids
+            else message
+            for message in new
+        ]
+        plain_reply = Message("assistant", "" if plain else "A", plain)
+        try:
+            self._whole_text([*history[:-1], plain_reply], self._model.marks.guarded(results), tools)
+            self._model.template.render([*history[:-1], plain_reply, *results], tools)
+        except ConfigError:
+            return False
+        return True
 
     def rewriting(
         self,

@@ -75,8 +75,9 @@ def calls_section(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [f"| {row['part']} | {row['calls an episode']:,.0f} | {row['share']} |" for row in rows]
     return f"""## An episode by part
 
-Calls of functions in an episode of three turns of 256 tokens with a calculator, by folder of the package and by library;
-a function written in C counts for its caller. `scripts/bench calls` prints it. `tests/test_costs.py` has the limits.
+Calls of functions in an episode of three turns of 256 tokens with a calculator, by folder of the package and by
+library; a function written in C counts for its caller. `scripts/bench calls` prints it, and `tests/test_costs.py` has
+the limits.
 
 | part | calls | share |
 |---|---|---|
