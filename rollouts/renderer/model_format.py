@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
@@ -17,12 +17,14 @@ from rollouts.dtypes import Image, Message, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect
 from rollouts.renderer.dialects.response_template import DeclaredDialect
-from rollouts.renderer.images import ImageProcessor, example_images, load_processor
 from rollouts.renderer.python_template import PythonTemplate, template_function
 from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, response_template_of, stop_ids_of
+
+if TYPE_CHECKING:
+    from rollouts.renderer.images import ImageProcessor
 
 __all__ = ["ModelFormat", "images_of"]
 
@@ -151,6 +153,8 @@ def images_of(messages: Iterable[Message]) -> list[Image]:
 
 
 def _image_processor(given: Any, template: ChatTemplate, codec: Codec) -> ImageProcessor:
+    from rollouts.renderer.images import ImageProcessor, example_images, load_processor  # here: few runs have images
+
     processor = load_processor(str(given)) if isinstance(given, str | Path) else given
     written = template.render([Message("user", (next(example_images()),))])
     return ImageProcessor(processor, written, codec.encode_uncounted, codec.decode)
