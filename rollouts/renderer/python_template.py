@@ -73,7 +73,7 @@ class PythonTemplate(ChatTemplate):
     Args:
         function: see :data:`TemplateFunction`.
         name: the name in error messages.
-        variables: further arguments of the function; those that it does not take are left out.
+        variables: further arguments of the function; others are left out.
         tells_tools: whether the function gets the tools.
         shows_images: whether messages may have images.
     """

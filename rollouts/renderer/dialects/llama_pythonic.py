@@ -153,7 +153,7 @@ def _call(text: str, at: int) -> tuple[ToolCall, int]:
 def _argument(text: str, at: int) -> tuple[Any, int]:
     """The value of an argument, and the position after its comma or at the end of the arguments.
 
-    LFM2 writes shell commands in quotes with the same quotes inside. Where that is no literal, a string ends at the
+    LFM2 writes shell commands in quotes with the same quotes inside. Where that is not a literal, a string ends at the
     first quote after which the next argument begins, or the call and then the list end or continue.
     """
     try:
