@@ -75,6 +75,8 @@ class SentRequest:
     """Columns requested beyond tokens and logprobs."""
     images: int = 0
     """Number of images of the prompt."""
+    constrained: bool = False
+    """Whether a grammar limited the ids."""
     expanded: TokenColumn | None = None
     """If there are images, all ids of the prompt; ``ids`` counts them, but has one placeholder for each image."""
 
@@ -214,7 +216,7 @@ def completion_of(
             seconds=request.seconds,
             waited=request.waited,
             server=request.server,
-            logprobs_of="tempered",
+            logprobs_of="constrained" if request.constrained else "tempered",
             extras=extras,
         )
     except ValueError as error:

@@ -144,6 +144,7 @@ class Sender:
             vocab_size=call.vocab_size,
             extras=request.extras,
             images=len(request.images),
+            constrained=request.sampling.constrained,
             expanded=request.tokens if request.images else None,
         )
 
