@@ -116,9 +116,10 @@ def load_weights(path: Path, dtype: str) -> Any:
             )
     except ImportError as error:
         causes = [str(error).splitlines()[0]]
-        cause: BaseException | None = error
-        while (cause := cause.__cause__ or cause.__context__) is not None:
+        cause = error.__cause__ or error.__context__
+        while cause is not None:
             causes.append(f"{type(cause).__name__}: {cause}".splitlines()[0])
+            cause = cause.__cause__ or cause.__context__
         raise ConfigError(
             f"model: transformers {transformers.__version__} cannot import the classes of {str(path)!r} in this Python"
             f" environment ({sys.prefix}): {'; '.join(dict.fromkeys(causes))}. A torchvision of another build than"

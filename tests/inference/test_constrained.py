@@ -58,7 +58,9 @@ async def test_the_record_names_the_distribution(client: Client, name: str) -> N
 
 def test_raw_logprobs_of_a_constrained_reply_are_refused() -> None:
     """A vLLM server in its raw mode reports them before the grammar."""
-    with pytest.raises(ConfigError, match="got 'temperature 1, repetition_penalty 1, a grammar'; expected .*processed"):
+    with pytest.raises(
+        ConfigError, match=r"got 'temperature 1, repetition_penalty 1, a grammar'; expected .*processed"
+    ):
         vllm_wire.check_mode("raw", SamplingParams(regex="a"), "the server")
     vllm_wire.check_mode("processed", SamplingParams(regex="a"), "the server")
 
@@ -96,7 +98,7 @@ class _Aborting:
     async def aclose(self) -> None: ...
 
 
-async def test_an_interrupted_reply_with_a_grammar_begins_anew() -> None:
+async def test_an_interrupted_reply_with_a_grammar_starts_again() -> None:
     """A server would begin the grammar in the middle of the reply; without one, the reply continues."""
     for sampling, count in ((SamplingParams(regex="ab"), 2), (SamplingParams(), 6)):
         inner = _Aborting(2)
