@@ -2,8 +2,10 @@
 
 What a client relies on is as strict as in vLLM: ids are prefixed, and an abort of another id does nothing; unknown
 fields are ignored; a request id may run twice; an abort returns the tokens so far; weights and version change in two
-requests, and neither flushes; a failed load ends the server at its next request; NaN becomes -9999.0 with status 200.
-Distributions that the engine does not compute (truncated ones in processed mode) are a 500.
+requests, and neither flushes; an adapter that its small cache has dropped is read again from its folder, and blocks of
+the prefix cache belong to an adapter's name and folder, not to its content; a failed load ends the server at its next
+request; NaN becomes -9999.0 with status 200. Distributions that the engine does not compute (truncated ones in
+processed mode) are a 500.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +25,7 @@ import msgspec
 from aiohttp import web
 
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.adapters import Adapter, load_adapter
 from rollouts.engine.frontend import Faults, Frontend
 from rollouts.engine.loading import load_folder, load_weights
 from rollouts.engine.requests import Request, Rules
@@ -57,6 +61,10 @@ class VLLMServer:
     """What the server reports."""
     ignores: frozenset[str] = frozenset()
     """Fields that vanish on their way, as in a proxy that does not know them."""
+    cpu_loras: int = 8
+    """``--max-cpu-loras``; 0 for a server without ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``."""
+    loras: dict[str, Path] = attrs.field(factory=dict)
+    """Names that requests may have, and the folders of their adapters."""
     key: str | None = None
     url: str = ""
     bodies: list[dict[str, Any]] = attrs.field(factory=list)
@@ -67,6 +75,7 @@ class VLLMServer:
     edit: Callable[[dict[str, Any]], Any] | None = None
     """Changes a response to a request that is no probe."""
     _running: dict[str, list[Request]] = attrs.field(factory=dict)
+    _cached: OrderedDict[str, Adapter] = attrs.field(factory=OrderedDict)
     _incomplete: bool = False
     _rejecting: bool = False
 
@@ -82,6 +91,8 @@ class VLLMServer:
             "/health": self._health,
             "/metrics": self._metrics,
         }
+        if self.cpu_loras:
+            posts |= {"/v1/load_lora_adapter": self._load_lora, "/v1/unload_lora_adapter": self._unload_lora}
         if self.dev:
             posts |= {
                 "/abort_requests": self._abort_any,
@@ -126,6 +137,8 @@ class VLLMServer:
             lambda _: ended.set(),
             namespace=body.get("cache_salt") or "",
         )
+        if body.get("model") not in (None, "demo"):
+            await self._adapt(request, body["model"])
         self._running.setdefault(external, []).append(request)
         self.frontend.enter([request])
         try:
@@ -137,6 +150,44 @@ class VLLMServer:
         if self.edit is not None and not probe:
             response = self.edit(response)
         return _json(response)
+
+    async def _adapt(self, request: Request, name: str) -> None:
+        if name not in self.loras:
+            raise Refused(f"The model `{name}` does not exist.", 404)
+        request.namespace += f"/{name}/{self.loras[name]}"
+        request.adapter = await self._adapter(name, self.loras[name])
+
+    async def _adapter(self, name: str, folder: Path) -> Adapter:
+        """An adapter from the cache, or read again."""
+        if name not in self._cached:
+            try:
+                loaded = await anyio.to_thread.run_sync(load_adapter, folder, self.frontend.scheduler.model.model)
+            except ConfigError as error:
+                raise Refused(str(error), 500) from error
+            self._cached[name] = loaded
+            if len(self._cached) > self.cpu_loras:
+                self._cached.popitem(last=False)
+        self._cached.move_to_end(name)
+        return self._cached[name]
+
+    async def _load_lora(self, http: web.Request) -> web.Response:
+        body = msgspec.json.decode(await http.read())
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        self.calls.append(f"/v1/load_lora_adapter {name}")
+        if name in self.loras:
+            raise Refused(f"The lora adapter '{name}' has already been loaded. Set 'load_inplace' to True.")
+        self._cached.pop(name, None)
+        await self._adapter(name, folder)
+        self.loras[name] = folder
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_lora(self, http: web.Request) -> web.Response:
+        name = msgspec.json.decode(await http.read())["lora_name"]
+        self.calls.append(f"/v1/unload_lora_adapter {name}")
+        if name not in self.loras:
+            raise Refused(f"The lora adapter '{name}' cannot be found.", 404)
+        del self.loras[name]
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         ids, loaded = body.get("token_ids"), self.frontend.loaded
@@ -222,7 +273,7 @@ class VLLMServer:
         details = {"cached_tokens": 0 if scores else request.cached_tokens}
         return {
             "request_id": external,
-            "model": "demo",
+            "model": body.get("model") or "demo",
             "usage": {"prompt_tokens": request.prompt_tokens, "prompt_tokens_details": details},
             "prompt_logprobs": scores,
             "prompt_token_ids": body["token_ids"] if body.get("return_token_ids") else None,
@@ -320,7 +371,11 @@ class VLLMServer:
     async def _models(self, http: web.Request) -> web.Response:
         loaded = self.frontend.loaded
         card = {"id": "demo", "owned_by": "vllm", "root": str(loaded.path), "max_model_len": loaded.max_context}
-        return _json({"object": "list", "data": [card]})
+        adapters = [
+            {"id": name, "owned_by": "vllm", "root": str(folder), "parent": "demo", "max_model_len": None}
+            for name, folder in self.loras.items()
+        ]
+        return _json({"object": "list", "data": [card, *adapters]})
 
     async def _version(self, http: web.Request) -> web.Response:
         return _json({"version": "0.32.0"})

@@ -29,6 +29,7 @@ __all__ = [
     "Limits",
     "LogprobsOf",
     "OnRewrite",
+    "Provider",
     "SamplingParams",
     "StopReason",
     "VersionSpan",
@@ -55,6 +56,8 @@ class StopReason(enum.StrEnum):
     """The template rewrites this history for the next turn; the episode continues in the next branch."""
     ABORTED = "aborted"
     """The server or the caller aborted a reply; the partial tokens are stored."""
+    MALFORMED_REPLY = "malformed_reply"
+    """The chat template refuses the reply in a history (an empty one, an odd name); no turn can follow it."""
     FAILED = "failed"
     """The environment or the endpoint failed; the failure is stored with the tokens."""
 
@@ -75,6 +78,7 @@ OnRewrite: TypeAlias = Literal["append", "fork", "error"]
 (thoughts stripped, tools moved): ``append`` keeps the ids; ``fork`` opens a new branch with the rewritten history;
 ``error`` fails the rollout. ``fork`` and ``error`` render the whole conversation after each turn to detect this."""
 
+Provider: TypeAlias = Literal["sglang", "vllm"]
 Concurrency: TypeAlias = int | Literal["adaptive"] | None
 """Number of concurrent requests a server: see :class:`Endpoint`."""
 
@@ -168,6 +172,9 @@ class SamplingParams:
         return 0.0 if self.greedy else self.temperature
 
 
+_FAMILY = re.compile(r"(?!.*-v\d+\Z)[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
 def without_password(text: str) -> str:
     """Text for printing, without the user names and passwords of its URLs."""
     return re.sub(r"//[^/@\s]*@", "//", text)
@@ -197,10 +204,12 @@ class Endpoint:
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
+        lora: the family of LoRA adapters that replies are sampled with: the newest loaded adapter named ``lora`` or
+            ``lora-vN``, see :func:`~rollouts.inference.weights.update_weights`. ``None``: the base model.
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
-    provider: str = attrs.field(
+    provider: Provider = attrs.field(
         default="sglang", validator=check('"sglang" or "vllm"', lambda v: v in ("sglang", "vllm"))
     )
     model: str = attrs.field(
@@ -211,6 +220,14 @@ class Endpoint:
         converter=_urls,
         validator=_check_urls,
         repr=_printed_urls,
+    )
+    lora: str | None = attrs.field(
+        default=None,
+        validator=check(
+            "letters, digits, '.', '_' and '-', without a version: update_weights adds -v and a number",
+            lambda v: isinstance(v, str) and bool(_FAMILY.fullmatch(v)),
+            optional=True,
+        ),
     )
     api_key: str | None = attrs.field(default=None, repr=False)
     admin_key: str | None = attrs.field(default=None, repr=False)
@@ -344,7 +361,7 @@ class Completion:
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
-        if np.count_nonzero(are_logprobs(self.logprobs)) < len(self.logprobs):
+        if not np.logical_and.reduce(are_logprobs(self.logprobs)):
             raise ValueError("a sampled token came without a finite logprob <= 0")
         position = 0
         for span in self.versions:

@@ -16,6 +16,7 @@ from aiohttp import web
 from rollouts.engine.frontend import Frontend
 from rollouts.engine.protocol import Refusal, check_ids, decoded
 from rollouts.engine.scheduler import PauseMode
+from rollouts.errors import ConfigError
 
 __all__ = ["PROTOCOL_VERSION", "control_routes"]
 
@@ -28,11 +29,13 @@ DIFFERENCES = (
     "A weight update of a busy server waits for its requests and succeeds; in SGLang it sometimes fails to flush then,"
     " because the last request still counts as running. running_server(unflushed_updates=True) reproduces it.",
     "Each slot has room for a whole context, so that the K/V pool is never the limit of a request.",
-    "One prompt has one reply (n is 1), and token_ids_logprob, return_sampling_mask, LoRA,"
+    "One prompt has one reply (n is 1), and token_ids_logprob, return_sampling_mask,"
     " sessions, penalties, grammars and beam search are a 400 that names the field.",
     "The model does not see images: it computes with the embedding of the placeholder. The processor of the model's"
     " folder expands placeholders, so that ids, counts and refusals are those of a server.",
     "top_logprobs_num has the ids of sampled tokens only; with logprobs of the prompt it is a 400.",
+    "A request that names an unloaded LoRA adapter is a 400; SGLang loads it again from its folder. Adapters are plain"
+    " LoRA of linear layers, of any number and rank; use_rslora is honoured, which SGLang ignores.",
     "A token of top_k 1 always has its logprob at temperature 1; SGLang does so at temperature 0, or if the whole batch"
     " is greedy.",
 )
@@ -59,6 +62,15 @@ class _FromDisk(msgspec.Struct):
 class _Version(msgspec.Struct):
     new_version: str
     abort_all_requests: bool = True
+
+
+class _Lora(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+
+
+class _LoraName(msgspec.Struct):
+    lora_name: str
 
 
 class _Tokenize(msgspec.Struct):
@@ -93,6 +105,8 @@ def control_routes(frontend: Frontend) -> list[web.RouteDef]:
         "/update_weights_from_disk": control.update_weights_from_disk,
         "/update_weight_version": control.update_weight_version,
         "/flush_cache": control.flush_cache,
+        "/load_lora_adapter": control.load_lora_adapter,
+        "/unload_lora_adapter": control.unload_lora_adapter,
         "/tokenize": control.tokenize,
         "/v1/tokenize": control.tokenize,
         "/detokenize": control.detokenize,
@@ -161,6 +175,24 @@ class _Control:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
+    async def load_lora_adapter(self, http: web.Request) -> web.Response:
+        body = decoded(await http.read(), _Lora)
+        return await self._change(self._frontend.load_adapter(body.lora_name, Path(body.lora_path)))
+
+    async def unload_lora_adapter(self, http: web.Request) -> web.Response:
+        return await self._change(self._frontend.unload_adapter(decoded(await http.read(), _LoraName).lora_name))
+
+    async def _change(self, change: Awaitable[None]) -> web.Response:
+        """Change the adapters; respond with the adapters that are loaded then."""
+        error = None
+        try:
+            await change
+        except ConfigError as problem:
+            error = str(problem)
+        loaded = {name: str(adapter.folder) for name, adapter in self._frontend.adapters.items()}
+        content = {"success": error is None, "error_message": error or "", "loaded_adapters": loaded}
+        return _json(content, 200 if error is None else 400)
+
     # -- health -------------------------------------------------------------------------------------------------------
 
     async def health(self, http: web.Request) -> web.Response:
@@ -215,7 +247,11 @@ class _Control:
             "root": name,
             "max_model_len": self._loaded.max_context,
         }
-        return _json({"object": "list", "data": [entry]})
+        adapters = [
+            {**entry, "id": adapter, "root": str(found.folder), "parent": name, "max_model_len": None}
+            for adapter, found in self._frontend.adapters.items()
+        ]
+        return _json({"object": "list", "data": [entry, *adapters]})
 
     async def loads(self, http: web.Request) -> web.Response:
         scheduler = self._frontend.scheduler

@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.engine.adapters import Adapter, load_adapter
 from rollouts.engine.loading import Loaded, load_weights
 from rollouts.engine.model import SlotModel
 from rollouts.engine.protocol import Refusal
@@ -77,6 +78,9 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         self._in_flight: dict[str, Request] = {}
         self._updating = anyio.Lock()
+        self._loading = anyio.Lock()
+        self.adapters: dict[str, Adapter] = {}
+        """The LoRA adapters that requests may name."""
         self.scheduler = Scheduler(
             SlotModel(loaded, slots),
             self._deliver,
@@ -190,6 +194,33 @@ class Frontend:
         self.path = path
         self.version = version or self.version
         return True, "Succeeded to update model weights.", waiting
+
+    async def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter.
+
+        Raises:
+            ConfigError: the name is taken, or the folder is not an adapter of the model.
+        """
+        async with self._loading:
+            if name in self.adapters:
+                raise ConfigError(f"Failed to load LoRA adapter {name} because it is already loaded")
+            self.adapters[name] = await anyio.to_thread.run_sync(load_adapter, folder, self.scheduler.model.model)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter: no further request may name it, and return when its last request has ended.
+
+        Raises:
+            ConfigError: no adapter has this name.
+        """
+        async with self._loading:
+            if name not in self.adapters:
+                raise ConfigError(f"LoRA with name {name} does not exist. Loaded LoRAs: {', '.join(self.adapters)}")
+            adapter = self.adapters.pop(name)
+            while self._uses(adapter):  # noqa: ASYNC110 - requests leave one by one
+                await anyio.sleep(POLL_SECONDS)
+
+    def _uses(self, adapter: Adapter) -> bool:
+        return any(request.adapter is adapter for request in self._in_flight.values())
 
     def _replace(self, weights: object, version: str | None, flush: bool, races: bool) -> bool:
         self.scheduler.replace(weights, version)

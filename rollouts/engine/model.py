@@ -10,6 +10,7 @@ whole sequence: it implements the Cache interface of transformers and copies no 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import attrs
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rollouts.engine.adapters import Adapter, Adapters
 from rollouts.engine.loading import Loaded
 from rollouts.errors import ConfigError
 
@@ -102,6 +104,7 @@ class SlotModel:
         self.capacity = 256
         self.device = self.model.device
         self.rows: _Rows
+        self._adapters = Adapters()
         layers = self.model.config.num_hidden_layers
         self._layers = [_SlotLayer(self) for _ in range(layers)]
         self._cache = Cache(layers=cast(Any, self._layers))
@@ -113,7 +116,14 @@ class SlotModel:
 
     @torch.inference_mode()
     def forward(
-        self, slots: Ids, starts: Ids, tokens: Ids, lengths: Ids, *, every_position: bool = False
+        self,
+        slots: Ids,
+        starts: Ids,
+        tokens: Ids,
+        lengths: Ids,
+        *,
+        every_position: bool = False,
+        adapters: Sequence[Adapter | None] = (),
     ) -> torch.Tensor:
         """Compute the next tokens of some rows.
 
@@ -123,6 +133,7 @@ class SlotModel:
             tokens: the next tokens, right-padded with any id, ``(rows, width)``.
             lengths: number of tokens without padding, ``(rows,)``.
             every_position: return the logits of all positions, not only of each row's last.
+            adapters: the adapter of each row; empty if no row has one.
 
         Returns:
             Logits in float32: ``(rows, vocabulary)``, or ``(rows, width, vocabulary)``.
@@ -144,14 +155,15 @@ class SlotModel:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, torch.finfo(dtype).min)
         last = lengths - 1
         columns = np.arange(width) if every_position else np.unique(last)
-        logits = self.model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
-            attention_mask=mask[:, None],
-            position_ids=position_ids,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.from_numpy(columns).to(self.device),
-        ).logits.float()
+        with self._adapters.rows(self.model, adapters):
+            logits = self.model(
+                input_ids=torch.from_numpy(tokens).to(self.device),
+                attention_mask=mask[:, None],
+                position_ids=position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=torch.from_numpy(columns).to(self.device),
+            ).logits.float()
         if every_position:
             return cast(torch.Tensor, logits)
         if len(columns) == 1:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import random
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from rollouts.engine.adapters import Adapter
 from rollouts.engine.answers import Answers, TextForm
 from rollouts.engine.loading import Loaded
 from rollouts.engine.requests import Request, Rules
@@ -74,6 +75,7 @@ class GenerateBody(msgspec.Struct, gc=False):
     extra_key: str | None = None
     image_data: Any = None
     top_logprobs_num: int | list[int] | None = None
+    lora_path: str | list[str | None] | None = None
 
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
@@ -82,7 +84,6 @@ class GenerateBody(msgspec.Struct, gc=False):
     input_embeds: Any = None
     video_data: Any = None
     audio_data: Any = None
-    lora_path: Any = None
     session_params: Any = None
     cache_salt: Any = None
     custom_logit_processor: Any = None
@@ -180,8 +181,12 @@ def _sampling(params: dict[str, Any]) -> SamplingBody:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request], None]) -> Answers:
+def read_generate(
+    body: GenerateBody, loaded: Loaded, notify: Callable[[Request], None], adapters: Mapping[str, Adapter]
+) -> Answers:
     """Convert a body into validated requests.
+
+    ``adapters`` are the names that a request may use.
 
     Raises:
         Refusal: the request cannot be served.
@@ -200,6 +205,7 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
     rids = _rids(body.rid, count, single)
     wants = [bool(one) for one in _each("return_logprob", body.return_logprob, count)]
     starts = [-1 if one is None else one for one in _each("logprob_start_len", body.logprob_start_len, count)]
+    chosen = [_adapter(name, adapters) for name in _each("lora_path", body.lora_path, count)]
     tops = [one or 0 for one in _each("top_logprobs_num", body.top_logprobs_num, count)]
     requests = []
     for index, (tokens, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -217,7 +223,8 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
             rules=_rules(sampling, limit, loaded),
             notify=notify,
             score_from=start,
-            namespace=body.extra_key or "",
+            namespace=_namespace(body.extra_key, chosen[index]),
+            adapter=chosen[index],
             stream=body.stream,
             tops=tops[index] if wants[index] else 0,
         )
@@ -232,6 +239,20 @@ def read_generate(body: GenerateBody, loaded: Loaded, notify: Callable[[Request]
         prompt_ids=body.return_prompt_token_ids,
         tokenizer=loaded.tokenizer,
     )
+
+
+def _adapter(name: str | None, adapters: Mapping[str, Adapter]) -> Adapter | None:
+    if not name:
+        return None
+    if name not in adapters:
+        loaded = ", ".join(adapters)
+        raise Refusal(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {loaded or 'none'}.")
+    return adapters[name]
+
+
+def _namespace(extra_key: str | None, adapter: Adapter | None) -> str:
+    """The namespace of a request's prefixes: its adapter has a key, another one each time that it is loaded."""
+    return (extra_key or "") if adapter is None else f"{adapter.key}/{extra_key or ''}"
 
 
 def _prompts(body: GenerateBody, tokenizer: Any) -> tuple[list[list[int]], bool]:

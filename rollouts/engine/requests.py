@@ -14,6 +14,8 @@ from typing import Any
 
 import attrs
 
+from rollouts.engine.adapters import Adapter
+
 __all__ = ["Request", "Rules"]
 
 
@@ -58,6 +60,8 @@ class Request:
     """First prompt position with logprobs in the response; -1 for none."""
     namespace: str = ""
     """Only requests of one namespace share cached prefixes."""
+    adapter: Adapter | None = None
+    """The LoRA adapter of its tokens, prompt included."""
     stream: bool = False
     tops: int = 0
     """Number of the most probable ids whose logprobs each sampled token has in the response."""

@@ -239,7 +239,8 @@ class Scheduler:
     def _forward(self, rows: Ids, lengths: Ids) -> None:
         """Compute pending tokens of some rows; sample for rows without further pending tokens."""
         slots = self.slots
-        logits = self.model.forward(rows, slots.length[rows], slots.inputs(rows, lengths), lengths)
+        adapters = slots.adapters(rows)
+        logits = self.model.forward(rows, slots.length[rows], slots.inputs(rows, lengths), lengths, adapters=adapters)
         slots.length[rows] += lengths
         ready = slots.length[rows] == slots.total[rows]
         if not ready.all():
@@ -254,7 +255,9 @@ class Scheduler:
         assert request is not None
         start = int(slots.length[slot])
         row, length = np.array([slot]), np.array([count])
-        logits = self.model.forward(row, slots.length[row], slots.inputs(row, length), length, every_position=True)
+        logits = self.model.forward(
+            row, slots.length[row], slots.inputs(row, length), length, every_position=True, adapters=[request.adapter]
+        )
         first = max(start, request.score_from) + 1
         following = request.tokens[first : min(start + count + 1, request.prompt_tokens)]
         scores = logits[0, first - start - 1 :][: len(following)].log_softmax(-1)

@@ -13,6 +13,7 @@ Quirks of SGLang 0.5.23 that are reproduced:
 - An update that cannot flush reports ``success: false``, but changes the weights and the version of the tokens, not
   the folder and version in ``/model_info``.
 - A prompt needs 6 tokens of the context for itself, and a reply ends 2 tokens before its end.
+- An adapter is unloaded when its last request has ended; meanwhile no other adapter is loaded or unloaded.
 - Idle connections are closed after 5 seconds.
 - A reply whose last allowed token is a stop token ends by length.
 - ``ignore_eos`` also disables ``stop_token_ids``.
@@ -140,8 +141,9 @@ class _Generate:
 
     async def _read(self, body: GenerateBody, updates: _Updates) -> Answers:
         if body.text is None and not body.image_data:
-            return read_generate(body, self._frontend.loaded, updates)
-        return await anyio.to_thread.run_sync(read_generate, body, self._frontend.loaded, updates)
+            return read_generate(body, self._frontend.loaded, updates, self._frontend.adapters)
+        frontend = self._frontend
+        return await anyio.to_thread.run_sync(read_generate, body, frontend.loaded, updates, dict(frontend.adapters))
 
 
 class _Updates:

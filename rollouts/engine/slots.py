@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.engine.adapters import Adapter
 from rollouts.engine.requests import Request
 from rollouts.engine.sampler import Draws
 
@@ -140,6 +141,10 @@ class Slots:
             draws.seed[rows],
             draws.position[rows],
         )
+
+    def adapters(self, rows: Ids) -> list[Adapter | None]:
+        """The adapter of each of some slots."""
+        return [request.adapter for slot in rows.tolist() if (request := self.requests[slot]) is not None]
 
     def append(self, rows: Ids, ids: Ids) -> None:
         """Add a sampled token to each of some slots."""

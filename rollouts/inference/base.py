@@ -77,6 +77,10 @@ class CompletionRequest:
     """Columns that the completion needs beyond tokens and logprobs; a reply without them is refused."""
     images: Sequence[ImageSpan] = ()
     """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
+    version: str = ""
+    """Policy version of the last sampled token in ``tokens``; empty if there is none."""
+    adapter: str = ""
+    """LoRA adapter of the reply; by default the newest one of ``Endpoint.lora``."""
 
 
 class Policy(Protocol):

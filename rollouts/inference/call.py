@@ -34,6 +34,8 @@ class Call:
     images: Sequence[bytes]
     """JSON strings of the images."""
     vocab_size: int | None
+    adapter: str = ""
+    """The LoRA adapter of the next attempt; empty for the base model."""
     began: float = attrs.field(factory=time.monotonic)
     running: tuple[Worker, str] | None = None
     """Worker and rid of a generation that may be running; no attempt is sent while this is set."""

@@ -177,11 +177,12 @@ def request_body(
     namespace: str = "",
     extras: ExtrasRequest | None = None,
     images: Sequence[bytes] = (),
+    adapter: str = "",
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
     ``namespace`` is the namespace of the prefix cache, see :mod:`rollouts.inference.prefixes`. ``images`` are JSON
-    strings.
+    strings. ``adapter`` is the name of a LoRA adapter.
     """
     extra = b'"extra_key":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if extras is not None and extras.experts_width is not None:
@@ -189,6 +190,8 @@ def request_body(
         extra = b'%b"return_routed_experts":true,%b' % (extra, start)
     if images:
         extra = b'%b"return_prompt_token_ids":true,"image_data":[%b],' % (extra, b",".join(images))
+    if adapter:
+        extra = b'%b"lora_path":%b,' % (extra, msgspec.json.encode(adapter))
     head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 

@@ -30,6 +30,7 @@ from rollouts.inference.call import Call
 from rollouts.inference.discovery import merged
 from rollouts.inference.image_json import ImageTexts, collapsed
 from rollouts.inference.prefixes import Namespaces
+from rollouts.inference.resumable import InterruptiblePolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.sending import Sender
 from rollouts.inference.servers import ServerProtocol, Servers
@@ -84,7 +85,7 @@ class ServerPolicy:
         self.servers = Servers(endpoint, self.PROTOCOL)
         self._workers = self.servers.workers
         self._reachability = Reachability(self.servers, backoff, poll_seconds)
-        self._sender = Sender(self.servers, self._reachability, self.totals)
+        self._sender = _sender(self.servers, self._reachability, self.totals)
         self._backoff = backoff
         self._namespaces = Namespaces()
         self._unread_vocab_size = vocab_size if callable(vocab_size) else None
@@ -196,6 +197,7 @@ class ServerPolicy:
             namespace=self._namespaces.of(request.session, worker.url, worker.later_version),
             images=self._images.of([span.image for span in request.images]),
             vocab_size=self._sequences.vocab_size,
+            adapter=request.adapter,
         )
         self.totals.encoded_tokens = self._sequences.encoded
         self.totals.encoded_images = self._images.encoded
@@ -219,6 +221,14 @@ class ServerPolicy:
             options = protocol.request_options(request.sampling, request.stop_token_ids, top_p_sets=top_p_sets)
             self._last_options = key, options
         return options
+
+    def of_rollout(self) -> InterruptiblePolicy:
+        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter."""
+        if self.endpoint.lora is None:
+            return self
+        from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
+
+        return RolloutAdapter(self, self.endpoint)
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.
@@ -287,6 +297,7 @@ class ServerPolicy:
         for worker in self._workers.all:
             if not worker.unreachable:
                 await self.servers.protocol.check_server(worker, sampling)
+        await self._sender.check()
 
     async def wait_for_servers(self, error: EndpointUnavailable) -> None:
         """Wait until a server answers, with the deadlines of the caller paused, as :meth:`complete` does.
@@ -299,6 +310,14 @@ class ServerPolicy:
             EndpointRefused: the server that answers does not implement the protocol, and none ever answered before.
         """
         await self._reachability.wait_for_any(error)
+
+
+def _sender(servers: Servers, reachability: Reachability, totals: Totals) -> Sender:
+    if servers.endpoint.lora is None:
+        return Sender(servers, reachability, totals)
+    from rollouts.inference.adapters import AdapterSender  # here: few runs have adapters
+
+    return AdapterSender(servers, reachability, totals)
 
 
 def _header_safe(session: str) -> str:

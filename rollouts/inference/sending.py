@@ -118,11 +118,28 @@ class Sender:
             large = request.extras is not None and len(payload) >= _LARGE_REPLY
             completion = await anyio.to_thread.run_sync(read) if large else read()
             check_obeyed(completion, request.sampling, request.stop_token_ids)
+            completion = self._named(completion, call)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self.servers.hide_keys(error)
             raise
         self._record(completion, worker)
         return completion
+
+    def _named(self, completion: Completion, call: Call) -> Completion:
+        """The completion with the versions that its tokens get; records the versions that the server reported.
+
+        Raises:
+            EndpointRefused: the server has other weights than the call expects.
+        """
+        self.reachability.served(completion)
+        return completion
+
+    async def check(self) -> None:
+        """Check before a run that the servers have what requests name.
+
+        Raises:
+            EndpointRefused: they do not.
+        """
 
     def _refusal(self, call: Call, worker: Worker, status: int, payload: bytes) -> EndpointError:
         """Return the error for a response without a completion; unset ``running`` unless the generation may run."""
@@ -145,6 +162,7 @@ class Sender:
             extras=request.extras,
             images=len(request.images),
             constrained=request.sampling.constrained,
+            adapter=call.adapter,
             expanded=request.tokens if request.images else None,
         )
 
@@ -154,7 +172,7 @@ class Sender:
         if len(worker.unanswered) > worker.in_flight:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
         worker.versions |= dict.fromkeys(span.version for span in completion.versions)
-        self.reachability.completed(completion)
+        self.reachability.answered()
         self.totals.add(completion)
         if self.on_completion is not None:
             self.on_completion(completion, worker.name)

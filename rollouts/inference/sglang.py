@@ -50,7 +50,9 @@ class SGLangProtocol(ServerProtocol):
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
-        return generate_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.images)
+        return generate_wire.request_body(
+            rid, call.ids, call.options, call.namespace, call.request.extras, call.images, call.adapter
+        )
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-SMG-Routing-Key": session}

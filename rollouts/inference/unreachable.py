@@ -62,9 +62,12 @@ class Reachability:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def completed(self, completion: Completion) -> None:
+    def answered(self) -> None:
         """Record that a server answered a request for tokens."""
         self.outage.answered()
+
+    def served(self, completion: Completion) -> None:
+        """Record the versions that a server reported."""
         if completion.versions:
             self._weights.saw(completion.versions[-1].version)
 

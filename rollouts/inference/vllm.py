@@ -78,7 +78,7 @@ class VLLMProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         assert not call.images, "complete refuses images"
-        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras)
+        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.adapter)
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}

@@ -103,11 +103,17 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
 
 
 def request_body(
-    rid: str, ids: EncodedIds, options: bytes, namespace: str = "", extras: ExtrasRequest | None = None
+    rid: str,
+    ids: EncodedIds,
+    options: bytes,
+    namespace: str = "",
+    extras: ExtrasRequest | None = None,
+    adapter: str = "",
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
-    ``namespace`` is the namespace of the prefix cache, see :mod:`rollouts.inference.prefixes`.
+    ``namespace`` is the namespace of the prefix cache, see :mod:`rollouts.inference.prefixes`. ``adapter`` is the name
+    of a LoRA adapter.
 
     Raises:
         ConfigError: routed experts are requested.
@@ -117,6 +123,8 @@ def request_body(
             "ExtrasRequest.experts_width", extras.experts_width, "None: routed experts are read from SGLang only"
         )
     salt = b'"cache_salt":%b,' % msgspec.json.encode(namespace) if namespace else b""
+    if adapter:
+        salt = b'%b"model":%b,' % (salt, msgspec.json.encode(adapter))
     head = b'{"request_id":"%b",%b"token_ids":[' % (rid.encode(), salt)
     return b"".join((head, *ids.pieces, options)), len(head)
 
@@ -225,6 +233,7 @@ class _Usage(msgspec.Struct):
 class _Reply(msgspec.Struct):
     choices: list[_Choice]
     request_id: Any = None
+    model: Any = None
     usage: _Usage | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
     """Decoded only if their JSON differs from the JSON of the ids that were sent."""
@@ -270,6 +279,11 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         raise EndpointRefused(
             f"request_id: got {str(reply.request_id)[:80]!r}; expected {engine_id(request.rid)!r}: a proxy renames"
             " requests, so that replies cannot be matched and generations cannot be aborted"
+        )
+    if request.adapter and reply.model != request.adapter:
+        raise EndpointRefused(
+            f"model: got {str(reply.model)[:80]!r}; expected {request.adapter!r}, the LoRA adapter of the request: a"
+            " proxy drops the field"
         )
     content = [] if choice.logprobs is None else choice.logprobs.content
     sampled = [token.token_id for token in content]

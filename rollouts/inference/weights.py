@@ -29,7 +29,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, get_args, overload
 
 import anyio
 import anyio.to_thread
@@ -77,6 +77,7 @@ _LIST_SECONDS = 10.0
 _LOG = logging.getLogger(__name__)
 
 
+@overload
 async def update_weights(
     endpoint: Endpoint,
     folder: str | Path,
@@ -84,22 +85,69 @@ async def update_weights(
     *,
     while_running: WhileRunning = "retract",
     seconds: float = 600.0,
+) -> None: ...
+
+
+@overload
+async def update_weights(
+    endpoint: Endpoint,
+    *,
+    lora: str | Path,
+    name: str,
+    while_running: Literal["finish", "switch"] = "finish",
+    seconds: float = 600.0,
+) -> None: ...
+
+
+async def update_weights(
+    endpoint: Endpoint,
+    folder: str | Path | None = None,
+    version: str | None = None,
+    *,
+    lora: str | Path | None = None,
+    name: str | None = None,
+    while_running: Any = None,
+    seconds: float = 600.0,
 ) -> None:
-    """Load the weights of ``folder`` on all servers of the endpoint concurrently; of a router, on all its workers.
+    """Load the weights of ``folder``, or the LoRA adapter of ``lora``, on all servers of the endpoint concurrently.
+
+    Of a router, on all its workers.
+
+    An adapter is a version by itself: it is loaded next to the adapters before it, and no server is paused.
 
     Args:
         endpoint: URLs and keys of the servers.
         folder: model folder that the servers can read.
         version: weight version that later tokens carry.
-        while_running: treatment of running requests, see :data:`WhileRunning`.
+        lora: folder of an adapter in PEFT's format that this process and the servers can read, and that never changes.
+        name: name of the adapter, which later tokens carry as their version: ``Endpoint.lora`` and ``-vN`` with a
+            rising number.
+        while_running: treatment of running requests, see :data:`WhileRunning`; ``"retract"`` by default. With ``lora``
+            of the rollouts that began with an older adapter, see
+            :data:`~rollouts.inference.adapter_updates.WhileLoaded`; ``"finish"`` by default.
         seconds: deadline of the whole update.
 
     Raises:
-        ConfigError: an unknown ``while_running``.
+        ConfigError: an unknown ``while_running``, or ``folder`` or ``lora`` cannot be used; nothing was sent.
         EndpointRefused: a server refused; the message lists which weights each server has.
         EndpointUnavailable: a server did not answer, or could not flush its cache; the message lists which weights each
             server has, and whether its cache still contains K/V of the old ones.
     """
+    if lora is not None and name is not None and folder is None and version is None:
+        from rollouts.inference.adapter_updates import update_adapter  # here: few runs have adapters
+
+        await update_adapter(endpoint, lora, name, while_running=while_running or "finish", seconds=seconds)
+        return
+    if folder is None or version is None or lora is not None or name is not None:
+        named = {"folder": folder, "version": version, "lora": lora, "name": name}
+        got = " and ".join(key for key, value in named.items() if value is not None)
+        raise ConfigError.of("update_weights", got or "nothing", "folder and version, or lora and name")
+    if endpoint.lora is not None:
+        expected = (
+            "None for new weights of the base model: the adapters of an endpoint belong to the weights before them"
+        )
+        raise ConfigError.of("Endpoint.lora", endpoint.lora, expected)
+    while_running = while_running or "retract"
     if while_running not in get_args(WhileRunning):
         raise ConfigError.of("while_running", while_running, f"one of {get_args(WhileRunning)}")
     path = os.path.abspath(folder)  # noqa: ASYNC240 - does not access the disk

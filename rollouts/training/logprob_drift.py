@@ -1,7 +1,8 @@
 """The drift of stored logprobs against the trainer's logprobs of the same tokens, as metrics of a batch.
 
-A trainer that computes logprobs before its step has both columns. A signed mean far from 0, or a mean that jumps, shows
-other weights, another temperature or other kernels, long before a reward does. This module knows no trainer.
+A trainer that computes logprobs before its step has both columns. A signed mean far from 0, or a mean that jumps
+between batches, shows other weights, another temperature or other kernels, long before a reward does. This module does
+not know a trainer.
 """
 
 from __future__ import annotations

@@ -76,7 +76,6 @@ async def test_an_unknown_sampling_key_is_an_error_that_is_a_string(client: Any)
         ("return_hidden_states", False, True),
         ("return_sampling_mask", False, True),
         ("input_embeds", None, [[0.5]]),
-        ("lora_path", None, "adapter"),
         ("session_params", {}, {"id": "a"}),
         ("cache_salt", None, "salt"),
         ("custom_logit_processor", None, "code"),
