@@ -33,7 +33,7 @@ __all__ = ["TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
 
 Numbers = npt.NDArray[np.floating]
 
-TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 1.0}
+TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1.0}
 """Largest difference of a logprob by dtype: two correct implementations differ by rounding, most for rare tokens. In
 bfloat16, the largest of 5,000 tokens of an honest run was 0.15 to 0.63, and the mean 0.008."""
 MEAN_SHARE = 0.1

@@ -166,7 +166,7 @@ async def test_other_updates(
 
     async def update() -> None:
         for number in (1, 2):
-            await completions(60 * number)
+            await completions(40 * number)  # early: "wait" takes as long as the longest reply
             await update_weights(server.endpoint, weights[f"v{number}"], f"v{number}", while_running=mode)
 
     options = {"groups": "15", "max_new_tokens": "128"}
