@@ -12,7 +12,7 @@ This module knows no server.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ def check_logprobs(
 
     Args:
         run: the run's folder; laws 1 to 5 hold for it.
-        models: the model folder of each version; that of ``None`` is for all versions without one.
+        models: the folder of each version: a model, or a LoRA adapter of the model of ``None``. That of ``None`` is
+            for all versions without one.
         dtype: of weights and computation; by default that in which the first folder stores its weights.
         tolerance: largest difference of a logprob; by default that of :data:`TOLERANCES`.
 
@@ -96,7 +97,7 @@ def check_logprobs(
     samplings = _Samplings(Path(run))
     reports = _versions(run, models, samplings)
     if dtype is None:
-        dtype = dtype_of(next(iter(models.values())))
+        dtype = dtype_of(models.get(None) or next(iter(models.values())))
     if dtype not in TOLERANCES:
         raise ConfigError.of("--dtype", dtype, f"one of {', '.join(TOLERANCES)}")
     report = LogprobReport(
@@ -106,7 +107,7 @@ def check_logprobs(
         list(reports.values()),
     )
     for folder in dict.fromkeys(version.folder for version in reports.values()):
-        _compare(Path(run), folder, Teacher(folder, dtype), reports, report, samplings)
+        _compare(Path(run), folder, Teacher(folder, dtype, models.get(None)), reports, report, samplings)
     return report
 
 
@@ -117,11 +118,20 @@ def _versions(run: str | Path, models: Mapping[str | None, Path], samplings: _Sa
         sample = row.sample()
         samplings.scales(sample, row)
         names |= dict.fromkeys(span.version for span in sample.versions)
+    _check_adapters(Path(run), [name for name in names if name not in models])
     missing = [name for name in names if name not in models and None not in models]
     if missing:
         expected = f"a folder for each version of the run, also for {', '.join(f'{name}=DIR' for name in missing)}"
         raise ConfigError.of("--model", [f"{name}={folder}" for name, folder in models.items()], expected)
     return {name: VersionReport(name, models.get(name) or models[None]) for name in names}
+
+
+def _check_adapters(run: Path, unnamed: Sequence[str]) -> None:
+    """Refuse to compare tokens of LoRA adapters with their base model."""
+    family = (read_info(run).get("endpoint") or {}).get("lora")
+    adapters = [name for name in unnamed if family is not None and name.startswith(family)]
+    if adapters:
+        raise ConfigError.of("--lora", None, f"the folder of each adapter, {', '.join(f'{a}=DIR' for a in adapters)}")
 
 
 def _compare(
