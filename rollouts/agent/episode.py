@@ -242,7 +242,7 @@ class Episode:
 
     def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
         tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
-        images, version = self.trajectory.images, self.trajectory.last_version
+        images, version = self.trajectory.images, _last_version(self.trajectory)
         return CompletionRequest(tokens, sampling, stops, self.session, images=images, version=version)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
@@ -354,6 +354,11 @@ class Episode:
             session=self.session,
             replies=replies.count,
         )
+
+
+def _last_version(trajectory: Trajectory) -> str:
+    """The version of the last sampled token; empty if there is none."""
+    return next((segment.version for segment in reversed(trajectory.segments) if segment.version is not None), "")
 
 
 def _add_times(trajectory: Trajectory, completion: Completion, began: float) -> None:

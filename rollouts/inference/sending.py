@@ -126,7 +126,7 @@ class Sender:
         return completion
 
     def _named(self, completion: Completion, call: Call) -> Completion:
-        """The completion with the versions that its tokens get; records those that the server reported.
+        """The completion with the versions that its tokens get; records the versions that the server reported.
 
         Raises:
             EndpointRefused: the server has other weights than the call expects.

@@ -168,7 +168,7 @@ async def test_six_updates_under_load(
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 async def test_an_old_adapter_is_unloaded_when_no_rollout_names_it(provider: str, adapters: list[Path]) -> None:
-    """By the first update after its last rollout; one that a rollout names stays."""
+    """By the first update after its last rollout; an adapter that a rollout names stays."""
     async with served(provider) as endpoint, policy_of(endpoint) as policy:
         await update_weights(endpoint, lora=adapters[0], name="math-v0")
         rollout: ResumablePolicy | None = rollout_of(policy)
