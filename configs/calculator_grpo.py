@@ -3,10 +3,12 @@
 scripts/learn
 """
 
+import random
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, Unpack
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.recipes.configs.calculator import exact_answer_reward
@@ -24,13 +26,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "unseen_pairs_60_99": {"two_step_share": 1.0, "numbers": (60, 99), "pairs": HELD_OUT_PAIRS},
 }
 """Problems to train on, and two kinds that are only evaluated on: none of their numbers or pairs is trained on."""
+_LONG_SHARE, _LONG_STEPS = 0.6, 6
+"""Of the kind ``unequal``: the share of problems that have more steps than an episode has turns, and these steps."""
+
+
+def _problems(kind: str, seed: int) -> Iterator[Prompt]:
+    """Yield problems of a kind without end."""
+    if kind != "unequal":
+        yield from calculator_prompts(seed, **KINDS[kind])
+    rng = random.Random(seed)
+    for prompt in calculator_prompts(seed, **KINDS["trained"]):
+        while rng.random() < _LONG_SHARE:
+            yield _long_problem(rng)
+        yield prompt
+
+
+def _long_problem(rng: random.Random) -> Prompt:
+    answer = rng.randint(10, 59)
+    text = str(answer)
+    for _ in range(_LONG_STEPS):
+        operator, other = rng.choice("+-"), rng.randint(10, 59)
+        text = f"({text} {operator} {other})"
+        answer = answer + other if operator == "+" else answer - other
+    return Prompt(f"What is {text[1:-1]}?", label=str(answer), metadata={"ground_truth": str(answer)})
 
 
 @recipe_defaults(batch_size=16, over_sampling_factor=1.0, max_new_tokens=64, keep="all")
 def recipe(
     endpoint: Endpoint,
     *,
-    kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99"] = "trained",
+    kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99", "unequal"] = "trained",
     max_turns: int = 4,
     prompts: int = 2000,
     seed: int = 0,
@@ -41,7 +66,7 @@ def recipe(
         "calculator_grpo",
         endpoint,
         CalculatorEnvironment,
-        islice(calculator_prompts(seed, **KINDS[kind]), prompts),
+        islice(_problems(kind, seed), prompts),
         reward_fn=exact_answer_reward,
         max_turns=max_turns,
         seed=seed,

@@ -25,6 +25,8 @@ def recipe(
     endpoint: Endpoint,
     *,
     data: Path | None = None,
+    input_key: str | None = None,
+    label_key: str | None = None,
     corpus: Path | None = None,
     people: int = 40,
     partial_credit: float = 0.0,
@@ -37,7 +39,7 @@ def recipe(
         raise ConfigError.of("options data, corpus", (data, corpus), "both, or neither for a made-up world")
     documents, questions = made_up_world(seed, people=people)
     if data is not None and corpus is not None:
-        documents, questions = load_documents(corpus), load_questions(data)
+        documents, questions = load_documents(corpus), load_questions(data, prompt=input_key, label=label_key)
     return agent_recipe(
         "search",
         endpoint,

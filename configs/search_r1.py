@@ -29,6 +29,8 @@ def recipe(
     endpoint: Endpoint,
     *,
     data: str | None = None,
+    input_key: str | None = None,
+    label_key: str | None = None,
     corpus: Path | None = None,
     retriever: str | None = None,
     top: int = 3,
@@ -47,7 +49,7 @@ def recipe(
     documents, questions = made_up_world(seed, people=people)
     prompts = [attrs.evolve(prompt, prompt=instructed(str(prompt.prompt))) for prompt in questions]
     if data is not None:
-        prompts = load_search_r1(data, limit=limit)
+        prompts = load_search_r1(data, limit=limit, prompt=input_key, label=label_key)
     if corpus is not None:
         documents = load_documents(corpus)
     retrieve: Retrieve = RetrievalServer(retriever) if retriever is not None else Index(documents).find

@@ -31,6 +31,7 @@ __all__ = [
     "Kind",
     "NoReply",
     "ReplayDiverged",
+    "ReplyRefused",
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
@@ -124,6 +125,10 @@ class GenerateFailure(ForeignFailure):
 
 class NoReply(GenerateFailure):
     """A program or agent function ended without a reply of the model that is trained."""
+
+
+class ReplyRefused(GenerateFailure):
+    """The chat template refuses a reply in the history: a mistake of the policy, and not a failure of the rollout."""
 
 
 class RewardFailure(ForeignFailure):

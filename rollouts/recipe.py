@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import anyio.to_thread
 import attrs
@@ -24,6 +22,7 @@ from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, w
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo, check_takes_images
+from rollouts.inference.server_flags import check_flags
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.renderer.options import TEMPLATE_KWARGS
@@ -33,6 +32,9 @@ from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GroupRewardFn, RewardFn
+
+if TYPE_CHECKING:
+    from rollouts.training.samplers.base import Sampler
 
 __all__ = [
     "OPTION_DEFAULTS",
@@ -47,10 +49,7 @@ __all__ = [
     "recipe_defaults",
 ]
 
-OLDEST_SGLANG = (0, 5, 22)
-"""The oldest version whose replies and updates are complete."""
 _CLOSE_SECONDS = 30.0
-_LOG = logging.getLogger(__name__)
 
 
 def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
@@ -142,6 +141,16 @@ class Recipe:
             raise ConfigError(f"{what}: recipe {self.name} has no environment; its agents are programs or functions")
         return self.environment_cls
 
+    def refuse_sampler(self, chooser: str) -> None:
+        """Check that the recipe has no sampler, where ``chooser`` chooses the prompts.
+
+        Raises:
+            ConfigError: it has one.
+        """
+        sampler = self.data_buffer.sampler
+        if sampler is not None:
+            raise ConfigError.of("sampler", type(sampler).__name__, f'"uniform": {chooser} chooses the prompts')
+
     @property
     def bound(self) -> Mapping[str, Any]:
         """The keyword arguments that the generate function is bound to."""
@@ -163,6 +172,7 @@ class Recipe:
             "environment": None if self.environment_cls is None else function_name(self.environment_cls),
             "prompts": len(self.data_buffer),
             "epochs": self.data_buffer.epochs,
+            "sampler": None if self.data_buffer.sampler is None else self.data_buffer.sampler.describe(),
             "batches_wanted": self.batches,
             "seed": self.seed,
         }
@@ -174,8 +184,13 @@ class RecipeOptions(TypedDict, total=False):
     batch_size: int
     n_samples_per_prompt: int
     over_sampling_factor: float
+    in_flight: int | None
     keep: Literal["spread", "all"]
     """``"spread"`` drops groups whose rewards are all equal, ``"all"`` keeps them."""
+    sampler: Literal["uniform", "pass_rate", "pools", "levels"]
+    """How prompts are chosen: see :mod:`rollouts.training.samplers`."""
+    sampler_runs: tuple[Path, ...]
+    """Stored runs and evaluations with which ``sampler="pass_rate"`` begins."""
     temperature: float | None
     """``None``: that of the endpoint; so for ``max_new_tokens``."""
     max_new_tokens: int | None
@@ -191,7 +206,10 @@ OPTION_DEFAULTS: RecipeOptions = {
     "batch_size": 32,
     "n_samples_per_prompt": 8,
     "over_sampling_factor": 1.5,
+    "in_flight": None,
     "keep": "spread",
+    "sampler": "uniform",
+    "sampler_runs": (),
     "temperature": None,
     "max_new_tokens": None,
     "history": "append",
@@ -210,6 +228,8 @@ class AllOptions(RecipeOptions, RendererOptions, total=False):
     group_rm: bool
     filter_fn: FilterFn | None
     """Decides which groups to keep, instead of ``keep``."""
+    prompt_sampler: Sampler | None
+    """Chooses the prompts, instead of ``sampler``."""
     max_attempts: int
     on_failure: Literal["drop_group", "stop"]
     failures: Mapping[str, FailurePolicy]
@@ -317,13 +337,47 @@ def assembled_recipe(
             filter_fn=filter_fn or (None if keep == "all" else check_reward_nonzero_std),
             **of_config,
         ),
-        data_buffer=DataBuffer(prompts, seed=seed if values["shuffled"] else None, epochs=values["epochs"]),
+        data_buffer=DataBuffer(
+            prompts,
+            seed=seed if values["shuffled"] else None,
+            epochs=values["epochs"],
+            sampler=_sampler_of(values, options),
+        ),
         endpoint=endpoint,
         tokenizer=tokenizer,
         environment_cls=environment_cls,
         batches=values["batches"],
         seed=seed,
     )
+
+
+def _sampler_of(values: Mapping[str, Any], named: Mapping[str, Any]) -> Sampler | None:
+    """The sampler that the options name.
+
+    Args:
+        values: all options.
+        named: those without the defaults.
+
+    Raises:
+        ConfigError: an option is wrong, or contradicts another one.
+    """
+    name, runs, sampler = values["sampler"], values["sampler_runs"], values.get("prompt_sampler")
+    if sampler is not None and named.get("sampler") is not None:
+        raise ConfigError.of("sampler", name, "none with prompt_sampler: each of them chooses the prompts")
+    if runs and (sampler is not None or name != "pass_rate"):
+        raise ConfigError.of("sampler_runs", runs, 'none without sampler="pass_rate", which begins with them')
+    if sampler is not None or name == "uniform":
+        return cast("Sampler | None", sampler)
+    from rollouts.training import samplers  # few runs use them
+
+    match name:
+        case "pass_rate":
+            return samplers.PassRateSampler.from_runs(runs, n=values["n_samples_per_prompt"])
+        case "pools":
+            return samplers.PoolSampler()
+        case "levels":
+            return samplers.LevelSampler()
+    raise ConfigError.of("sampler", name, '"uniform", "pass_rate", "pools" or "levels"')
 
 
 def named_options(**options: Any) -> dict[str, Any]:
@@ -416,7 +470,7 @@ async def preflight(recipe: Recipe) -> ServerInfo:
     server = await policy.describe()
     await policy.check_sampling(recipe.endpoint.sampling)
     if recipe.endpoint.provider == "sglang":
-        _warn_of_old_server(server)
+        check_flags(server, recipe.endpoint.sampling)
     return server
 
 
@@ -450,15 +504,3 @@ async def _check_generate_fn(recipe: Recipe) -> None:
     function = generate_fn.func if isinstance(generate_fn, functools.partial) else generate_fn
     if callable(check := getattr(function, "check", None)):
         await check(recipe.bound, recipe.data_buffer.prompts)
-
-
-def _warn_of_old_server(server: ServerInfo) -> None:
-    """Log a warning if the server is older than :data:`OLDEST_SGLANG`."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", server.version or "")
-    if found is not None and tuple(map(int, found.groups())) < OLDEST_SGLANG:
-        _LOG.warning(
-            "the server is SGLang %s; expected at least %s: earlier versions do not report which tokens are of which"
-            " weights, or that an update did not flush the cache",
-            server.version,
-            ".".join(map(str, OLDEST_SGLANG)),
-        )

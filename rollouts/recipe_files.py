@@ -25,7 +25,7 @@ from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe import OPTION_DEFAULTS, Recipe
-from rollouts.renderer import SpecialText
+from rollouts.renderer import CallCheck, SpecialText
 
 __all__ = [
     "GENERATE_OPTIONS",
@@ -59,6 +59,7 @@ GENERATE_OPTIONS: Mapping[str, Any] = {
     "template_kwargs": dict[str, Any],
     "chat_template": Path,
     "dialect": str,
+    "calls": CallCheck,
     "stop_token_ids": tuple[int, ...],
     "special_text": SpecialText,
     "images": bool,

@@ -38,8 +38,8 @@ from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.replies import Answer, Fault
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std
-from rollouts.training.data_buffer import load_prompts
 from rollouts.training.failures import FailurePolicy
+from rollouts.training.prompt_files import load_prompts
 from rollouts.training.types import Group
 from tests import ors_recipe
 from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
@@ -455,7 +455,7 @@ ROWS = [
     Row(CONFIG, "a key and a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
     Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
-    Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a JSONL file that exists", lambda folder: load_prompts(folder / "none.jsonl")),
+    Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a .jsonl, .json, .csv or .parquet file, a folder of them or of save_to_disk() of datasets, or hub:OWNER/DATASET/PATH", lambda folder: load_prompts(folder / "none.jsonl")),
     Row(DATA, "an empty file", "data: got 'DIR/data.jsonl'; expected at least one row", data("\n\n")),
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
     Row(DATA, "JSON of another shape", "DIR/data.jsonl, line 1: got [1]; expected an object with \"prompt\"", data("[1]\n")),

@@ -18,7 +18,7 @@ _NS = "]<]minimax[>["
 _LIST = '[{"name": "weather", "arguments": {"city": "Köln", "days": 2}}, {"name": "now", "arguments": {}}]'
 
 # dialect: two calls, weather(city="Köln", days=2) and now()
-WRITTEN = {
+WRITTEN: dict[str, str] = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n2\n"
@@ -130,7 +130,7 @@ def _each(call: str, between: str = "") -> str:
 
 
 # dialect: a small chat template that writes it
-TEMPLATES = {
+TEMPLATES: dict[str, str] = {
     "hermes": _template(_each(f"<tool_call>{_JSON}</tool_call>")),
     "qwen3_coder": _template(
         _each(
@@ -273,7 +273,7 @@ TEMPLATES = {
 MALFORMED = {
     "hermes": [
         ('<tool_call>{"name": "weather", "arguments": "{}"}</tool_call>', "string_arguments", "is a string"),
-        ('<tool_call>{"name": "weather", "arguments": {}}', "unclosed", "</tool_call> is missing"),
+        ('<tool_call>{"name": "weather", "arguments": {}', "unclosed", "</tool_call> is missing"),
         ('<tool_call>{"name": "weather", "arguments": {}</tool_call>', "not_json", "not valid JSON"),
         ('<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', "bad_arguments", "not an array"),
         ('<tool_call>{"name": "weather"}</tool_call>', "no_arguments", '"arguments" is missing'),
@@ -479,7 +479,7 @@ MALFORMED = {
     "apertus": [
         ('<|tools_prefix|>[{"weather": "{}"}]<|tools_suffix|>', "string_arguments", "is a string"),
         ('<|tools_prefix|>[{"weather": {}, "now": {}}]<|tools_suffix|>', "bad_form", "only key"),
-        ('<|tools_prefix|>[{"weather": {}}]', "unclosed", "<|tools_suffix|> is missing"),
+        ('<|tools_prefix|>[{"weather": {}}', "unclosed", "<|tools_suffix|> is missing"),
     ],
     "nemotron_v2": [
         ('<TOOLCALL>[{"name": "weather", "arguments": "{}"}]</TOOLCALL>', "string_arguments", "is a string"),
@@ -571,3 +571,184 @@ IN_TAGS = {
     "minimax_m3": f'{_NS}<invoke name="weather">{_NS}<tags>"[]"{_NS}</tags>{_NS}</invoke>',
     "minicpm": '<function name="weather"><param name="tags">"[]"</param></function>',
 }
+
+# -- other spellings of dialects above, and dialects of messages ------------------------------------------------------
+
+_SPELLINGS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "kimi_vl": ("hermes", ()),
+    "longcat": ("hermes", (("tool_call>", "longcat_tool_call>"),)),
+    "iquest": ("glm", (("tool_call>", "iquest_tool_call>"),)),
+    "hunyuan_v4": ("hunyuan_v3", (("<tool_sep:opensource>", ""), (":opensource", ":abc"))),
+    "granite_3_2": ("granite", ()),
+    "dots": ("minimax", (("minimax:tool_call", "dots_function_call"),)),
+    "step3": (
+        "minimax",
+        (
+            ("</minimax:tool_call>", "<｜tool_calls_end｜>"),
+            ("<minimax:tool_call>", "<｜tool_calls_begin｜>"),
+            ("<invoke", "<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke"),
+            ("</invoke>", "</steptml:invoke><｜tool_call_end｜>"),
+            ("<parameter", "<steptml:parameter"),
+            ("</parameter", "</steptml:parameter"),
+        ),
+    ),
+    "deepseek_v4_1": (
+        "deepseek_v3_2",
+        (("｜function_calls", "｜ calls"), ("｜invoke", "｜ invoke"), ("｜param", "｜ param")),
+    ),
+    "gigachat3_5": ("deepseek_v3_2", (("DSML｜function_calls", "GCML｜tool_calls"), ("DSML", "GCML"))),
+    "functiongemma": (
+        "gemma",
+        (("<|tool_call>", "<start_function_call>"), ("<tool_call|>", "<end_function_call>"), ('<|"|>', "<escape>")),
+    ),
+}
+"""Dialect: the dialect that it spells otherwise, and the replacements."""
+
+
+def _respelled(name: str, text: str) -> str:
+    for old, new in _SPELLINGS[name][1]:
+        text = text.replace(old, new)
+    return text
+
+
+for _name, (_of, _) in _SPELLINGS.items():
+    WRITTEN[_name] = _respelled(_name, WRITTEN[_of])
+    TEMPLATES[_name] = _respelled(_name, TEMPLATES[_of])
+    if _of in IN_TAGS:
+        IN_TAGS[_name] = _respelled(_name, IN_TAGS[_of])
+    MALFORMED[_name] = [
+        (_respelled(_name, text), fault, _respelled(_name, words)) for text, fault, words in MALFORMED[_of]
+    ]
+for _name, _marks in {"kimi_vl": "◁think▷", "granite_3_2": "Here is my thought process:"}.items():
+    TEMPLATES[_name] = TEMPLATES[_name].replace("{#  #}", f"{{# {_marks} #}}")
+MALFORMED["hunyuan_v4"] = [
+    ("<tool_call:abc>now", "unclosed", "</tool_call> is missing"),
+    ("<tool_call:abc></tool_call:abc>", "no_name", "the name of a tool"),
+]
+MALFORMED["step3"] = [
+    ('<｜tool_call_begin｜><steptml:invoke name="now">', "unclosed", "</steptml:invoke> is missing"),
+    ('<steptml:invoke name=""></steptml:invoke>', "no_name", "the name of a tool"),
+]
+MALFORMED["functiongemma"] = [
+    ("<start_function_call>call:weather{}", "unclosed", "<end_function_call> is missing"),
+    ("<start_function_call>weather{}<end_function_call>", "no_name", "call:name"),
+    ("<start_function_call>call:weather{city:Köln}<end_function_call>", "bad_arguments", "<escape>"),
+    ("<start_function_call>call:now{} Köln<end_function_call>", "bad_arguments", "nothing may stand"),
+    ("<start_function_call>call:weather{days:<escape>two<escape>}<end_function_call>", "bad_arguments", "integer"),
+]
+
+
+def _k3(tag: str, text: str) -> str:
+    return f"<|open|>{tag}<|sep|>{text}<|close|>{tag.partition(' ')[0]}<|sep|>"
+
+
+_ATEM = ' to={0}<|message|><atem:function_calls>\n<atem:invoke name="{0}">\n{1}</atem:invoke>\n</atem:function_calls>'
+_TYPE = "{{ 'string' if v is string else 'object' }}"
+_PLAMO = (
+    "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{}<|plamo:end_tool_name:plamo|>"
+    "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{}<|plamo:end_tool_arguments:plamo|>"
+    "<|plamo:end_tool_request:plamo|>"
+)
+
+WRITTEN |= {
+    "kimi_k3": _k3(
+        "tools",
+        _k3(
+            'call tool="weather" index="1"',
+            _k3('argument key="city" type="string"', "Köln") + _k3('argument key="days" type="number"', "2"),
+        )
+        + _k3('call tool="now" index="2"', ""),
+    ),
+    "k2_horizon": "<ifm|tool_calls><ifm|tool_call>weather\n<ifm|arg_key>city</ifm|arg_key>"
+    "<ifm|arg_value>Köln</ifm|arg_value><ifm|arg_key>days</ifm|arg_key><ifm|arg_type>integer</ifm|arg_type>"
+    '<ifm|arg_value>2</ifm|arg_value></ifm|tool_call><ifm|tool_call>{"name": "now", "arguments": {}}</ifm|tool_call>'
+    "</ifm|tool_calls>",
+    "plamo3": "<|plamo:begin_tool_requests:plamo|>"
+    + _PLAMO.format("weather", '{"city": "Köln", "days": 2}')
+    + _PLAMO.format("now", "{}")
+    + "<|plamo:end_tool_requests:plamo|>",
+    "inkling": 'weather<|content_invoke_tool_json|>{"name": "weather", "args": {"city": "Köln", "days": 2}}'
+    '<|end_message|><|message_model|>now<|content_invoke_tool_json|>{"name": "now", "args": {}}<|end_message|>',
+    "muse": _ATEM.format(
+        "weather",
+        '<atem:parameter name="city">Köln</atem:parameter>\n<atem:parameter name="days">2</atem:parameter>\n',
+    )
+    + "<|eom|><|start|>assistant"
+    + _ATEM.format("now", ""),
+}
+TEMPLATES |= {
+    "kimi_k3": _template(
+        "<|open|>tools<|sep|>"
+        + _each(
+            f'<|open|>call tool="{_NAME}" index="1"<|sep|>{_PAIRS}<|open|>argument key="{{{{ k }}}}" type="{_TYPE}"'
+            f"<|sep|>{_BARE}<|close|>argument<|sep|>{{% endfor %}}<|close|>call<|sep|>"
+        )
+        + "<|close|>tools<|sep|>"
+    ),
+    "k2_horizon": _template(
+        "<ifm|tool_calls>"
+        + _each(
+            f"<ifm|tool_call>{_NAME}{_PAIRS}<ifm|arg_key>{{{{ k }}}}</ifm|arg_key><ifm|arg_value>{_BARE}"
+            "</ifm|arg_value>{% endfor %}</ifm|tool_call>"
+        )
+        + "</ifm|tool_calls>"
+    ),
+    "plamo3": _template(
+        "<|plamo:begin_tool_requests:plamo|>"
+        + _each(_PLAMO.format(_NAME, _ARGUMENTS))
+        + "<|plamo:end_tool_requests:plamo|>"
+    ),
+    "inkling": _template(
+        _each(
+            f'<|message_model|>{_NAME}<|content_invoke_tool_json|>{{"name": "{_NAME}", "args": {_ARGUMENTS}}}'
+            "<|end_message|>"
+        )
+    ),
+    "muse": _template(
+        _each(
+            _ATEM.format(_NAME, _PAIRS + '<atem:parameter name="{{ k }}">' + _BARE + "</atem:parameter>\n{% endfor %}"),
+            "<|eom|><|start|>assistant",
+        )
+    ),
+}
+MALFORMED |= {
+    "kimi_k3": [
+        (_k3('call index="1"', ""), "no_name", 'tool="..." is missing'),
+        ('<|open|>call tool="now" index="1"<|sep|>', "unclosed", "<|close|>call<|sep|> is missing"),
+        (_k3('call tool="weather"', _k3('argument key="days" type="number"', "two")), "not_json", "not valid JSON"),
+        (_k3('call tool="weather"', _k3('argument key="days" type="number"', '"2"')), "bad_arguments", "type number"),
+        (_k3('call tool="weather"', "Köln"), "bad_arguments", "not an argument with its tags"),
+        (_k3('call tool="weather"', _k3('json type="object"', '"{}"')), "string_arguments", "is a string"),
+    ],
+    "k2_horizon": [
+        ("<ifm|tool_call>now", "unclosed", "</ifm|tool_call> is missing"),
+        ("<ifm|tool_call><ifm|arg_key>a</ifm|arg_key></ifm|tool_call>", "no_name", "the name of a tool"),
+        ("<ifm|tool_call>weather<ifm|arg_key>a</ifm|arg_key></ifm|tool_call>", "bad_arguments", "not an argument"),
+        ('<ifm|tool_call>{"name": "now", "arguments": "{}"}</ifm|tool_call>', "string_arguments", "is a string"),
+    ],
+    "plamo3": [
+        (_PLAMO.format("", "{}"), "no_name", "the name of a tool"),
+        (_PLAMO.format("now", '"{}"'), "string_arguments", "is a string"),
+        (_PLAMO.format("now", "{"), "not_json", "not valid JSON"),
+        ("<|plamo:begin_tool_request:plamo|>", "unclosed", "<|plamo:end_tool_request:plamo|> is missing"),
+    ],
+    "inkling": [
+        ('now<|content_invoke_tool_json|>{"name": "now", "args": {}}', "unclosed", "<|end_message|> is missing"),
+        (
+            'now<|content_invoke_tool_json|>{"name": "now", "args": "{}"}<|end_message|>',
+            "string_arguments",
+            "is a string",
+        ),
+        ('now<|content_invoke_tool_json|>{"args": {}}<|end_message|>', "no_name", '"name" is missing'),
+        ("now<|content_invoke_tool_text|>Now?<|end_message|>", "bad_form", "must be JSON"),
+    ],
+    "muse": [
+        (' to=now<|message|><atem:invoke name="now">', "unclosed", "</atem:invoke> is missing"),
+        (' to=now<|message|><atem:invoke name=""></atem:invoke>', "no_name", "the name of a tool"),
+        (' to=weather<|message|><atem:invoke name="weather">Köln</atem:invoke>', "bad_arguments", "not an argument"),
+    ],
+}
+OF_MESSAGES = {"harmony", "inkling", "muse"}
+"""Dialects whose thoughts and calls are separate messages, so that a thought cannot quote a call with its marks."""
+IN_TAGS["functiongemma"] = '<start_function_call>call:weather{tags:<escape>"[]"<escape>}<end_function_call>'
+IN_TAGS["muse"] = _ATEM.format("weather", '<atem:parameter name="tags">"[]"</atem:parameter>\n')

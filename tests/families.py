@@ -227,6 +227,7 @@ _SMALL = (
 {%- endfor %}{{ '</s>' }}
 {%- elif m.role == 'tool' %}
 {{- '[TOOL_RESULTS]' + m.tool_call_id + '[TOOL_CONTENT]' + m.content + '[/TOOL_RESULTS]' }}
+{%- elif not m.content %}{{ raise_exception('a turn needs content or calls') }}
 {%- else %}{{ m.content + '</s>' }}{% endif %}
 {%- endfor %}"""
 )
@@ -399,7 +400,7 @@ SMALL = {
         small(_SMALL, _MISTRAL_MARKS, ("</s>",)),
         (E, E, E, F, F),
         "mistral",
-        "tools move to the last user turn",
+        "tools move to the last user turn; refuses empty turns",
         text_and_calls=False,
     ),
     "Kimi-K2": Family(

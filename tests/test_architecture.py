@@ -113,6 +113,7 @@ LAW_BOOKS = {
     "test_founding_bugs.py",
     "test_hardening.py",
     "test_families.py",
+    "test_sampled_mistakes.py",
     "test_fuzz.py",
     "manager_semantics/test_groups.py",
     "manager_semantics/test_rewards_before_filters.py",
@@ -125,6 +126,7 @@ LAW_BOOKS = {
     "manager_semantics/test_no_bias_to_short_rollouts.py",
     "manager_semantics/test_call_shapes.py",
     "manager_semantics/test_random_interleavings.py",
+    "manager_semantics/test_admission.py",
     "test_token_exactness.py",
     "agent/test_images.py",
     "agent/test_raw_continuation.py",
@@ -615,7 +617,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (175, ("base",)),
     "rollouts.training.filters": (700, ("base", "errors")),
     "rollouts.training.manager": (
-        7195,
+        7510,
         ("agent", "base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
 }

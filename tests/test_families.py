@@ -30,7 +30,7 @@ from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, speak
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
-from rollouts.training import trajectory_to_samples
+from rollouts.training import Status, trajectory_to_samples
 from rollouts.trajectory import Trajectory
 from tests.families import FAMILIES as REAL_AND_SMALL
 from tests.families import TOOLS, Family
@@ -312,18 +312,102 @@ def test_a_stop_token_that_closes_a_call_belongs_to_it(request: pytest.FixtureRe
     assert renderer.parse([*renderer.encode("Yes.").tolist(), ids[-1]], tools=TOOLS).content == "Yes."
 
 
+def test_a_stop_token_stands_for_the_mark_that_ends_a_complete_call(request: pytest.FixtureRequest) -> None:
+    """Hermes and Apertus: servers run such a call. A call that is cut, or incomplete before the stop, is malformed."""
+    for name, text, stop in (
+        ("Qwen3", '<tool_call>\n{"name": "look", "arguments": {"at": "x"}}', "<|im_end|>"),
+        ("Apertus", '<|tools_prefix|>[{"look": {"at": "x"}}]', "<|assistant_end|>"),
+    ):
+        renderer = FAMILIES[name].make(request)
+        whole, end = renderer.encode(text).tolist(), renderer.encode(stop).tolist()
+        (call,) = renderer.parse([*whole, *end], tools=TOOLS).tool_calls
+        assert (call.name, call.arguments, call.error, call.raw) == ("look", {"at": "x"}, None, text)
+        assert renderer.parse(whole, tools=TOOLS).tool_calls[0].fault == "unclosed"
+        half = renderer.encode(text[:-2]).tolist()
+        assert renderer.parse([*half, *end], tools=TOOLS).tool_calls[0].error is not None
+
+
+UNCHECKED = {"SmolLM3": "hermes", "OLMo": "olmo3", "content in parts": "hermes", "marks for training": "xlam"}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+async def test_a_refusal_is_overruled_by_name(name: str, request: pytest.FixtureRequest) -> None:
+    """A dialect with ``calls="unchecked"`` reads the replies of a template that writes no calls; a note says so."""
+    family, dialect = FAMILIES[name], UNCHECKED[name]
+    with pytest.raises(ConfigError, match='calls="unchecked"'):
+        family.make(request, dialect=dialect).self_test(TOOLS).raise_if_refused()
+    with pytest.raises(ConfigError, match=r"calls: got 'unchecked'; expected a dialect named with it"):
+        family.make(request, calls="unchecked")
+    renderer = family.make(request, dialect=dialect, calls="unchecked")
+    found = renderer.self_test(TOOLS)
+    found.raise_if_refused()
+    assert (found.calls, found.unread) == ("unchecked", "")
+    assert 'calls="unchecked"' in " ".join(found.notes)
+    assert renderer.fingerprints()["template"]["calls"] == "unchecked"
+    spellings = {
+        "hermes": '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>',
+        "olmo3": '<function_calls>\nlook(at="x")\n</function_calls>',
+        "xlam": '[{"name": "look", "arguments": {"at": "x"}}]',
+    }
+    world = World(family, renderer, TOOLS, 0, cuts=False)
+    world.left = 1
+    replies = [renderer.encode(text + renderer.stop_texts[0]).tolist() for text in (spellings[dialect], "Yes.")]
+    policy = ScriptedPolicy(replies)
+    sampling = SamplingParams(max_new_tokens=99)
+    (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling)
+    assert only.stop_reason is StopReason.TASK_COMPLETED
+    assert only.metrics["tool_calls"] == 1
+    assert next(message for message in only.messages if message.role == "tool").text in renderer.decode(only.tokens)
+
+
 # -- what a model does wrong ------------------------------------------------------------------------------------------
 
 
-async def test_an_id_that_the_template_refuses_costs_one_rollout(request: pytest.FixtureRequest) -> None:
-    """Nemo requires ids of nine characters; the model wrote three: one failed rollout, and the run continues."""
+async def test_an_id_that_the_template_refuses_is_replaced(request: pytest.FixtureRequest) -> None:
+    """Nemo requires ids of nine characters; the model wrote three: the call and its result have an id of ours."""
     renderer = FAMILIES["Mistral Nemo"].make(request)
     world = World(FAMILIES["Mistral Nemo"], renderer, TOOLS, 0, cuts=False)
+    world.left = 1
     text = '[TOOL_CALLS][{"name": "look", "arguments": {"at": "x"}, "id": "abc"}]</s>'
-    policy = ScriptedPolicy([renderer.encode(text).tolist()])
+    ids = renderer.encode(text).tolist()
+    policy = ScriptedPolicy([ids, renderer.encode("Yes.</s>").tolist()])
     sampling = SamplingParams(max_new_tokens=99)
-    (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling, history="fork")
-    assert only.stop_reason is StopReason.FAILED
+    (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling, history="append")
+    assert only.stop_reason is StopReason.TASK_COMPLETED
+    (call,) = next(message for message in only.messages if message.tool_calls).tool_calls
+    assert call.id == "call00000"
+    first, second = only.completions
+    assert only.tokens[first.start : first.stop].tolist() == ids
+    assert '"call_id": "call00000"' in renderer.decode(only.tokens[first.stop : second.start])
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+async def test_a_reply_that_the_template_refuses_ends_the_episode(history: Any, request: pytest.FixtureRequest) -> None:
+    """An empty turn, after which the environment asks again: a stop reason of a complete rollout, and no failure."""
+    renderer = FAMILIES["Mistral Small"].make(request)
+    world = World(FAMILIES["Mistral Small"], renderer, TOOLS, 0, cuts=False)
+    world.left = 2
+    policy = ScriptedPolicy([renderer.encode("</s>").tolist()])
+    sampling = SamplingParams(max_new_tokens=99)
+    (only,) = await run_branches(Prompt("q"), lambda: world, policy, renderer, sampling=sampling, history=history)
+    assert (only.stop_reason, only.failure) == (StopReason.MALFORMED_REPLY, None)
+    (sample,) = trajectory_to_samples([only], Prompt("q", index=0, group_index=0), renderer.decode)
+    assert sample.status is Status.COMPLETED
+
+
+async def test_messages_that_the_template_refuses_fail_the_rollout(request: pytest.FixtureRequest) -> None:
+    """Two messages of users after a good reply, where turns alternate: the environment's doing."""
+    renderer = FAMILIES["Gemma 2"].make(request)
+
+    class Twice(World):
+        async def step(self, reply: Message) -> StepResult:
+            return StepResult([USER, USER])
+
+    family = FAMILIES["Gemma 2"]
+    policy = ScriptedPolicy([renderer.encode("Yes.<end_of_turn>").tolist()])
+    sampling = SamplingParams(max_new_tokens=99)
+    (only,) = await run_branches(
+        Prompt("q"), lambda: Twice(family, renderer, (), 0, cuts=False), policy, renderer, sampling=sampling
+    )
     assert only.failure is not None
-    assert "an id has 9 characters" in only.failure.message
-    assert len(only.completions) == 1
+    assert "roles must alternate" in only.failure.message

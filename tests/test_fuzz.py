@@ -31,7 +31,8 @@ from rollouts.inference.wire_errors import error_of, message_of
 from rollouts.recipe_files import read_options
 from rollouts.renderer.dialects import DIALECTS
 from rollouts.runs.journal import Columns, Journal, read_journal
-from rollouts.training.data_buffer import DataBuffer, load_prompts
+from rollouts.training.data_buffer import DataBuffer
+from rollouts.training.prompt_files import load_prompts
 from tests.dialects import MALFORMED, TOOLS, WRITTEN
 from tests.fuzzing import fuzz, json_texts, mutated_bytes, mutated_json, odd_values, woven
 

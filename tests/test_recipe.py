@@ -46,6 +46,7 @@ from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample, load_run
 from rollouts.training.failures import FailurePolicy
+from rollouts.training.samplers import PoolSampler
 
 CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
 
@@ -540,6 +541,7 @@ def test_the_typed_options_are_the_fields_that_they_set() -> None:
     """A field that is added to the config, the sampling or the renderer is an option that type checkers know."""
     fields = {field.name for kind in (RolloutConfig, SamplingParams) for field in attrs.fields(kind)}
     others = {"keep", "history", "epochs", "batches", "shuffled", "tokenizer"}
+    others |= {"sampler", "sampler_runs", "prompt_sampler"}
     expected = (fields - {"generate_fn"}) | RendererOptions.__annotations__.keys() | others
     assert AllOptions.__annotations__.keys() == expected
 
@@ -704,6 +706,20 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
         ({"generate_fn": generate}, r"agent_recipe\(generate_fn\): got"),
         ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
         ({"keep": "some"}, r"keep: got 'some'; expected \"spread\" or \"all\""),
+        ({"sampler": "some"}, r"sampler: got 'some'; expected \"uniform\", \"pass_rate\", \"pools\" or \"levels\""),
+        (
+            {"sampler": "pools", "prompt_sampler": PoolSampler()},
+            r"sampler: got 'pools'; expected none with prompt_sampler",
+        ),
+        (
+            {"sampler_runs": ("runs/a",)},
+            r"sampler_runs: got \('runs/a',\); expected none without sampler=\"pass_rate\"",
+        ),
+        (
+            {"sampler": "pass_rate", "n_samples_per_prompt": 1, "keep": "all"},
+            r"PassRateSampler\.n: got 1; expected an integer >= 2",
+        ),
+        ({"sampler": "levels"}, r"prompts\[0\]\.metadata\['level'\]: got None; expected a number"),
         ({"group_rm": True}, r"RolloutConfig.reward_fn: got None; expected a function that takes the group"),
         ({"temperature": -1}, r"SamplingParams.temperature: got -1; expected a number >= 0"),
         ({"patience": 0}, r"RolloutConfig.patience: got 0; expected an integer >= 1"),
@@ -713,6 +729,30 @@ def test_wrong_arguments_of_the_usual_recipe_are_named(options: dict[str, Any], 
     """An unknown name lists the known ones, and contradictions are refused."""
     with pytest.raises(ConfigError, match=message):
         agent_recipe("mine", ENDPOINT, CalculatorEnvironment, ["Hi"], **options)
+
+
+def test_a_sampler_is_an_option_of_every_recipe(tmp_path: Path) -> None:
+    """By name, with the size of a group and the seed of the run; the run describes it with its numbers."""
+    mine = load_recipe("calculator")
+    recipe = build(mine, Endpoint(model="m"), {"sampler": "pass_rate", "n_samples_per_prompt": "4", "seed": "3"})
+    described = recipe.describe()["sampler"]
+    assert (described["name"], described["n"]) == ("PassRateSampler", 4)
+    plain = build(mine, Endpoint(model="m"), {"seed": "3"})
+    assert plain.describe()["sampler"] is None
+    assert plain.data_buffer.fingerprint == recipe.data_buffer.fingerprint
+    count = len(plain.data_buffer)
+    assert plain.data_buffer.get_prompts(count) == recipe.data_buffer.get_prompts(count), "nothing is known yet"
+    pools = agent_recipe("mine", ENDPOINT, CalculatorEnvironment, ["Hi"], prompt_sampler=PoolSampler(hard=0.1))
+    assert pools.describe()["sampler"]["hard"] == 0.1
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        build(mine, Endpoint(model="m"), {"sampler": "pass_rate", "sampler_runs": f'["{tmp_path}"]'})
+
+
+def test_a_sampler_is_refused_where_others_choose_the_prompts() -> None:
+    """By its name and that of the chooser."""
+    recipe = agent_recipe("mine", ENDPOINT, CalculatorEnvironment, ["Hi"], sampler="pools")
+    with pytest.raises(ConfigError, match=r"sampler: got 'PoolSampler'; expected \"uniform\": the trainer chooses"):
+        recipe.refuse_sampler("the trainer")
 
 
 async def test_preflight_refuses_a_prompt_with_an_image_for_a_model_of_text() -> None:

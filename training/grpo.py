@@ -37,6 +37,7 @@ import torch
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
 from rollouts.training.batch import collate, collate_packed, group_advantages, loss_weights
+from rollouts.training.logprob_drift import logprob_drift
 
 __all__ = ["GrpoConfig", "GrpoTrainer", "kl_estimate", "policy_loss", "token_logprobs"]
 
@@ -233,15 +234,12 @@ class GrpoTrainer:
             notes.setdefault("loss", []).append(loss)
             notes.setdefault("grad_norm", []).append(self._apply())
         self.batches += 1
-        every, ours = torch.cat(rollout), torch.cat(trainer)
-        differences = (every - ours).abs()
         return {
             **{name: value / sums["tokens"] for name, value in sums.items() if name != "tokens"},
             **{name: sum(values) / len(values) for name, values in notes.items()},
             "entropy": float(torch.cat(entropy).mean()),
-            "logprob_diff": float(differences.mean()),
-            "logprob_diff_max": float(differences.max()),
-            "trained_tokens": float(len(every)),
+            **logprob_drift([one.numpy() for one in rollout], [one.numpy() for one in trainer]),
+            "trained_tokens": float(sum(map(len, rollout))),
             "lr": self.optimizer.param_groups[0]["lr"],
             "seconds": time.perf_counter() - began,
         }

@@ -82,6 +82,9 @@ class Lesson:
     """Options of the recipe, as text."""
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
     steps: int = 40
+    until: float | None = None
+    """Stop when the greedy score of every kind in ``kinds`` is at least this; checked every ``check_every`` steps."""
+    check_every: int = 2
     held_out: int = 96
     """Prompts of each kind that are not trained on; each gets ``held_out_rollouts`` rollouts and a greedy one, before
     and after."""
@@ -142,6 +145,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                     step,
                     {
                         "elapsed": now - started,
+                        "sampled_tokens": manager.run_metrics.sampled_tokens,
                         **numbers,
                         "generation_seconds": generated - began,
                         "step_seconds": trained - generated,
@@ -155,6 +159,11 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                 began = now
                 if lesson.save_every and step % lesson.save_every == 0:
                     await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
+                if lesson.until is not None and step % lesson.check_every == 0:
+                    lowest = await _lowest_greedy(lesson, recipe, held_out)
+                    board.say(f"greedy {lowest:.3f} after {manager.run_metrics.sampled_tokens} sampled tokens")
+                    if lowest >= lesson.until:
+                        break
         learned = time.monotonic()
         after = await _evaluate(lesson, recipe, held_out, board, "after")
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
@@ -163,6 +172,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             "before": {kind: scores.describe() for kind, scores in before.items()},
             "after": {kind: scores.describe() for kind, scores in after.items()},
             "steps": step,
+            "sampled_tokens": manager.run_metrics.sampled_tokens,
             "seconds": {"total": ended - began, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
             "lesson": {
@@ -338,6 +348,13 @@ async def _evaluate(
     return found
 
 
+async def _lowest_greedy(lesson: Lesson, recipe: Recipe, held_out: Mapping[str, Sequence[Prompt]]) -> float:
+    """The lowest mean greedy reward of the kinds that are not trained on."""
+    config = recipe.with_sampling(temperature=0.0).config
+    scores = [task_scores(await run_evaluation(config, held_out[kind], 1)) for kind in lesson.kinds]
+    return min(estimate_mean(each).value for each in scores)
+
+
 def _calls(sample: Sample) -> int:
     return sum(len(message.get("tool_calls") or ()) for message in sample.messages)
 
@@ -402,6 +419,8 @@ def lesson_of(arguments: Sequence[str] | None = None) -> Lesson:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=40)
+    add("--until", type=float, metavar="SCORE", help="stop at this greedy score of every kind of --kinds")
+    add("--check-every", type=int, default=2, metavar="STEPS", help="steps between two checks of --until")
     add("--held-out", type=int, default=96, help="prompts of each kind to score before and after, never trained on")
     add(
         "--kinds",
@@ -445,6 +464,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _lesson(args: argparse.Namespace) -> Lesson:
+    if args.until is not None and not (args.kinds and args.held_out):
+        raise ConfigError.of("--until", args.until, "--kinds and --held-out, whose greedy scores it is compared with")
+    if args.check_every < 1:
+        raise ConfigError.of("--check-every", args.check_every, "an integer >= 1")
     tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
     grpo = GrpoConfig(
         lr=args.lr,
@@ -476,6 +499,8 @@ def _lesson(args: argparse.Namespace) -> Lesson:
         options=options,
         grpo=grpo,
         steps=args.steps,
+        until=args.until,
+        check_every=args.check_every,
         held_out=args.held_out,
         kinds=args.kinds,
         asynchronous=args.asynchronous,

@@ -65,6 +65,7 @@ def train(job: Job) -> Any:
         EndpointError: the server cannot be used.
     """
     recipe = build(load_recipe(job.recipe), Endpoint(model=job.model, base_url=job.endpoint), job.options)
+    recipe.refuse_sampler("TRL's GRPOTrainer")
     arguments = _arguments(job, recipe)
     anyio.run(preflight, recipe)
     from datasets import Dataset

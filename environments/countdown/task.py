@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.rewards import final_reply
 from rollouts.training import Sample, load_prompts
+from rollouts.training.prompt_files import Columns
 
 __all__ = ["Countdown", "countdown_prompts", "countdown_reward", "load_countdown"]
 
@@ -37,13 +38,13 @@ Countdown = SingleTurnEnvironment
 """One reply with the equation; the prompt contains the instructions."""
 
 
-def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+def load_countdown(path: str | Path, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Load the rows of a JSONL file whose metadata has ``nums`` and ``target``.
 
     Raises:
         ConfigError: as :func:`rollouts.training.load_prompts`; or a row without them, with its number.
     """
-    prompts = load_prompts(path, limit=limit)
+    prompts = load_prompts(path, limit=limit, **columns)
     for number, prompt in enumerate(prompts, 1):
         try:
             _given(prompt.metadata)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.training import Sample, load_prompts
+from rollouts.training.prompt_files import Columns
 
 __all__ = ["FunctionCalling", "call_reward", "load_calls", "tool_of"]
 
@@ -57,7 +58,7 @@ class FunctionCalling:
         return None
 
 
-def load_calls(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+def load_calls(path: str | Path, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Load the rows of a JSONL file: ``metadata["tools"]`` has the functions, ``label`` the calls.
 
     A label is ``[{function: {argument: [value, …]}}]``; ``""`` among the values marks an optional argument.
@@ -65,7 +66,7 @@ def load_calls(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
     Raises:
         ConfigError: as :func:`rollouts.training.load_prompts`; or an invalid row, with its number.
     """
-    prompts = load_prompts(path, limit=limit)
+    prompts = load_prompts(path, limit=limit, **columns)
     for number, prompt in enumerate(prompts, 1):
         try:
             names = {found.name for found in _tools(prompt)}

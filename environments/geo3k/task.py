@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Image, Message, Prompt
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
-from rollouts.recipes.environments.rows import rows_of
+from rollouts.training.prompt_files import Columns, rows_of
 
 __all__ = ["Geo3kEnvironment", "load_geo3k"]
 
@@ -28,21 +28,24 @@ class Geo3kEnvironment(SingleTurnEnvironment):
         super().__init__(system_prompt="Solve the problem step by step. Finish with the final answer in \\boxed{}.")
 
 
-def load_geo3k(source: str, *, folder: Path | None = None, limit: int | None = None) -> list[Prompt]:
+def load_geo3k(
+    source: str, *, folder: Path | None = None, limit: int | None = None, **columns: Unpack[Columns]
+) -> list[Prompt]:
     """Load rows of ``images``, ``problem`` and ``answer``.
 
     An image is an object with ``bytes`` (as Parquet files of the Hugging Face hub have it), a ``data:`` URL, or a path.
 
     Args:
-        source: as for :func:`~rollouts.recipes.environments.rows.rows_of`.
+        source: as for :func:`~rollouts.training.prompt_files.rows_of`.
         folder: where paths of images start, and the only folder that is read; without it, paths are refused.
         limit: number of rows to take, from the start.
+        columns: names of the columns, as for :func:`rollouts.training.load_prompts`.
 
     Raises:
         ConfigError: a missing file, or a row of another shape, with its number.
     """
     prompts: list[Prompt] = []
-    for place, row in rows_of(source):
+    for place, row in rows_of(source, **columns):
         if limit is not None and len(prompts) >= limit:
             break
         prompts.append(_prompt(row, place, folder))
@@ -54,7 +57,8 @@ def load_geo3k(source: str, *, folder: Path | None = None, limit: int | None = N
 def _prompt(row: Any, place: str, folder: Path | None) -> Prompt:
     if not isinstance(row, Mapping):
         raise ConfigError.of(place, row, _EXPECTED)
-    given, problem, answer = (row.get(name) for name in ("images", "problem", "answer"))
+    given = row.get("images")
+    problem, answer = row.get("prompt", row.get("problem")), row.get("label", row.get("answer"))
     if not isinstance(given, list) or not isinstance(problem, str) or not isinstance(answer, str | int | float):
         raise ConfigError.of(place, row, _EXPECTED)
     texts = problem.split(PLACEHOLDER)

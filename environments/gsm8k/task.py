@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.calculator import CalculatorEnvironment
@@ -16,6 +16,7 @@ from rollouts.errors import ConfigError
 from rollouts.rewards import numeric_match
 from rollouts.rewards.answers import decimal
 from rollouts.training import Sample, load_prompts
+from rollouts.training.prompt_files import Columns
 
 __all__ = ["CalculatorGSM8K", "SingleTurnGSM8K", "gsm8k_reward", "load_gsm8k"]
 
@@ -33,13 +34,13 @@ class CalculatorGSM8K(CalculatorEnvironment):
     system_prompt = "Solve the problem step by step. Calculate with the tools. Finish with: The answer is N."
 
 
-def load_gsm8k(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+def load_gsm8k(path: str | Path, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Load the rows of a JSONL file: a label that is a number, or ``question`` and ``answer``.
 
     Raises:
         ConfigError: as :func:`rollouts.training.load_prompts`; or a label that is not a number, with its row.
     """
-    prompts = load_prompts(path, limit=limit, convert=_labelled)
+    prompts = load_prompts(path, limit=limit, **columns, convert=_labelled)
     for number, prompt in enumerate(prompts, 1):
         if decimal(str(prompt.label)) is None:
             raise ConfigError.of(f"{path}, row {number}: label", prompt.label, "a number, e.g. 72")
@@ -47,10 +48,10 @@ def load_gsm8k(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
 
 
 def _labelled(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row as the authors of the data set publish it, whose answer ends in ``#### 72``, with prompt and label."""
-    if row.keys() != {"question", "answer"}:
-        return row
-    return {"prompt": row["question"], "label": str(row["answer"]).rpartition("####")[2].strip()}
+    """A row with prompt and label; the answers that the authors of the data set publish end in ``#### 72``."""
+    if row.keys() == {"question", "answer"}:
+        row = {"prompt": row["question"], "label": row["answer"]}
+    return {**row, "label": str(row.get("label")).rpartition("####")[2].strip()}
 
 
 def gsm8k_reward(sample: Sample) -> float:

@@ -7,12 +7,12 @@ number. The reward is :func:`rollouts.rewards.boxed_math`, on the last reply.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Prompt, as_messages
 from rollouts.environments.python_tool import PythonToolEnvironment
 from rollouts.errors import ConfigError
-from rollouts.recipes.environments.rows import rows_of
+from rollouts.training.prompt_files import Columns, rows_of
 
 __all__ = ["RetoolEnvironment", "load_maths"]
 
@@ -28,12 +28,13 @@ class RetoolEnvironment(PythonToolEnvironment):
     )
 
 
-def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
+def load_maths(source: str, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Problems with final answers, from a file or the hub.
 
     Args:
-        source: as for :func:`~rollouts.recipes.environments.rows.rows_of`.
+        source: as for :func:`~rollouts.training.prompt_files.rows_of`.
         limit: number of different problems to take, from the start.
+        columns: names of the columns, as for :func:`rollouts.training.load_prompts`.
 
     Returns:
         Prompts whose label is the answer. Repeated problems (DAPO's file has each 100 times) are taken once.
@@ -42,7 +43,7 @@ def load_maths(source: str, *, limit: int | None = None) -> list[Prompt]:
         ConfigError: a missing file, a failed download, or a row of another shape, with its number.
     """
     prompts: dict[str, Prompt] = {}
-    for place, row in rows_of(source):
+    for place, row in rows_of(source, **columns):
         if limit is not None and len(prompts) >= limit:
             break
         prompt = _prompt(row, place)

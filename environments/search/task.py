@@ -6,7 +6,7 @@ Invariant: an episode sees the index and nothing else; a reply without a tool ca
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import ToolEnvironment, tool
@@ -15,6 +15,7 @@ from rollouts.recipes.environments.search.index import Index
 from rollouts.rewards import exact_match, f1_score
 from rollouts.rewards.rules import references
 from rollouts.training import Sample, load_prompts
+from rollouts.training.prompt_files import Columns
 
 __all__ = ["SearchEnvironment", "load_questions", "search_reward"]
 
@@ -54,13 +55,13 @@ class SearchEnvironment(ToolEnvironment):
         return None
 
 
-def load_questions(path: str | Path, *, limit: int | None = None) -> list[Prompt]:
+def load_questions(path: str | Path, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Load the rows of a JSONL file whose label is the answer, or a list of right answers.
 
     Raises:
         ConfigError: as :func:`rollouts.training.load_prompts`; or a row without an answer, with its number.
     """
-    prompts = load_prompts(path, limit=limit)
+    prompts = load_prompts(path, limit=limit, **columns)
     for number, prompt in enumerate(prompts, 1):
         try:
             references(Sample(label=prompt.label))

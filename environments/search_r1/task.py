@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from rollouts.base.validators import is_int
 from rollouts.dtypes import Message, Prompt, as_messages
 from rollouts.environments.base import StepResult
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError
-from rollouts.recipes.environments.rows import rows_of
 from rollouts.recipes.environments.search.index import Document
 from rollouts.recipes.environments.search_r1.retrieval import Retrieve
 from rollouts.rewards import exact_match
 from rollouts.rewards.answers import final_reply
 from rollouts.training import Sample
+from rollouts.training.prompt_files import Columns, rows_of
 
 __all__ = ["STOP", "SearchR1Environment", "instructed", "load_search_r1", "search_r1_reward"]
 
@@ -80,19 +80,20 @@ def instructed(question: str) -> str:
     return _INSTRUCTION.format(question=question)
 
 
-def load_search_r1(source: str, *, limit: int | None = None) -> list[Prompt]:
+def load_search_r1(source: str, *, limit: int | None = None, **columns: Unpack[Columns]) -> list[Prompt]:
     """Load questions whose label is the list of right answers; a question without messages gets the instruction.
 
     Args:
-        source: as for :func:`~rollouts.recipes.environments.rows.rows_of`, e.g.
+        source: as for :func:`~rollouts.training.prompt_files.rows_of`, e.g.
             ``hub:PeterJinGo/nq_hotpotqa_train/train.parquet``.
         limit: number of questions to take, from the start.
+        columns: names of the columns, as for :func:`rollouts.training.load_prompts`.
 
     Raises:
         ConfigError: a missing file, a failed download, or a row of another shape, with its number.
     """
     prompts: list[Prompt] = []
-    for place, row in rows_of(source):
+    for place, row in rows_of(source, **columns):
         if limit is not None and len(prompts) >= limit:
             break
         prompts.append(_prompt(row, place))
@@ -105,7 +106,7 @@ def _prompt(row: Any, place: str) -> Prompt:
     if not isinstance(row, Mapping):
         raise ConfigError.of(place, row, f"an object with {_EXPECTED}")
     asked = row.get("prompt", row.get("question"))
-    given = (row.get("reward_model"), row.get("label"), row.get("golden_answers"), row.get("answer"))
+    given = (row.get("label"), row.get("reward_model"), row.get("golden_answers"), row.get("answer"))
     answers = next((_answers(value) for value in given if value is not None), [])
     if not asked or not answers or not all(answers):
         raise ConfigError.of(place, sorted(row), _EXPECTED)

@@ -24,7 +24,7 @@ from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, SamplingParams, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
-from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten
+from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
@@ -275,17 +275,20 @@ class Episode:
         """Append messages after the last reply: as a bridge in the current branch, or as a new branch.
 
         Raises:
-            GenerateFailure: the template refuses them, e.g. for a call id that the model wrote.
+            ReplyRefused: the template refuses the reply, e.g. an empty one.
+            GenerateFailure: the template refuses the messages.
             HistoryRewritten: the template rewrites the history, and ``history`` is ``"error"``.
         """
         try:
             if self.history == "append" or not await self._fork_if_rewritten(new, tools):
-                history = self.trajectory.messages
-                tail = self.trajectory.tokens[self.replies.start :]
+                trajectory = self.trajectory
+                history, tail = trajectory.messages, trajectory.tokens[self.replies.start :]
                 bridge = await bridged(self.renderer, history, new, tools=tools, tail=tail, memory=self.memory)
-                self.trajectory.add_context(bridge, new, self.renderer.image_spans(bridge, new))
+                trajectory.add_context(bridge, new, self.renderer.image_spans(bridge, new))
         except ConfigError as error:
-            raise GenerateFailure(f"the template cannot render the next turn: {error}") from error
+            refused = self.renderer.refuses_reply(self.trajectory.messages, new, tools)
+            failure = ReplyRefused if refused else GenerateFailure
+            raise failure(f"the template cannot render the next turn: {error}") from error
         self._observe()
 
     async def _append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:

@@ -36,6 +36,7 @@ from rollouts.errors import (
     Failure,
     GenerateFailure,
     HistoryRewritten,
+    ReplyRefused,
 )
 from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
@@ -155,6 +156,8 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
             yield
     except ContextOverflow:
         episode.stop_reason = StopReason.CONTEXT_OVERFLOW
+    except ReplyRefused:
+        episode.stop_reason = StopReason.MALFORMED_REPLY
     except EndpointAway:
         raise
     except (EnvironmentFailure, EndpointError, GenerateFailure, HistoryRewritten) as error:

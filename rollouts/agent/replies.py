@@ -123,7 +123,7 @@ class Replies:
             elif call.name not in known:
                 counters.append("unknown_tool_calls")
                 listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
-                error = f"there is no tool {call.name!r}; {listed}"
+                error = self.renderer.quotable(f"there is no tool {call.name!r}; {listed}")
             calls.append(ToolCall(call.name, call.arguments, call_id, call.raw, error, call.fault))
         return Message(reply.role, reply.content, calls, reasoning=reply.reasoning), counters
 

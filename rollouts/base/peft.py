@@ -32,7 +32,7 @@ _DRAWN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Values of ``init_lora_weights`` that leave the base model as it is; others, such as PiSSA, change its weights."""
 _REFUSED = {
     "lora_bias": "false",
-    "modules_to_save": "null: only low-rank changes",
+    "modules_to_save": "null: whole modules are not a low-rank change",
     "rank_pattern": "none: one rank for all modules",
     "alpha_pattern": "none: one alpha for all modules",
     "layer_replication": "null: the layers of the base model",

@@ -2,22 +2,27 @@
 
 Invariant: names are read without an import. A plug-in that cannot be used is a ConfigError that names its distribution,
 raised when it is loaded, so that it never hides the names of others.
+
+Most environments have no plug-in, and ``importlib.metadata`` takes longer to import than the rest of
+``rollouts --help``: it is imported where a file of entry points names the group.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from typing import Any
-
-import attrs
+import os
+import sys
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError
+
+if TYPE_CHECKING:
+    import importlib.metadata
 
 __all__ = ["Plugin", "plugins"]
 
 
-@attrs.frozen
-class Plugin:
+class Plugin(NamedTuple):
     """One name of a group."""
 
     group: str
@@ -51,7 +56,37 @@ class Plugin:
 
 def plugins(group: str) -> dict[str, Plugin]:
     """The entry points of a group by name, sorted."""
+    if not _are_possible(group):
+        return {}
+    import importlib.metadata  # see the head of this module
+
     found: dict[str, tuple[importlib.metadata.EntryPoint, ...]] = {}
     for point in importlib.metadata.entry_points(group=group):
         found[point.name] = (*found.get(point.name, ()), point)
     return {name: Plugin(group, name, found[name]) for name in sorted(found)}
+
+
+def _are_possible(group: str) -> bool:
+    """Whether a distribution may add entry points to a group: a file names it, or is where only a full search looks."""
+    if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
+        return True
+    header = f"[{group}]".encode()
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")
+        except NotADirectoryError:  # a zip file
+            return True
+        except OSError:
+            continue
+        for name in ["EGG-INFO"] if folder.endswith(".egg") else names:
+            if name.endswith((".dist-info", ".egg-info", "EGG-INFO")) and header in _entry_points_of(folder, name):
+                return True
+    return False
+
+
+def _entry_points_of(folder: str, name: str) -> bytes:
+    try:
+        with open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

@@ -26,7 +26,7 @@ from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, wa
 from rollouts.dtypes import OnRewrite
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
-from rollouts.renderer import SpecialText
+from rollouts.renderer import CallCheck, SpecialText
 
 __all__ = [
     "BAD_INPUT",
@@ -210,6 +210,11 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--dialect", metavar="NAME", help="notation of tool calls (default: the template's)")
     verb.add_argument(
+        "--calls",
+        choices=get_args(CallCheck),
+        help="unchecked: start with --dialect, whatever calls the template writes (default: checked)",
+    )
+    verb.add_argument(
         "--stop", type=int, action="append", metavar="ID", help="token id that ends a turn (default: the model's)"
     )
     verb.add_argument(
@@ -263,7 +268,7 @@ def all_options_of(args: argparse.Namespace) -> dict[str, str]:
 
 def generate_options_of(args: argparse.Namespace) -> dict[str, str]:
     """The recipe options of :func:`add_generate_options`."""
-    names = ("history", "template_kwargs", "chat_template", "dialect", "special_text", "images")
+    names = ("history", "template_kwargs", "chat_template", "dialect", "calls", "special_text", "images")
     values = {name: getattr(args, name, None) for name in names}
     values["stop_token_ids"] = getattr(args, "stop", None)
     return {name: str(value) for name, value in values.items() if value is not None}

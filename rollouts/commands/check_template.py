@@ -44,7 +44,7 @@ __all__ = ["Echo", "TemplateCheckOptions", "add", "check", "echo"]
 
 _SECONDS = 60.0
 _COLOURS = {"exact": "green", "forks": "yellow", "refused": "bold red"}
-_CALLS = {"read": "green", "one a turn": "yellow", "not read": "bold red"}
+_CALLS = {"read": "green", "one a turn": "yellow", "not read": "bold red", "unchecked": "yellow"}
 _POLICIES = {
     "append": "keeps the ids where the template rewrites",
     "fork": "opens a branch where the template rewrites",

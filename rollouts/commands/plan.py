@@ -8,7 +8,17 @@ from typing import Any
 
 from rollouts.commands.arguments import add_verb, check_run, numbers, positive
 from rollouts.errors import ConfigError
-from rollouts.planning.plan import FACTORS, SERVERS, Given, measured, plan, shape, show_plan
+from rollouts.planning.plan import (
+    FACTORS,
+    SERVERS,
+    SLOT_FACTORS,
+    Given,
+    measured,
+    plan,
+    shape,
+    show_plan,
+    spread,
+)
 from rollouts.planning.simulation import Speed
 from rollouts.views.terminal.console import SafeConsole
 
@@ -31,7 +41,13 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--batches", type=positive, default=4, metavar="N", help="batches to simulate (default: 4)")
     parser.add_argument(
-        "--factors", type=_factors, default=FACTORS, metavar="F,F", help="factors to try (default: 1,1.25,1.5,2,3)"
+        "--factors",
+        type=_factors,
+        metavar="F,F",
+        help="factors to try (default: 1,1.25,1.5,2,3; with --in-flight 1.5,2,3,4,5,6,8)",
+    )
+    parser.add_argument(
+        "--in-flight", type=positive, metavar="N", help="rollouts that run at once (default: the run's, or no limit)"
     )
     parser.add_argument(
         "--concurrency", type=numbers, default=(), metavar="N,N", help="request limits to try, in addition to no limit"
@@ -57,17 +73,29 @@ def _plan(args: argparse.Namespace) -> int:
     measurements = measured(args.runs) if args.runs else None
     batch_size, n = (32, 8) if measurements is None else (measurements.batch_size, measurements.n)
     speed = measurements.speed if measurements is not None and not args.speed else Speed(args.speed)
+    in_flight = args.in_flight or (None if measurements is None else measurements.in_flight)
+    workload = measurements or Given(shape(args.latency), args.pass_rate)
+    batch_size, n = args.batch_size or batch_size, args.rollouts or n
     result = plan(
-        measurements or Given(shape(args.latency), args.pass_rate),
-        batch_size=args.batch_size or batch_size,
-        n=args.rollouts or n,
+        workload,
+        batch_size=batch_size,
+        n=n,
         speed=speed,
+        in_flight=in_flight,
         batches=args.batches,
-        factors=args.factors,
+        factors=args.factors or (FACTORS if in_flight is None else SLOT_FACTORS),
         concurrencies=[None, *args.concurrency],
         servers=args.servers,
     )
-    show_plan(result, SafeConsole(), speed)
+    console = SafeConsole()
+    show_plan(result, console, speed)
+    slots, ratio = in_flight or max(option.in_flight for option in result.options), spread(workload, n)
+    console.print(
+        f"The slowest rollout of a group takes {ratio:.1f} × the time of a mean one: {slots:g} slots are all busy from "
+        f"about in_flight={slots:g} with over_sampling_factor={slots / (n * batch_size) * ratio + 1:.1f}. Groups are "
+        "then that factor less one versions old on average (age).",
+        soft_wrap=True,
+    )
     return 0
 
 

@@ -215,7 +215,8 @@ def _server_line(target: RunTarget, server: ServerInfo) -> str:
     kind = "vLLM" if target.provider == "vllm" else "SGLang"
     version = f"{kind} {server.version or 'of unknown version'}" if target.urls else "embedded engine"
     context = "" if server.max_context is None else f", at most {server.max_context} tokens a sequence"
-    return f"server: {version}, model {Path(server.model or 'unknown').name}{context}"
+    seeds = ", seeds ignored (--enable-deterministic-inference)" if server.honours_seeds is False else ""
+    return f"server: {version}, model {Path(server.model or 'unknown').name}{context}{seeds}"
 
 
 def _plan_line(recipe: Recipe, writer: RunWriter) -> str:

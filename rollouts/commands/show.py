@@ -17,7 +17,7 @@ from rich.text import Text
 from rollouts.commands.arguments import add_verb, check_run, positive
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
-from rollouts.runs.folder import Row, Which, read_info, read_rows
+from rollouts.runs.folder import Row, Which, note_of_calls, read_info, read_rows
 from rollouts.training.types import Sample
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
@@ -53,6 +53,8 @@ def show_run(
         ConfigError: the run, group or sample does not exist.
     """
     info = read_info(path)
+    if (note := note_of_calls(info)) is not None:
+        console.print(Text(visible(note), "yellow"), soft_wrap=True)
     groups: Iterator[list[Row]] = (
         list(rows) for _, rows in itertools.groupby(read_rows(path, outcome), lambda row: row.data.get("group_index"))
     )

@@ -13,7 +13,7 @@ from typing import Any
 import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Endpoint, without_password
+from rollouts.dtypes import Endpoint, Provider, without_password
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import EngineProcess, check_installed, engine_process
 from rollouts.errors import ConfigError
@@ -51,7 +51,7 @@ class RunTarget:
     """The recipe file; ``None`` only where a run is resumed."""
     urls: tuple[str, ...] = ()
     """URLs of servers; empty starts the embedded engine."""
-    provider: str | None = None
+    provider: Provider | None = None
     """Protocol of those servers; ``None`` for SGLang."""
     served: str | None = None
     """The model that the server must report: that of the resumed run."""

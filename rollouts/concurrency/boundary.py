@@ -181,7 +181,9 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> Literal[False]:
         raised: BaseException | None = None  # an error that the code inside did not raise
-        if error is None and self._was_cancelled_inside() and not self.expired and is_cancelled():
+        task = self._task
+        cancelled_inside = task is not None and task.cancelling() > self._before
+        if error is None and cancelled_inside and not self.expired and is_cancelled():
             error = raised = asyncio.CancelledError()  # suppressed inside: the result is discarded
         left_open = False
         try:
@@ -198,7 +200,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
             if self.thread is not None and self.thread.ident is not None and not self.thread.ended:
                 _ABANDONED[self] = None
         try:
-            if error is not None or self.expired:
+            if error is not None or (self.scope is not None and self.scope.cancel_called):
                 self._raise_if_foreign(error)
             elif left_open:
                 raise self._failed(f"{self._what} {_LEFT_OPEN}")

@@ -14,10 +14,9 @@ actor that plays rollouts, never an inference server or a thread.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -45,6 +44,8 @@ _TICKS = 5
 """Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
 _REPLACED_AFTER = 12
 """A worker that is silent for this multiple of the limit is killed and replaced."""
+_REMEMBERED_GROUPS = 20_000
+"""More groups than are in flight; a group may have no rollout in flight for a while, e.g. before a replacement."""
 _TRANSIT_SECONDS = 60.0
 """Added to a rollout's deadline, for the messages to its worker and back."""
 
@@ -192,7 +193,6 @@ class Dispatcher:
         self._connect = connect
         self._slots = [_Slot(number) for number in range(workers)]
         self._group_slots: dict[int, _Slot] = {}
-        self._group_counts: Counter[int] = Counter()
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
         self._broken: RolloutsError | None = None
@@ -268,33 +268,26 @@ class Dispatcher:
     async def _play_once(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         number, ended = next(self._numbers), False
         request = Request(number, prompt, log is not None, log.turns if log is not None else ()).to_bytes()
-        with self._slot_for(prompt.group_index) as slot:
-            pending = slot.submit(number, request)
-            try:
-                samples = await _receive_samples(pending, prompt, log)
-                ended = True
-            finally:
-                slot.release(number, ended=ended)
+        slot = self._slot_for(prompt.group_index)
+        pending = slot.submit(number, request)
+        try:
+            samples = await _receive_samples(pending, prompt, log)
+            ended = True
+        finally:
+            slot.release(number, ended=ended)
         self.rollouts += 1
         return samples
 
-    @contextlib.contextmanager
-    def _slot_for(self, group: int | None) -> Iterator[_Slot]:
-        """The slot of a group with rollouts in flight; for a new group the one with the fewest requests."""
-        slot = self._group_slots.get(group) if group is not None else None
+    def _slot_for(self, group: int | None) -> _Slot:
+        """The slot of a group; for a new group, or if its worker died, the one with the fewest requests."""
+        slot = None if group is None else self._group_slots.get(group)
         if slot is None or not slot.alive:
             slot = min(self._slots, key=lambda one: (not one.alive, len(one.pending)))
-        if group is None:
-            yield slot
-            return
-        self._group_slots[group] = slot
-        self._group_counts[group] += 1
-        try:
-            yield slot
-        finally:
-            self._group_counts[group] -= 1
-            if not self._group_counts[group]:
-                del self._group_counts[group], self._group_slots[group]
+        if group is not None:
+            self._group_slots[group] = slot
+            if len(self._group_slots) > _REMEMBERED_GROUPS:
+                del self._group_slots[next(iter(self._group_slots))]
+        return slot
 
     # -- supervision --
 

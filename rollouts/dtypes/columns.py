@@ -67,13 +67,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:
     """Whether a column is immutable: neither it nor the array that it is a view of is writeable."""
-    base = column.base
-    if column.flags.writeable or (isinstance(base, np.ndarray) and base.flags.writeable):
-        return False
-    return base is None or isinstance(base, _FROZEN_BASES)
-
-
-_FROZEN_BASES = (bytes, np.ndarray)
+    base: object = column.base
+    if column.flags.writeable or base is None:
+        return not column.flags.writeable
+    return isinstance(base, bytes) or (isinstance(base, np.ndarray) and not base.flags.writeable)
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

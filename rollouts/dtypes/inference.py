@@ -27,6 +27,7 @@ __all__ = [
     "Limits",
     "LogprobsOf",
     "OnRewrite",
+    "Provider",
     "SamplingParams",
     "StopReason",
     "VersionSpan",
@@ -53,6 +54,8 @@ class StopReason(enum.StrEnum):
     """The template rewrites this history for the next turn; the episode continues in the next branch."""
     ABORTED = "aborted"
     """The server or the caller aborted a reply; the partial tokens are stored."""
+    MALFORMED_REPLY = "malformed_reply"
+    """The chat template refuses the reply in a history (an empty one, an odd name); no turn can follow it."""
     FAILED = "failed"
     """The environment or the endpoint failed; the failure is stored with the tokens."""
 
@@ -73,6 +76,7 @@ OnRewrite: TypeAlias = Literal["append", "fork", "error"]
 (thoughts stripped, tools moved): ``append`` keeps the ids; ``fork`` opens a new branch with the rewritten history;
 ``error`` fails the rollout. ``fork`` and ``error`` render the whole conversation after each turn to detect this."""
 
+Provider: TypeAlias = Literal["sglang", "vllm"]
 Concurrency: TypeAlias = int | Literal["adaptive"] | None
 """Number of concurrent requests a server: see :class:`Endpoint`."""
 
@@ -167,7 +171,7 @@ class Endpoint:
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
-    provider: str = attrs.field(
+    provider: Provider = attrs.field(
         default="sglang", validator=check('"sglang" or "vllm"', lambda v: v in ("sglang", "vllm"))
     )
     model: str = attrs.field(
@@ -319,7 +323,7 @@ class Completion:
     def __attrs_post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
-        if np.count_nonzero(are_logprobs(self.logprobs)) < len(self.logprobs):
+        if not np.logical_and.reduce(are_logprobs(self.logprobs)):
             raise ValueError("a sampled token came without a finite logprob <= 0")
         position = 0
         for span in self.versions:

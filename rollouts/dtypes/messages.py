@@ -128,6 +128,7 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
 
 
 _ROLES = get_args(Role)
+_OPTIONAL_TEXTS = {str, type(None)}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which servers and data sets have the text of the thinking block."""
 
@@ -161,6 +162,10 @@ class Message:
             raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
         if not isinstance(self.content, str) and not _are_parts(self.content):
             raise ConfigError.of("Message.content", self.content, "a string, or a sequence of strings and Images")
+        if not _OPTIONAL_TEXTS.issuperset(map(type, (self.tool_call_id, self.name, self.reasoning))):
+            self._check_texts()
+
+    def _check_texts(self) -> None:
         for name in ("tool_call_id", "name", "reasoning"):
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):
@@ -169,9 +174,10 @@ class Message:
     @property
     def text(self) -> str:
         """The text of the content, without its images."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part for part in self.content if isinstance(part, str))
+        content = self.content
+        if type(content) is str:
+            return content
+        return "".join(part for part in content if isinstance(part, str))
 
     @property
     def images(self) -> tuple[Image, ...]:

@@ -183,7 +183,7 @@ class _Control:
         return await self._change(self._frontend.unload_adapter(decoded(await http.read(), _LoraName).lora_name))
 
     async def _change(self, change: Awaitable[None]) -> web.Response:
-        """Change the adapters; respond with all that are loaded then."""
+        """Change the adapters; respond with the adapters that are loaded then."""
         error = None
         try:
             await change

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollouts.engine.images import PROCESSOR, Expander
 from rollouts.errors import ConfigError
 
-__all__ = ["DTYPES", "Loaded", "load_folder", "load_weights"]
+__all__ = ["DTYPES", "Loaded", "load_folder", "load_weights", "stop_ids_of"]
 
 RESERVED = 6
 """Tokens of the context that no prompt gets, as in SGLang 0.5.23."""
@@ -80,13 +80,11 @@ def load_folder(path: Path, max_context: int | None = None, dtype: str = "float3
         raise ConfigError.of("max_context", max_context, expected)
     limit = max_context or limit
     _check_attention(path, config, limit)
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    eos = config.eos_token_id if eos is None else eos
     return Loaded(
         path=path,
         model=model,
         tokenizer=_tokenizer(path),
-        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_ids=stop_ids_of(model),
         vocab_size=int(config.vocab_size),
         max_context=limit,
         architecture=type(model).__name__,
@@ -94,6 +92,13 @@ def load_folder(path: Path, max_context: int | None = None, dtype: str = "float3
         dtype=dtype,
         images=Expander(path) if (path / PROCESSOR).is_file() else None,
     )
+
+
+def stop_ids_of(model: Any) -> frozenset[int]:
+    """The ids that end a reply of a model, as its folder names them."""
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    eos = model.config.eos_token_id if eos is None else eos
+    return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
 
 def load_weights(path: Path, dtype: str) -> Any:

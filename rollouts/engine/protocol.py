@@ -186,7 +186,7 @@ def read_generate(
 ) -> Answers:
     """Convert a body into validated requests.
 
-    A request may name one of the ``adapters``.
+    ``adapters`` are the names that a request may use.
 
     Raises:
         Refusal: the request cannot be served.
@@ -251,7 +251,7 @@ def _adapter(name: str | None, adapters: Mapping[str, Adapter]) -> Adapter | Non
 
 
 def _namespace(extra_key: str | None, adapter: Adapter | None) -> str:
-    """The namespace of a request's prefixes: no two adapters share one, and a reloaded adapter gets another."""
+    """The namespace of a request's prefixes: its adapter has a key, another one each time that it is loaded."""
     return (extra_key or "") if adapter is None else f"{adapter.key}/{extra_key or ''}"
 
 

@@ -9,6 +9,7 @@ This module does not know requests or stored runs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from rollouts.base.peft import CONFIG
 from rollouts.engine.adapters import Adapter, load_adapter
-from rollouts.engine.loading import load_weights
+from rollouts.engine.loading import load_weights, stop_ids_of
 from rollouts.errors import ConfigError
 
 __all__ = ["Teacher", "dtype_of"]
@@ -73,6 +74,7 @@ class Teacher:
             self._model = load_weights(base, dtype)
             _adapt(self._model, load_adapter(folder, self._model))
         self.vocab_size = int(self._model.config.vocab_size)
+        self._stop_ids = stop_ids_of(self._model)
 
     @torch.inference_mode()
     def logprobs(
@@ -81,6 +83,8 @@ class Teacher:
         positions: npt.NDArray[np.int64],
         temperature: float | npt.NDArray[np.float64],
         *,
+        without: Sequence[int] = (),
+        masked: npt.NDArray[np.bool_] | None = None,
         chunk: int = CHUNK,
     ) -> npt.NDArray[np.float32]:
         """Logprobs of the tokens at some positions, each given all tokens before it.
@@ -89,6 +93,8 @@ class Teacher:
             tokens: the sequence, ``(n,)``; ids below ``vocab_size``.
             positions: ascending, from 1 to n - 1, ``(m,)``.
             temperature: divides the logits, of all positions or of each, ``(m,)``; above 0.
+            without: ids that could not be sampled where ``masked`` is true, in addition to the model's stop ids.
+            masked: at which of the positions, ``(m,)``.
             chunk: tokens of one forward pass.
 
         Returns:
@@ -111,6 +117,10 @@ class Teacher:
                 logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
             ).logits[0]
             chosen = torch.from_numpy(here).to(device)
+            if masked is not None and masked[here].any():
+                ids_without = torch.tensor(sorted(self._stop_ids.union(without)), device=device)
+                rows_without = torch.from_numpy(np.flatnonzero(masked[here])).to(device)
+                logits[rows_without[:, None], ids_without] = -torch.inf
             scores = (logits.float() / divisors[chosen, None]).log_softmax(-1)
             found.append(scores.gather(1, ids[targets[chosen]][:, None])[:, 0])
         return torch.cat(found).cpu().numpy()

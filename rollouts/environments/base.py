@@ -124,12 +124,18 @@ def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:
 
 
 def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    if type(value) is tuple and _ONLY_MESSAGES.issuperset(map(type, value)):
+        messages = value
+    elif isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ConfigError.of(field, value, "a sequence of messages, e.g. [*prompt.messages, Message('user', text)]")
-    messages = value if type(value) is tuple and all(type(one) is Message for one in value) else as_messages(value)
+    else:
+        messages = as_messages(value)
     for message in messages:
         _check_text(f"content of a {message.role} message", message.text)
     return messages
+
+
+_ONLY_MESSAGES = {Message}
 
 
 def _check_text(field: str, text: str) -> None:
@@ -197,6 +203,9 @@ def _metrics_of(step: StepResult) -> dict[str, float]:
         raise ConfigError.of("StepResult.metrics", raw, "a mapping of names to finite numbers")
     metrics: dict[str, float] = {}
     for name, value in raw.items():
+        if type(value) is int and -(2**53) < value < 2**53:
+            metrics[name] = value
+            continue
         number = _number(f"metrics[{name!r}]", value)
         is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
         metrics[name] = int(number) if is_count else number

@@ -37,6 +37,12 @@ class ServerInfo:
     weight_version: str | None = None
     max_context: int | None = None
     """Maximum length of prompt and reply together, in tokens, as far as context and KV pool allow."""
+    http_workers: int | None = None
+    """Processes of one server that take requests: each stores a separate weight version (SGLang)."""
+    has_tokenizer: bool | None = None
+    """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
+    honours_seeds: bool | None = None
+    """Whether a seeded request gets the same reply again."""
 
 
 @attrs.frozen

@@ -132,7 +132,7 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
         )
     before_last = tokens[:-1]
     for stop in stop_token_ids:
-        if np.count_nonzero(before_last == stop):
+        if np.logical_or.reduce(before_last == stop):
             raise EndpointRefused(f"stop_token_ids: the reply continues after its stop id {stop}: {hint}")
 
 
@@ -153,7 +153,7 @@ def check_values(
             " belong to the server's model?"
         )
     valid = are_logprobs(logprobs)
-    if np.count_nonzero(valid) < len(valid):
+    if not np.logical_and.reduce(valid):
         at = int(valid.argmin())
         raise EndpointRefused(
             f"{names[1]}[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"

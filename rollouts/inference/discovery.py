@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -20,9 +20,10 @@ from rollouts.errors import ConfigError, EndpointError, EndpointRefused, Endpoin
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.wire_errors import RETRIED_STATUSES, loads, message_of
+from rollouts.inference.generate_probe import VERSION_PROBE, replied_version
+from rollouts.inference.wire_errors import RETRIED_STATUSES, error_of, loads, message_of
 
-__all__ = ["Routes", "describe_server", "length_of", "merged", "served_version", "text_of"]
+__all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "served_version", "text_of"]
 
 _LOG = logging.getLogger(__name__)
 _WORKER_SECONDS = 10.0
@@ -68,23 +69,56 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
             f" (Endpoint.provider){routes.hint}"
         )
     models = await routes.first("/v1/models")
+    workers = length_of(server.get("tokenizer_worker_num"))
+    if workers is not None and workers > 1:
+        weights = await _replied_version(transport, url, headers)
+    else:
+        weights = text_of(model.get("weight_version")) or text_of(server.get("weight_version"))
+    skips_tokenizer = server.get("skip_tokenizer_init")
+    deterministic = server.get("enable_deterministic_inference")
     return ServerInfo(
         version=text_of(server.get("version")),
         model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
-        weight_version=text_of(model.get("weight_version")) or text_of(server.get("weight_version")),
+        weight_version=weights,
         max_context=_max_context(models, server),
+        http_workers=workers,
+        has_tokenizer=not skips_tokenizer if isinstance(skips_tokenizer, bool) else None,
+        honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
 
 
-async def served_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
-    """Return the weight version that one server reports; ``None`` if it does not report one.
+async def http_workers(transport: HttpClient, url: str, headers: Mapping[str, str]) -> int:
+    """Return the number of HTTP workers of one server (``--tokenizer-worker-num``).
 
     Raises:
         EndpointUnavailable: no server listens there, or it is not ready.
         EndpointRefused: wrong API key, or not an SGLang server.
     """
+    server = await Routes(transport, url, headers, "an SGLang server").first("/server_info", "/get_server_info")
+    return length_of(server.get("tokenizer_worker_num")) or 1
+
+
+async def served_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
+    """Return the weight version of one server; ``None`` if it does not report one.
+
+    A server with several HTTP workers is asked for a reply of one token: ``/model_info`` has the version that the
+    worker which answers stored last.
+
+    Raises:
+        EndpointUnavailable: no server listens there, it is not ready, or it aborted the reply.
+        EndpointRefused: wrong API key, or not an SGLang server.
+    """
+    if await http_workers(transport, url, headers) > 1:
+        return await _replied_version(transport, url, headers)
     model = await Routes(transport, url, headers, "an SGLang server").first("/model_info", "/get_model_info")
     return text_of(model.get("weight_version"))
+
+
+async def _replied_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
+    status, payload = await transport.post(url + "/generate", VERSION_PROBE, headers)
+    if status != 200:
+        raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}/generate)")
+    return replied_version(payload)
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:
@@ -110,7 +144,16 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         model=agreed("model"),
         weight_version=agreed("weight_version"),
         max_context=min(contexts, default=None),
+        http_workers=max((info.http_workers for info in infos if info.http_workers is not None), default=None),
+        has_tokenizer=_all_of(info.has_tokenizer for info in infos),
+        honours_seeds=_all_of(info.honours_seeds for info in infos),
     )
+
+
+def _all_of(values: Iterable[bool | None]) -> bool | None:
+    """Whether all servers that say so have a property; ``None`` if none says."""
+    known = [value for value in values if value is not None]
+    return all(known) if known else None
 
 
 class Routes:

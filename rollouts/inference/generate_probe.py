@@ -1,8 +1,11 @@
-"""The probe of an SGLang server's logprobs: after the temperature, or before it.
+"""The probes of an SGLang server: the kind of its logprobs, and the version of its weights.
 
 A server with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` reports logprobs before the temperature, and does not say so (SGLang
 0.5.23, layers/sampler.py: Sampler.forward). Two requests for one token, at temperatures 1 and 2, show it: twice the
 temperature halves the distance between the logprobs of two ids, or leaves it.
+
+A reply names the version of the weights that sampled it. ``/model_info`` names the version that its HTTP worker stored
+last, and a server has several with ``--tokenizer-worker-num`` (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
 
 ``vllm_wire.py`` has the probe of vLLM. This module does no I/O.
 """
@@ -15,9 +18,19 @@ import msgspec
 
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.inference.completions import Span, Version
 from rollouts.inference.wire_errors import UNREADABLE, error_in_200
 
-__all__ = ["PROBES", "ReportedLogprobs", "check_reported", "needs_probe", "reported_by", "top_logprobs"]
+__all__ = [
+    "PROBES",
+    "VERSION_PROBE",
+    "ReportedLogprobs",
+    "check_reported",
+    "needs_probe",
+    "replied_version",
+    "reported_by",
+    "top_logprobs",
+]
 
 ReportedLogprobs: TypeAlias = Literal["raw", "tempered"]
 """``raw``: before the temperature; ``tempered``: after it. Both are after penalties and before truncation."""
@@ -38,6 +51,8 @@ PROBES = tuple(
     for temperature in (1.0, 2.0)
 )
 """Bodies of the two requests."""
+VERSION_PROBE = msgspec.json.encode({"input_ids": [0], "sampling_params": {"temperature": 0, "max_new_tokens": 1}})
+"""Body of a request whose reply names the version."""
 
 
 class _Finish(msgspec.Struct):
@@ -47,6 +62,8 @@ class _Finish(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _Finish | None = None
     output_top_logprobs: list[list[tuple[float, int, Any]]] | None = None
+    weight_version: Version | None = None
+    weight_versions: list[Span] | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -58,6 +75,27 @@ def needs_probe(sampling: SamplingParams) -> bool:
     return not sampling.greedy and sampling.temperature != 1
 
 
+def replied_version(payload: bytes) -> str | None:
+    """The version of the weights that sampled the reply to :data:`VERSION_PROBE`; ``None`` if it names none.
+
+    Raises:
+        EndpointUnavailable: it was aborted.
+    """
+    meta = _meta_of(payload, "weights")
+    last = meta.weight_versions[-1].version if meta.weight_versions else meta.weight_version
+    return None if last is None else str(last)
+
+
+def _meta_of(payload: bytes, probed: str) -> _Meta:
+    try:
+        meta = msgspec.json.decode(payload, type=_Reply).meta_info
+    except UNREADABLE as error:
+        raise error_in_200(payload, error) from None
+    if meta.finish_reason is not None and meta.finish_reason.type == "abort":
+        raise EndpointUnavailable(f"the probe of the server's {probed} was aborted")
+    return meta
+
+
 def top_logprobs(payload: bytes) -> dict[int, float]:
     """The logprobs of the most probable ids in the response to a probe.
 
@@ -65,12 +103,7 @@ def top_logprobs(payload: bytes) -> dict[int, float]:
         EndpointUnavailable: it was aborted, e.g. by a weight update.
         EndpointRefused: they are missing.
     """
-    try:
-        meta = msgspec.json.decode(payload, type=_Reply).meta_info
-    except UNREADABLE as error:
-        raise error_in_200(payload, error) from None
-    if meta.finish_reason is not None and meta.finish_reason.type == "abort":
-        raise EndpointUnavailable("the probe of the server's logprobs was aborted")
+    meta = _meta_of(payload, "logprobs")
     found = {token: logprob for logprob, token, _ in (meta.output_top_logprobs or [[]])[0]}
     if len(found) < 2:
         raise EndpointRefused(

@@ -161,8 +161,8 @@ class ServerPolicy:
             check_takes_images(self)
         if self._unread_vocab_size is not None:
             await self._read_vocab_size(self._unread_vocab_size)
-        call = self._call_of(request)
-        worker = self._workers.worker_for(call.route)
+        worker = self._workers.worker_for(request.route or request.session)
+        call = self._call_of(request, worker)
         attempts = Attempts(self._sender, self._backoff, call, worker)
         try:
             what, seconds = f"POST {worker.name}{self.PROTOCOL.ROUTE}", self.endpoint.request_seconds
@@ -181,8 +181,8 @@ class ServerPolicy:
                 vocab_size = await anyio.to_thread.run_sync(read)
                 self._sequences, self._unread_vocab_size = SequenceCache(vocab_size), None
 
-    def _call_of(self, request: CompletionRequest) -> Call:
-        """Check and encode a request."""
+    def _call_of(self, request: CompletionRequest, worker: Worker) -> Call:
+        """Check and encode a request, which is sent to ``worker`` first."""
         if request.stop_token_ids not in self._checked_stops:
             self._sequences.check(request.stop_token_ids, "stop_token_ids")
             self._checked_stops = {tuple(request.stop_token_ids)}
@@ -194,7 +194,7 @@ class ServerPolicy:
             ids=self._encode(request.tokens, request.session, request.images),  # not kept in a variable: see move_into
             options=self._options(request),
             headers=headers,
-            namespace=self._namespaces.of(request.session, self._workers.all[0].url),
+            namespace=self._namespaces.of(request.session, worker.url, worker.later_version),
             images=self._images.of([span.image for span in request.images]),
             vocab_size=self._sequences.vocab_size,
             adapter=request.adapter,

@@ -2,7 +2,9 @@
 
 Invariant: a conversation keeps the namespace that it began with. One that begins after an update in place by this
 process has the namespace of that version, and a conversation that begins during the update has a separate namespace, so
-it does not read K/V of earlier weights. Before the first such update, all conversations share one namespace.
+it does not read K/V of earlier weights. An update by another process is seen in replies: a conversation that begins
+after the first reply of a newer version has the namespace of that version. Before the first update, all conversations
+share one namespace.
 
 This module sends nothing.
 """
@@ -41,12 +43,15 @@ class Namespaces:
     def __repr__(self) -> str:
         return f"<Namespaces of {len(self._sessions)} sessions>"
 
-    def of(self, session: str, url: str) -> str:
-        """Return the namespace of a session, which may begin now at ``url``; empty for the common one."""
+    def of(self, session: str, url: str, served: str = "") -> str:
+        """Return the namespace of a session, which may begin now at ``url``; empty for the common one.
+
+        ``served`` is the newest version of the replies of that server, if it changed.
+        """
         known = self._sessions.get(session) if session else None
         if known is None:
             current = _VERSIONS.get(url, "")
-            known = os.urandom(16).hex() if current is None else current
+            known = os.urandom(16).hex() if current is None else served or current
             self._begin(session, known)
         return known
 

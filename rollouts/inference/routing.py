@@ -50,12 +50,19 @@ class Worker:
     """``time.monotonic()`` of sending, by rid, of the requests that it has not answered, lost ones included."""
     answered: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` of its last completion."""
+    versions: dict[str, None] = attrs.field(factory=dict, repr=False)
+    """The weight versions of its replies, in the order of their first token."""
     pause: Pause = attrs.field(
         default=attrs.Factory(lambda self: Pause(self.url, self.name), takes_self=True), repr=False
     )
     limiter: anyio.CapacityLimiter = attrs.field(factory=lambda: anyio.CapacityLimiter(math.inf), repr=False)
     adaptive_limit: AdaptiveLimit | None = attrs.field(default=None, repr=False)
     """Adapts ``limiter`` to the load of the server; ``None`` for a fixed limit."""
+
+    @property
+    def later_version(self) -> str:
+        """The newest version of its replies, if there was an older one; else empty."""
+        return next(reversed(self.versions)) if len(self.versions) > 1 else ""
 
     @property
     def waiting(self) -> int:

@@ -10,7 +10,10 @@ SGLang: the update request includes a flush, and :func:`update_weights` flushes 
 rank of a server answers for the first flush, only one for ``/flush_cache``. But SGLang before 0.5.22 does not report a
 failed first flush, and later versions return 400 for it although the weights are new. A flush fails while requests have
 K/V, so it is sent while requests are retracted; with ``"retract"`` in the pause of the update itself, so that no
-request runs between the new weights and the flush.
+request runs between the new weights and the flush; with ``"abort"`` in a pause that lets none begin. A server with
+several HTTP workers (``--tokenizer-worker-num``) is updated by ``"retract"`` whatever ``while_running`` is: a worker
+waits for its own requests only, so that those of the others would run from the old weights into the new. Its version is
+that of a reply (SGLang 0.5.23, managers/multi_tokenizer_mixin.py).
 
 vLLM: weights and version change in two requests, and neither flushes. So they are sent in a pause for every
 ``while_running``, and the cache is reset before it ends. A server that fails to load keeps incomplete weights, and its
@@ -38,7 +41,7 @@ from rollouts.dtypes import Endpoint, without_password
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
-from rollouts.inference.discovery import Routes, served_version, text_of
+from rollouts.inference.discovery import Routes, http_workers, served_version, text_of
 from rollouts.inference.pauses import ordered
 from rollouts.inference.prefixes import isolated
 from rollouts.inference.wire_errors import loads, message_of
@@ -51,10 +54,11 @@ WhileRunning: TypeAlias = Literal["retract", "wait", "abort", "in_place"]
 ``retract``: they are interrupted and continue under the new weights, which prefill their tokens again. The logprob of
 each token is exactly the logprob under the version of the token.
 
-``wait``: they finish first, under the old weights. ``abort``: they end at once; rollouts continue them. Neither
-pauses an SGLang server before the weights are new. If that then fails to flush, as SGLang sometimes does under load, it
-is flushed at once in a pause that retracts. Tokens sampled in between have the new version but may have read K/V of the
-old weights; a warning is logged.
+``wait``: they finish first, under the old weights. An SGLang server is not paused before the weights are new. If it
+then fails to flush, as SGLang sometimes does under load, it is flushed at once in a pause that retracts. Tokens sampled
+in between have the new version but may have read K/V of the old weights; a warning is logged.
+
+``abort``: they end at once, in a pause; rollouts continue them. SGLang looks once a second whether they have ended.
 
 ``in_place``: they continue at once on the K/V of the old weights; their later logprobs do not belong to a single
 version. The cache is flushed only if no request has K/V. New conversations of this process are exact anyway: their
@@ -202,6 +206,9 @@ class _Server(abc.ABC):
     paused: bool = False
     held: bool = False
     """Whether it must stay paused: its weights and their version may not belong together."""
+    _keeps_connection: bool = attrs.field(default=False, init=False)
+    """Whether the requests of an update use one connection, so that one HTTP worker answers them. Another may not know
+    of the pause yet, and would wait for requests that the pause holds."""
     error: RolloutsError | None = None
 
     @property
@@ -277,8 +284,9 @@ class _Server(abc.ABC):
 
     async def _send(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         # A new connection: the server may be closing an idle one at this moment.
+        fresh = not self._keeps_connection
         return await self._transport.post(
-            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=True
+            self._url + path, msgspec.json.encode(body), self._admin_headers, new_connection=fresh
         )
 
     def _error(self, path: str, status: int, payload: bytes) -> EndpointError:
@@ -294,6 +302,17 @@ class _SGLangServer(_Server):
     CONTINUE = "/continue_generation"
 
     async def _update(self, folder: str, while_running: WhileRunning) -> None:
+        workers = await http_workers(self._transport, self._url, self._headers)
+        if workers > 1 and while_running in ("wait", "abort"):
+            _LOG.warning(
+                "%s has --tokenizer-worker-num %d, and each HTTP worker waits for its own requests only: instead of"
+                " while_running=%r, requests are retracted, and continue under the new weights",
+                self.name,
+                workers,
+                while_running,
+            )
+            while_running = "retract"
+        self._keeps_connection = workers > 1
         body = {
             "model_path": folder,
             "weight_version": self._version,
@@ -301,7 +320,7 @@ class _SGLangServer(_Server):
             "abort_all_requests": while_running == "abort",
         }
         async with contextlib.AsyncExitStack() as stack:
-            if while_running in ("retract", "in_place"):
+            if while_running != "wait":
                 await stack.enter_async_context(self._while_paused({"mode": while_running}))
             has_version = await self._load(body)
             self.complete = has_version and while_running != "in_place"
@@ -310,7 +329,7 @@ class _SGLangServer(_Server):
             if not self.flushed:
                 _LOG.warning("%s. Flush it while no request runs, or update with while_running='retract'", self.state)
         elif not self.flushed:
-            if not self.complete or while_running == "retract":
+            if not self.complete or while_running != "wait":
                 _LOG.warning("%s. It is flushed now; current replies may be inexact", self.state)
             await self._flush_under_pauses()
         await self._check(has_version=has_version)
@@ -359,7 +378,7 @@ class _SGLangServer(_Server):
         served = await served_version(self._transport, self._url, self._headers)
         if served != self._version:
             raise EndpointRefused(
-                f"{self.name}/model_info: weight_version {served!r}; expected {self._version!r}, which was just loaded"
+                f"{self.name}: weight_version {served!r}; expected {self._version!r}, which was just loaded"
             )
 
 

@@ -44,7 +44,7 @@ class Episodes:
     history: OnRewrite = "append"
     attempts: int = 2
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    """``template_kwargs``, ``chat_template``, ``dialect`` and ``stop_token_ids`` of the renderer."""
+    """``template_kwargs``, ``chat_template``, ``dialect``, ``calls`` and ``stop_token_ids`` of the renderer."""
 
     @classmethod
     def of(
@@ -78,7 +78,9 @@ class Episodes:
         values = {name: options.pop(name) for name in plain & options.keys()}
         bound: dict[str, Any] = {}
         if recipe is not None:
-            bound = _of_recipe(recipe_of(recipe, recipe_options), scored=reward is None)
+            built = recipe_of(recipe, recipe_options)
+            built.refuse_sampler("the trainer")
+            bound = _of_recipe(built, scored=reward is None)
         else:
             bound["environment_cls"] = _imported("environment", str(environment))
         if reward is not None:
@@ -145,7 +147,7 @@ class Episodes:
         raise GenerateFailure(f"the rollout failed in {self.attempts} attempts: {why}")
 
 
-_RENDERER = {"template_kwargs", "chat_template", "dialect", "stop_token_ids", "special_text", "images"}
+_RENDERER = {"template_kwargs", "chat_template", "dialect", "calls", "stop_token_ids", "special_text", "images"}
 
 
 def prompt_of(messages: Any, *, label: Any = None, metadata: Mapping[str, Any] | None = None) -> Prompt:

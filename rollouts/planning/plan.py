@@ -11,6 +11,7 @@ This module starts no rollout; :mod:`rollouts.planning.simulation` simulates the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -23,12 +24,27 @@ from rich.console import Console
 from rich.table import Table
 
 from rollouts.errors import ConfigError
-from rollouts.planning.simulation import SimulationResult, Speed, fill
+from rollouts.planning.simulation import SimulationResult, Speed, Workload, fill
 from rollouts.runs.folder import read_info, read_rows
 
-__all__ = ["Given", "Measured", "MeasuredSpeed", "Option", "Plan", "measured", "plan", "shape", "show_plan"]
+__all__ = [
+    "FACTORS",
+    "SLOT_FACTORS",
+    "Given",
+    "Measured",
+    "MeasuredSpeed",
+    "Option",
+    "Plan",
+    "measured",
+    "plan",
+    "shape",
+    "show_plan",
+    "spread",
+]
 
 FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
+SLOT_FACTORS = (1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+"""With ``in_flight``, which bounds the rollouts whatever the factor."""
 SERVERS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 _REPLAYED = 160
 """Kept groups to simulate for estimating a run's load, in at least four batches."""
@@ -113,13 +129,13 @@ class MeasuredSpeed:
     """Elsewhere, at least this speed: the throughput is constant above the highest load, the speed below the lowest."""
     fast: Speed
     """Elsewhere, at most this speed: the opposite."""
-    min_in_flight: int
+    min_in_flight: float
     """Rollouts in flight in the run that had the fewest."""
-    max_in_flight: int
+    max_in_flight: float
     """Rollouts in flight in the run that had the most."""
 
     @classmethod
-    def of(cls, points: Sequence[tuple[float, float]], min_in_flight: int, max_in_flight: int) -> MeasuredSpeed:
+    def of(cls, points: Sequence[tuple[float, float]], min_in_flight: float, max_in_flight: float) -> MeasuredSpeed:
         """The speed by ``(mean load, speed)`` of each measured load."""
         (load, speed), (_, last) = min(points), max(points)
         fast = [(min(1.0, load), speed * max(load, 1.0)), *points, (_NO_LOAD_IS_HIGHER, last)]
@@ -141,6 +157,8 @@ class Measured:
     speed: MeasuredSpeed
     batch_size: int
     n: int
+    in_flight: int | None = None
+    """Of the first run."""
     seed: int = 0
 
     def seconds(self, group: int, member: int) -> float:
@@ -185,9 +203,9 @@ class _StoredRun:
         return self.tokens / self.seconds
 
     @property
-    def max_in_flight(self) -> int:
+    def max_in_flight(self) -> float:
         """Maximum number of rollouts in flight."""
-        return _groups_in_flight(self.config) * int(self.config["n_samples_per_prompt"])
+        return min(_groups_in_flight(self.config) * int(self.config["n_samples_per_prompt"]), _slots(self.config))
 
 
 def measured(runs: Sequence[Path]) -> Measured:
@@ -201,7 +219,7 @@ def measured(runs: Sequence[Path]) -> Measured:
         ConfigError: ``path`` is not a run, or the run has no batch or no times.
     """
     stored = [_read(run) for run in runs]
-    by_load: dict[int, list[_StoredRun]] = {}
+    by_load: dict[float, list[_StoredRun]] = {}
     for run in stored:
         by_load.setdefault(run.max_in_flight, []).append(run)
     rates = {load: sum(run.tokens for run in same) / sum(run.seconds for run in same) for load, same in by_load.items()}
@@ -212,6 +230,7 @@ def measured(runs: Sequence[Path]) -> Measured:
         MeasuredSpeed.of(points, min(by_load), max(by_load)),
         stored[0].config["batch_size"],
         stored[0].config["n_samples_per_prompt"],
+        stored[0].config.get("in_flight"),
     )
 
 
@@ -231,8 +250,8 @@ def _load(same: Sequence[_StoredRun]) -> float:
     groups = tuple(group for run in same for group in run.groups)
     batches = max(4, math.ceil(_REPLAYED / batch_size))
     workload = Measured(groups, MeasuredSpeed.of([(1.0, 1.0)], 1, 1), batch_size, n)
-    factor = config["over_sampling_factor"]
-    return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches).mean_load
+    factor, in_flight = config["over_sampling_factor"], config.get("in_flight")
+    return fill(workload, batch_size=batch_size, n=n, factor=factor, batches=batches, in_flight=in_flight).mean_load
 
 
 def _with_ends(points: Sequence[tuple[float, float]], max_in_flight: float) -> list[tuple[float, float]]:
@@ -254,7 +273,13 @@ def _at_end(end: float, nearest: Sequence[tuple[float, float]]) -> tuple[float, 
 
 def _groups_in_flight(config: Mapping[str, Any]) -> int:
     groups: int = math.ceil(config["batch_size"] * config["over_sampling_factor"])
-    return groups
+    return int(min(groups, _slots(config)))
+
+
+def _slots(config: Mapping[str, Any]) -> float:
+    """Rollouts that may run at once; a run of an earlier version has no such limit."""
+    in_flight = config.get("in_flight")
+    return math.inf if in_flight is None else in_flight
 
 
 def _read(run: Path) -> _StoredRun:
@@ -305,6 +330,8 @@ class Option:
     batch_size: int
     in_flight: float
     """Most rollouts in flight on one server."""
+    slots: int | None = None
+    """The config's ``in_flight``."""
     soonest: SimulationResult | None = None
     """With the highest possible speed; ``None`` if the option is measured."""
 
@@ -371,21 +398,23 @@ def plan(
     factors: Iterable[float] = FACTORS,
     concurrencies: Iterable[int | None] = (None,),
     servers: Iterable[int] = SERVERS,
+    in_flight: int | None = None,
 ) -> Plan:
-    """Simulate every factor at every concurrency, and the best option on more servers.
+    """Simulate every factor at every concurrency, and the best option on more servers, with ``in_flight`` slots.
 
     Raises:
         ConfigError: as :class:`RolloutConfig` for a size or a factor.
     """
 
     def simulate(factor: float, concurrency: int | None, count: int) -> Option:
-        in_flight = math.ceil(batch_size * factor) * n / count
-        in_flight = in_flight if concurrency is None else min(in_flight, concurrency)
+        at_once = math.ceil(batch_size * factor) * n
+        load = min(at_once, in_flight or at_once) / count
+        load = load if concurrency is None else min(load, concurrency)
         speeds: list[Speed]
         if isinstance(speed, Speed):
             speeds = [speed]
         else:
-            speeds = [speed.expected] if speed.covers(in_flight) else [speed.slow, speed.fast]
+            speeds = [speed.expected] if speed.covers(load) else [speed.slow, speed.fast]
         filled = [
             fill(
                 workload,
@@ -396,14 +425,22 @@ def plan(
                 concurrency=None if concurrency is None else concurrency * count,
                 speed=one,
                 servers=count,
+                in_flight=in_flight,
+                warm_up=0 if in_flight is None else math.ceil(2 * factor),  # until the ages are those of a long run
             )
             for one in speeds
         ]
-        return Option(factor, concurrency, count, filled[0], batch_size, in_flight, *filled[1:])
+        return Option(factor, concurrency, count, filled[0], batch_size, load, in_flight, *filled[1:])
 
     options = tuple(simulate(factor, concurrency, 1) for factor in factors for concurrency in concurrencies)
     best = Plan(options, ()).best
     return Plan(options, tuple(simulate(best.factor, best.concurrency, count) for count in servers))
+
+
+def spread(workload: Workload, n: int, groups: int = 400) -> float:
+    """The mean time of a group's slowest rollout, over that of a rollout."""
+    times = [[workload.seconds(g, m) + workload.outside(g, m) for m in range(n)] for g in range(groups)]
+    return statistics.fmean(map(max, times)) / statistics.fmean(itertools.chain(*times))
 
 
 def show_plan(result: Plan, console: Console, speed: Speed | MeasuredSpeed | None = None) -> None:
@@ -434,14 +471,15 @@ def show_plan(result: Plan, console: Console, speed: Speed | MeasuredSpeed | Non
 
 def _table(title: str, first: str, busy: str) -> Table:
     table = Table(title=title, box=None, header_style="bold", pad_edge=False)
-    for name in (first, "concurrency", "seconds", "started per kept", busy, "measured"):
+    for name in (first, "concurrency", "seconds", "started per kept", busy, "age", "measured"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
 def _setting(option: Option) -> str:
     limit = "no limit" if option.concurrency is None else f"Endpoint(concurrency={option.concurrency})"
-    return f"over_sampling_factor={option.factor:g}, {limit}"
+    slots = "" if option.slots is None else f"in_flight={option.slots}, "
+    return f"{slots}over_sampling_factor={option.factor:g}, {limit}"
 
 
 def _seconds(option: Option) -> str:
@@ -452,4 +490,4 @@ def _seconds(option: Option) -> str:
 def _describe(option: Option) -> tuple[str, ...]:
     limit = "no limit" if option.concurrency is None else str(option.concurrency)
     busy, measured = f"{option.filled.busy:.0f}", "yes" if option.measured else "no"
-    return limit, _seconds(option), f"{option.started_per_kept:.2f}", busy, measured
+    return limit, _seconds(option), f"{option.started_per_kept:.2f}", busy, f"{option.filled.age:.1f}", measured

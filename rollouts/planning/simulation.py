@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 import selectors
+import statistics
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -91,6 +92,8 @@ class SimulationResult:
     kept: int
     busy: float
     """Mean number of rollouts in the engine, over time."""
+    age: float
+    """Mean number of batches that were sealed between the start of a group and the seal of its batch."""
     mean_load: float
     """Mean number of rollouts in the engine as seen by a rollout there, itself included.
 
@@ -137,6 +140,11 @@ class _Engine:
         self._changed = anyio.Event()
         self.busy = 0.0
         self.squared_load = 0.0
+
+    def begin(self) -> None:
+        """Count the load from now on."""
+        self._account()
+        self.busy = self.squared_load = 0.0
 
     async def play(self, seconds: float) -> None:
         if self._slots is None:
@@ -186,6 +194,8 @@ def fill(
     concurrency: int | None = None,
     speed: Speed | None = None,
     servers: int = 1,
+    in_flight: int | None = None,
+    warm_up: int = 0,
 ) -> SimulationResult:
     """Simulate filling batches in sequence; rollouts in flight are carried to the next batch.
 
@@ -198,13 +208,15 @@ def fill(
         concurrency: maximum number of rollouts in the engine, on all servers together; ``None`` for no limit.
         speed: speed of one server.
         servers: number of servers.
+        in_flight: maximum number of rollouts that run, in the engine and outside; ``None`` for no limit.
+        warm_up: number of batches that do not count.
     """
 
     async def play() -> SimulationResult:
         engine = _Engine(speed or Speed(), concurrency, servers)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(engine.run)
-            filled = await _fill(workload, engine, batch_size, n, factor, batches)
+            filled = await _fill(workload, engine, batch_size, n, factor, batches, in_flight, warm_up)
             tasks.cancel_scope.cancel()
         return filled
 
@@ -212,13 +224,23 @@ def fill(
 
 
 async def _fill(
-    workload: Workload, engine: _Engine, batch_size: int, n: int, factor: float, batches: int
+    workload: Workload,
+    engine: _Engine,
+    batch_size: int,
+    n: int,
+    factor: float,
+    batches: int,
+    in_flight: int | None,
+    warm_up: int,
 ) -> SimulationResult:
+    began: dict[int, int] = {}  # the batch during which each group began
+
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         assert prompt.group_index is not None
         assert prompt.index is not None
         group, member = prompt.group_index, prompt.index % n
+        began.setdefault(group, manager.batches)
         await engine.play(workload.seconds(group, member))
         if outside := workload.outside(group, member):
             await anyio.sleep(outside)
@@ -235,19 +257,29 @@ async def _fill(
         batch_size=batch_size,
         n_samples_per_prompt=n,
         over_sampling_factor=factor,
+        in_flight=in_flight,
         generate_fn=generate,
         filter_fn=passes,
         rollout_seconds=1e9,
         reward_seconds=1e9,
         filter_seconds=1e9,
     )
-    ends = [0.0]
-    async with AsyncRolloutManager(config, DataBuffer(["prompt"])) as manager:
-        for _ in range(batches):
+    ages: list[int] = []
+    manager = AsyncRolloutManager(config, DataBuffer(["prompt"]))
+    async with manager:
+        for _ in range(warm_up):
             await manager.generate_batch()
+        ends, started = [anyio.current_time()], manager.accounting.taken
+        engine.begin()
+        for batch in range(warm_up, warm_up + batches):
+            samples = await manager.generate_batch()
+            ages += [batch - began[sample.group_index] for sample in samples[::n] if sample.group_index is not None]
             ends.append(anyio.current_time())
-        seconds = tuple(end - start for start, end in itertools.pairwise(ends))
-        started, kept = manager.accounting.taken, batches * batch_size
         return SimulationResult(
-            seconds, started, kept, engine.busy / max(ends[-1], 1e-9), engine.squared_load / max(engine.busy, 1e-9)
+            seconds=tuple(end - start for start, end in itertools.pairwise(ends)),
+            started=manager.accounting.taken - started,
+            kept=batches * batch_size,
+            busy=engine.busy / max(ends[-1] - ends[0], 1e-9),
+            age=statistics.fmean(ages),
+            mean_load=engine.squared_load / max(engine.busy, 1e-9),
         )

@@ -1,6 +1,7 @@
 """Conversion between messages and tokens with the tokenizer's chat template: openings, bridges, parsing, self-test."""
 
 from rollouts.renderer.bridge import STRATEGIES
+from rollouts.renderer.call_check import CallCheck
 from rollouts.renderer.example import ExamplePart, conversation, speak
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.options import RendererOptions, with_prompt_options
@@ -12,6 +13,7 @@ from rollouts.renderer.tokenizer import load_tokenizer
 __all__ = [
     "STRATEGIES",
     "BridgeMemory",
+    "CallCheck",
     "ExamplePart",
     "Renderer",
     "RendererOptions",

@@ -5,6 +5,7 @@ a sentinel, and the bridge is the text after the sentinel, so its cost does not 
 what templates look back at: the real system prompt and tools, calls with the ids and names of the results, and the
 earlier messages that contain a switch of the template. No new message is cut: a second rendering, with a word in the
 place of each, shows where the first of them begins, and the stop token that ends the turn is looked for before it.
+The forms of earlier bridges (:mod:`rollouts.renderer.bridge_forms`) save the second rendering.
 
 This module does not know token ids; the renderer joins sampled ids and bridge ids.
 """
@@ -19,6 +20,7 @@ import attrs
 
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
+from rollouts.renderer.bridge_forms import BridgeForms, shape_of
 from rollouts.renderer.template import ChatTemplate
 
 __all__ = ["STRATEGIES", "Kept", "Strategy", "bridge_text", "closes_turns", "is_system", "whole", "with_kept"]
@@ -120,6 +122,7 @@ def bridge_text(
     new: Sequence[Message],
     tools: Sequence[Tool],
     stops: Sequence[str],
+    forms: BridgeForms | None = None,
 ) -> str:
     """Return the text after the last assistant turn: its closing mark if it has one, ``new``, the next header.
 
@@ -130,32 +133,40 @@ def bridge_text(
         new: all messages before the next assistant turn.
         tools: the real tools.
         stops: the stop tokens, as text.
+        forms: the forms of earlier bridges of the same template and stop tokens.
 
     Raises:
         ConfigError: the template raises on these messages or leaves one out, or no dummy produces a bridge.
     """
     opening = [*itertools.takewhile(is_system, history), *strategy(history)]
     sentinel, *words = _unused_words([*opening, *new], 1 + len(new))
-    marked = [attrs.evolve(message, content=word) for message, word in zip(new, words, strict=True)]
+    forms = BridgeForms() if forms is None else forms
     reasons: dict[str, str] = {}
     written = False
     for kind, dummy in _dummies(history[-1] if history else None, new, sentinel):
         if written and not dummy.tool_calls:  # it replaces only a turn that the template leaves out
             break
+        shape = shape_of(opening, dummy, new, template.key_of(tools))
         try:
-            text, with_words = (template.render([*opening, dummy, *messages], tools) for messages in (new, marked))
+            rest = _after(sentinel, template.render([*opening, dummy, *new], tools))
+            end = None if rest is None else forms.end(shape, rest, new, stops)
+            with_words: str | None = ""
+            if end is None:
+                marked = [attrs.evolve(message, content=word) for message, word in zip(new, words, strict=True)]
+                with_words = _after(sentinel, template.render([*opening, dummy, *marked], tools))
         except ConfigError as error:
             if not reasons:  # the template refuses the matched turn; one without calls would hide that
                 raise
             reasons.setdefault(kind, str(error))
             continue
-        if sentinel not in text or sentinel not in with_words:
+        if rest is None or with_words is None:
             reasons.setdefault(kind, "the template leaves the turn out")
             continue
         written = True
-        rest, with_words = text.rpartition(sentinel)[2], with_words.rpartition(sentinel)[2]
         try:
-            end = _up_to_first(with_words, words, new)
+            if end is None:
+                end = _up_to_first(with_words, words, new)
+                forms.keep(shape, with_words, words)
             return _from_stop(rest, end, stops, anywhere=bool(dummy.tool_calls))
         except ConfigError as error:
             reasons.setdefault(kind, str(error))
@@ -165,10 +176,16 @@ def bridge_text(
 
 def _unused_words(messages: Sequence[Message], count: int) -> list[str]:
     """Words that are in none of the messages, and not in each other."""
-    start = _SENTINEL
-    while any(start in message.text for message in messages):
+    texts, start = "\n".join([message.text for message in messages]), _SENTINEL
+    while start in texts:
         start += "z"
     return [f"{start}w{number}e" for number in range(count)]
+
+
+def _after(sentinel: str, text: str) -> str | None:
+    """The text after the last sentinel; ``None`` if there is none."""
+    _, separator, rest = text.rpartition(sentinel)
+    return rest if separator else None
 
 
 def _dummies(reply: Message | None, new: Sequence[Message], sentinel: str) -> Iterator[tuple[str, Message]]:

@@ -16,9 +16,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from rollouts.dtypes import Message, TokenColumn, Tool
+import attrs
+
+from rollouts.dtypes import Message, TokenColumn, Tool, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text, closes_turns, whole, with_kept
+from rollouts.renderer.bridge_forms import BridgeForms
 from rollouts.renderer.history_diff import rewriting, shared
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.model_format import ModelFormat
@@ -39,6 +42,7 @@ class Bridges:
     def __init__(self, model: ModelFormat, tests: StartupTests) -> None:
         self._model = model
         self._tests = tests
+        self._forms = BridgeForms()
 
     def bridge(
         self,
@@ -71,6 +75,26 @@ class Bridges:
         replaces = first == stop or (self._closes_turns and first in model.special_ids)
         return ids[1:] if replaces else ids
 
+    def refuses_reply(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """The answer of :meth:`Renderer.refuses_reply <rollouts.renderer.Renderer.refuses_reply>`."""
+        names = [tool.name for tool in tools] or ["f"]
+        plain = [ToolCall(names[0], id=f"call{n:05d}") for n, _ in enumerate(history[-1].tool_calls)]
+        calls = {call.id: call for call in plain}
+        ids = {old.id: call.id for old, call in zip(history[-1].tool_calls, plain, strict=True)}
+        results = [
+            attrs.evolve(message, tool_call_id=ids[message.tool_call_id], name=calls[ids[message.tool_call_id]].name)
+            if message.tool_call_id in ids
+            else message
+            for message in new
+        ]
+        plain_reply = Message("assistant", "" if plain else "A", plain)
+        try:
+            self._whole_text([*history[:-1], plain_reply], self._model.marks.guarded(results), tools)
+            self._model.template.render([*history[:-1], plain_reply, *results], tools)
+        except ConfigError:
+            return False
+        return True
+
     def rewriting(
         self,
         before: str,
@@ -100,7 +124,7 @@ class Bridges:
         """The bridge behind a dummy."""
         model = self._model
         strategy = with_kept(STRATEGIES[self._tests.strategy], memory.read(history, model.switches, model.marks))
-        return bridge_text(model.template, strategy, history, new, tools, model.stops)
+        return bridge_text(model.template, strategy, history, new, tools, model.stops, self._forms)
 
     def _whole_text(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
         """The bridge in the rendering of the whole conversation, in which long texts without a switch are shortened.
@@ -113,7 +137,7 @@ class Bridges:
         reply = history[-1] if history else None
         if reply is not None and reply.role == "assistant" and not reply.text.strip() and not reply.tool_calls:
             model.template.render([*short, *new], tools)  # some templates refuse an empty turn
-        return bridge_text(model.template, whole, short, new, tools, model.stops)
+        return bridge_text(model.template, whole, short, new, tools, model.stops, self._forms)
 
     def _check(self, text: str, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> None:
         """Compare a bridge with the bridge of the whole conversation.

@@ -15,14 +15,18 @@ import attrs
 
 from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
+from rollouts.renderer.dialects import Dialect, Reply, parse_stopped, thought_marks
 from rollouts.renderer.reply_text import Render, opens_thought, reply_text
 
-__all__ = ["Calls", "Reader", "dialect_reads"]
+__all__ = ["CallCheck", "Calls", "Reader", "dialect_reads", "difference_of"]
 
-Calls: TypeAlias = Literal["read", "one a turn", "not read"]
+CallCheck: TypeAlias = Literal["checked", "unchecked"]
+"""Whether a run is refused if the dialect does not read the calls that the template writes."""
+
+Calls: TypeAlias = Literal["read", "one a turn", "not read", "unchecked"]
 """``read``: the dialect reads all calls that the template writes. ``one a turn``: the same, and the template writes at
-most one call a turn. ``not read``: a call of the model could be parsed as text, or as malformed."""
+most one call a turn. ``not read``: a call of the model could be parsed as text, or as malformed. ``unchecked``: the
+same, and the user accepts it (:data:`CallCheck`)."""
 
 _HISTORY = (Message("user", "userone"),)
 _SCHEMA = {
@@ -42,6 +46,8 @@ _FORMS: tuple[tuple[str, str, tuple[Mapping[str, Any], ...]], ...] = (
 _IDS = ("call{:05d}", "functions.{name}:{}")
 """Formats of ids: nine characters (some templates require that), and ids from which a dialect reads the name."""
 _EXCERPT = 200
+_PREFIX = 100
+"""Characters at the end of a prompt that show how it begins the reply."""
 
 
 @attrs.frozen
@@ -66,7 +72,7 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
     tools = (Tool(name, "Probes.", _SCHEMA),)
     parallel = False
     for form, content, arguments in _FORMS:
-        calls = tuple(ToolCall(name, values, id=ids.format(n, name=name)) for n, values in enumerate(arguments))
+        calls = _calls_of(name, arguments, ids)
         reply = Message("assistant", content, calls)
         try:
             text = reply_text(reader.render, reader.stops, _HISTORY, reply, tools, thought_marks(reader.dialect))
@@ -84,6 +90,10 @@ def _with_ids(reader: Reader, name: str, ids: str) -> tuple[Calls, str]:
     return ("read" if parallel else "one a turn"), ""
 
 
+def _calls_of(name: str, arguments: Sequence[Mapping[str, Any]], ids: str = _IDS[0]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(name, values, id=ids.format(n, name=name)) for n, values in enumerate(arguments))
+
+
 def _in_two_turns(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text.rstrip().removesuffix(stop) for stop in stops)
 
@@ -91,8 +101,44 @@ def _in_two_turns(text: str, stops: Sequence[str]) -> bool:
 def _read(reader: Reader, text: str, tools: Sequence[Tool]) -> Sequence[ToolCall]:
     text = reader.respell(text)
     stop = next((stop for stop in reader.stops if text.endswith(stop)), "")
-    opened = opens_thought(reader.render(_HISTORY, tools), thought_marks(reader.dialect)[0])
-    return parse_stopped(reader.dialect, text.removesuffix(stop), stop, tools=tools, reasoning_open=opened).tool_calls
+    return _parsed(reader, reader.dialect, text.removesuffix(stop), stop, tools).tool_calls
+
+
+def _parsed(reader: Reader, dialect: Dialect, text: str, stop: str, tools: Sequence[Tool]) -> Reply:
+    prompt = reader.render(_HISTORY, tools)
+    opened = opens_thought(prompt, thought_marks(dialect)[0])
+    return parse_stopped(dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prompt[-_PREFIX:])
+
+
+def difference_of(reader: Reader, declared: Dialect, name: str) -> str:
+    """How the publisher's own dialect reads a reply otherwise than the dialect; ``""`` if all forms are read alike."""
+    tools = (Tool(name, "Probes.", _SCHEMA),)
+    replies = [(form, Message("assistant", content, _calls_of(name, values))) for form, content, values in _FORMS]
+    replies += [
+        ("an answer", Message("assistant", "answerone")),
+        ("a thought", Message("assistant", "answerone", reasoning="thoughtone")),
+    ]
+    for form, reply in replies:
+        try:
+            text = reply_text(reader.render, reader.stops, _HISTORY, reply, tools, thought_marks(reader.dialect))
+        except ConfigError:
+            continue
+        if text is None or (reply.content and reply.tool_calls and _in_two_turns(text, reader.stops)):
+            continue
+        text = reader.respell(text)
+        stop = next((stop for stop in reader.stops if text.endswith(stop)), "")
+        ours, theirs = (
+            _parsed(reader, dialect, text.removesuffix(stop), stop, tools) for dialect in (reader.dialect, declared)
+        )
+        if _compared(ours) != _compared(theirs):
+            return f"{form} is written {_short(text)}; read as {_compared(ours)} and as {_compared(theirs)}"
+    return ""
+
+
+def _compared(reply: Reply) -> str:
+    return (
+        f"content {reply.content.strip()!r}, thought {(reply.reasoning or '').strip()!r}, {_describe(reply.tool_calls)}"
+    )
 
 
 def _short(text: str) -> str:

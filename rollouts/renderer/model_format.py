@@ -15,12 +15,13 @@ import attrs
 
 from rollouts.dtypes import Image, Message, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError
-from rollouts.renderer.dialects import Dialect, dialect_of_template, get_dialect
+from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect
+from rollouts.renderer.dialects.response_template import DeclaredDialect
 from rollouts.renderer.images import ImageProcessor, example_images, load_processor
 from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
-from rollouts.renderer.tokenizer import Codec, stop_ids_of
+from rollouts.renderer.tokenizer import Codec, response_template_of, stop_ids_of
 
 __all__ = ["ModelFormat", "images_of"]
 
@@ -33,6 +34,8 @@ class ModelFormat:
     codec: Codec
     marks: Marks
     dialect: Dialect
+    declared: Dialect | None
+    """The dialect that the publisher declares as ``response_template``."""
     stop_ids: tuple[int, ...]
     stops: tuple[str, ...]
     """The stop tokens as text, in the order of ``stop_ids``."""
@@ -75,7 +78,15 @@ class ModelFormat:
         if not stop_ids:
             raise ConfigError.of("stop_token_ids", (), f"at least one; the tokenizer {name!r} has no EOS token")
         stops = tuple(codec.decode([stop]) for stop in stop_ids)
-        dialect = dialect_of_template(source) if dialect is None else dialect
+        declared = _declared_dialect(tokenizer)
+        if dialect is None:
+            found = dialect_of_template(source)
+            dialect = declared if found == "plain" and isinstance(declared, DeclaredDialect) else found
+        if dialect == DeclaredDialect.name:
+            if not isinstance(declared, DeclaredDialect):
+                expected = f"one of {', '.join(DIALECTS)}: {name!r} declares none"
+                raise declared or ConfigError.of("dialect", dialect, expected)
+            dialect = declared
         if special_text not in get_args(SpecialText):
             raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
         return cls(
@@ -83,6 +94,7 @@ class ModelFormat:
             codec=codec,
             marks=Marks(_marks_of(tokenizer, source, stops), special_text),
             dialect=get_dialect(dialect) if isinstance(dialect, str) else dialect,
+            declared=declared if isinstance(declared, DeclaredDialect) else None,
             stop_ids=tuple(stop_ids),
             stops=stops,
             special_ids=frozenset(stop_ids) | _special_ids(tokenizer),
@@ -114,6 +126,15 @@ class ModelFormat:
     def images_of(self, messages: Iterable[Message]) -> Sequence[Image]:
         """The images of messages; none without an image processor, where the template refuses them."""
         return () if self.images is None else images_of(messages)
+
+
+def _declared_dialect(tokenizer: Any) -> DeclaredDialect | ConfigError | None:
+    """The dialect of the tokenizer's ``response_template``, or why it cannot be read."""
+    declared = response_template_of(tokenizer)
+    try:
+        return None if declared is None else DeclaredDialect(declared)
+    except ConfigError as error:
+        return error
 
 
 def images_of(messages: Iterable[Message]) -> list[Image]:

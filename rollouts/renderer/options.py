@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from rollouts.errors import ConfigError
+from rollouts.renderer.call_check import CallCheck
 from rollouts.renderer.dialects import Dialect
 from rollouts.renderer.special_text import SpecialText
 
@@ -28,6 +29,8 @@ class RendererOptions(TypedDict, total=False):
     """Variables that the template reads, e.g. ``{"enable_thinking": False}``."""
     dialect: str | Dialect | None
     """The notation of tool calls."""
+    calls: CallCheck
+    """``"unchecked"`` plays a family whose template writes other calls than the named dialect reads."""
     stop_token_ids: Iterable[int] | None
     """Ids that end a turn."""
     special_text: SpecialText

@@ -21,18 +21,23 @@ from typing import Any
 from rollouts.dtypes import ImageSpan, Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge_ids import Bridges
+from rollouts.renderer.call_check import CallCheck
 from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
 from rollouts.renderer.images import ImageProcessor
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.model_format import ModelFormat, images_of
 from rollouts.renderer.openings import Openings
 from rollouts.renderer.reply_text import opens_thought
+from rollouts.renderer.sampled_calls import usable_call
 from rollouts.renderer.selftest import SelfTest
 from rollouts.renderer.special_text import GUARD, SpecialText
 from rollouts.renderer.startup_tests import SYSTEM, StartupTests
 from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
 
 __all__ = ["Renderer", "renderer_for"]
+
+_PROMPT_END = 16
+"""Number of last prompt tokens that show how the prompt begins the reply."""
 
 
 class Renderer:
@@ -46,6 +51,9 @@ class Renderer:
         dialect: the notation of tool calls, by name or as an object; by default, found in the template. With
             ``"plain"``, tool calls are not parsed, and runs with tools start anyway.
         template_kwargs: variables that the template reads, e.g. ``{"enable_thinking": False}``.
+        calls: ``"checked"``: a run whose dialect does not read the calls that the template writes is refused.
+            ``"unchecked"``: the dialect, which must be named, reads the replies all the same. For families whose
+            template writes other calls into the history than the model samples.
         strategy: how bridges build their dummy, a name of ``STRATEGIES``; by default the first that passes the test.
         moment: the time that the template gets from ``strftime_now``; by default the time of construction.
         tells_tools: whether the template gets the tools; if not, the messages must describe them.
@@ -58,8 +66,9 @@ class Renderer:
             refused.
 
     Raises:
-        ConfigError: there is no template or no stop token, the dialect or the strategy is unknown, the template
-            never reads a variable of ``template_kwargs``, or the processor does not load or fit the template.
+        ConfigError: there is no template or no stop token, the dialect or the strategy is unknown, calls are unchecked
+            and no dialect is named, the template never reads a variable of ``template_kwargs``, or the processor does
+            not load or fit the template.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Renderer:
         chat_template: str | Path | None = None,
         stop_token_ids: Iterable[int] | None = None,
         dialect: str | Dialect | None = None,
+        calls: CallCheck = "checked",
         template_kwargs: Mapping[str, Any] | None = None,
         strategy: str | None = None,
         moment: datetime.datetime | None = None,
@@ -96,8 +106,9 @@ class Renderer:
         self.special_text: SpecialText = special_text
         self.images: ImageProcessor | None = self._model.images
         """The image processor; ``None`` if messages must not have images."""
-        calls_are_text = dialect is not None and self.dialect.name == "plain"
-        self._tests = StartupTests(self._model, strategy, calls_are_text=calls_are_text)
+        self.calls: CallCheck = calls
+        """Whether runs are refused whose calls the dialect would not read."""
+        self._tests = StartupTests(self._model, strategy, named=dialect is not None, calls=calls)
         self._openings = Openings(self._model)
         self._bridges = Bridges(self._model, self._tests)
 
@@ -113,7 +124,11 @@ class Renderer:
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Checksums of the template with its variables, and of the tokenizer; equal wherever both are equal."""
         return {
-            "template": {"text": f"{self._model.template.fingerprint:08x}", "dialect": self.dialect.name},
+            "template": {
+                "text": f"{self._model.template.fingerprint:08x}",
+                "dialect": self.dialect.name,
+                **({"calls": self.calls} if self.calls != "checked" else {}),
+            },
             "tokenizer": {
                 "text": f"{self._model.codec.fingerprint():08x}",
                 "stop_token_ids": list(self.stop_token_ids),
@@ -217,6 +232,14 @@ class Renderer:
         """
         return self._bridges.bridge(history, new, tools, tail, memory)
 
+    def refuses_reply(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+        """Whether it is because of the reply, the last message of ``history``, that ``new`` cannot follow.
+
+        After a :class:`ConfigError` of :meth:`bridge` or :meth:`render`: the template renders ``new`` after an ordinary
+        reply in its place.
+        """
+        return self._bridges.refuses_reply(history, new, tools)
+
     def continuation(self, text: str) -> TokenColumn:
         """Return the ids of text that continues a reply's turn, encoded alone; int32, read-only.
 
@@ -289,6 +312,9 @@ class Renderer:
     ) -> Message:
         """Parse a reply into content, reasoning and tool calls. Never raises because of what the model sampled.
 
+        A call has the id that the model wrote, unless the template refuses it. A call with half of a surrogate pair is
+        malformed. Errors of malformed calls quote no special token that ``special_text`` refuses.
+
         Args:
             tokens: the sampled ids, with or without their stop token.
             tools: the tools of the prompt.
@@ -297,9 +323,16 @@ class Renderer:
         """
         stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
         text, stop = (self.decode(tokens[:-1]), self.decode(tokens[-1:])) if stopped else (self.decode(tokens), "")
-        opened = None if prompt is None else opens_thought(self.decode(prompt[-8:]), thought_marks(self.dialect)[0])
-        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened)
-        return Message("assistant", reply.content, tool_calls=reply.tool_calls, reasoning=reply.reasoning)
+        prefix = "" if prompt is None else self.decode(prompt[-_PROMPT_END:])
+        opened = None if prompt is None else opens_thought(prefix, thought_marks(self.dialect)[0])
+        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
+        takes_id = self._tests.takes_id
+        calls = [usable_call(call, takes_id=takes_id, quotable=self.quotable) for call in reply.tool_calls]
+        return Message("assistant", reply.content, tool_calls=calls, reasoning=reply.reasoning)
+
+    def quotable(self, text: str) -> str:
+        """Text that quotes a reply, without the special tokens that ``special_text`` refuses."""
+        return self._model.marks.without(text)
 
     # -- the start-up test --------------------------------------------------------------------------------------------
 

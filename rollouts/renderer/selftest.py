@@ -21,7 +21,7 @@ from rollouts.renderer.history_diff import shared
 from rollouts.renderer.model_format import ModelFormat
 from rollouts.renderer.template import ChatTemplate
 
-__all__ = ["SelfTest", "Step", "Verdict", "run_self_test", "tool_turn"]
+__all__ = ["ONE_CALL", "SelfTest", "Step", "Verdict", "run_self_test", "tool_turn"]
 
 Verdict: TypeAlias = Literal["exact", "forks", "refused"]
 """``exact``: ids appended step by step equal the template's own rendering. ``forks``: the bridge is right, but the
@@ -29,7 +29,7 @@ template rewrites earlier text once it is history. ``refused``: the bridge diffe
 calls would be lost."""
 
 _SEVERITY: tuple[Verdict, ...] = ("exact", "forks", "refused")
-_ONE_CALL = "the template has one call a turn: max_parallel_calls is 1, and a reply with more calls ends the episode"
+ONE_CALL = "the template has one call a turn: max_parallel_calls is 1, and a reply with more calls ends the episode"
 
 
 @attrs.frozen
@@ -115,7 +115,7 @@ def run_self_test(model: ModelFormat, strategy: str, tools: Sequence[Tool], syst
     turns = _turns(tools, parallel, _may_reason(model.template, opening, tools))
     steps = list(_judge(model, strategy, tools, opening, turns))
     notes = _notes(model.template, opening, tools)
-    notes += [_ONE_CALL] if parallel == 1 and steps[1:] and steps[1].verdict != "refused" else []
+    notes += [ONE_CALL] if parallel == 1 and steps[1:] and steps[1].verdict != "refused" else []
     notes += _note_of_stops(model, strategy)
     return SelfTest(model.template.name, strategy, tuple(steps), tuple(notes))
 

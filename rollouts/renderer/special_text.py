@@ -65,6 +65,10 @@ class Marks:
             raise ConfigError.of(what, found[0], expected)
         return self._pattern.sub(lambda mark: mark[0][0] + GUARD + mark[0][1:], text)
 
+    def without(self, text: str) -> str:
+        """Return text that quotes a reply, without the marks that :meth:`guarded_text` would refuse."""
+        return self._pattern.sub("…", text) if self._mode == "error" else text
+
     def parts(self, text: str) -> Iterator[tuple[str, bool]]:
         """Split a rendered text; yield each part without guards, and whether it is a mark to encode as plain text."""
         at = 0

@@ -22,7 +22,15 @@ from rollouts.renderer.byte_level import ByteTable
 from rollouts.renderer.fast_encoder import FastEncoder, loader
 from rollouts.renderer.special_text import plain_encoder
 
-__all__ = ["Codec", "declared_vocab_size", "load_tokenizer", "local_decoder", "stop_ids_of", "vocab_size_of"]
+__all__ = [
+    "Codec",
+    "declared_vocab_size",
+    "load_tokenizer",
+    "local_decoder",
+    "response_template_of",
+    "stop_ids_of",
+    "vocab_size_of",
+]
 
 _IMPORTING = threading.Lock()
 _NO_OWN_CODE = (
@@ -98,6 +106,17 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
         if isinstance(value, int) and value not in stops:
             stops.append(value)
     return tuple(stops)
+
+
+def response_template_of(tokenizer: Any) -> Any:
+    """Return the ``response_template`` of tokenizer_config.json: how the publisher reads replies; ``None`` without one.
+
+    The tokenizers of older versions of transformers do not have it as an attribute.
+    """
+    declared = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "init_kwargs", {}).get(
+        "response_template"
+    )
+    return declared or _model_file(_source_of(tokenizer), "tokenizer_config.json").get("response_template")
 
 
 def vocab_size_of(tokenizer: Any) -> int:

@@ -50,6 +50,7 @@ __all__ = [
     "check_outside",
     "is_growing",
     "journal_rows",
+    "note_of_calls",
     "read_file",
     "read_info",
     "read_rows",
@@ -164,6 +165,14 @@ def journal_rows(path: Path, history: RunHistory, group_index: int) -> Iterator[
         added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
         added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
         yield Row(path, JOURNAL, group_index, "unbatched", {**sample.to_dict(), **added})
+
+
+def note_of_calls(info: Mapping[str, Any]) -> str | None:
+    """A sentence about a run whose tool calls were not checked against its chat template; ``None`` for any other."""
+    template = (info.get("settings") or {}).get("template") or {}
+    if template.get("calls") != "unchecked":
+        return None
+    return f'tool calls: calls="unchecked", dialect {template.get("dialect")!r} read the replies'
 
 
 def read_info(path: str | Path) -> dict[str, Any]:

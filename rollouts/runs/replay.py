@@ -71,11 +71,12 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None, *, overwrit
         check_output(out, "--out", overwrite=overwrite)
     recording = Recording(run)
     info = read_info(run)
-    _check_same(info, RunHistory.read(run / JOURNAL), recipe)
+    history = RunHistory.read(run / JOURNAL)
+    _check_same(info, history, recipe)
     stored = load_run(run, "all")
     indices = stored.group_indices
     buffer = recipe.data_buffer
-    buffer.go_on_after(max(indices, default=-1) + 1, indices)
+    buffer.go_on_after(max(indices, default=-1) + 1, indices, history.draws)
     tapes: dict[int, Tape] = {}
 
     def tape_of(index: int) -> Tape:

@@ -135,7 +135,7 @@ def _compared(
         ConfigError: a setting differs, and changes are not allowed.
     """
     stored = next((record[SETTINGS] for record in reversed(history.runs) if SETTINGS in record), None)
-    then = recorded_settings(info) if stored is None else stored
+    then = {"sampler": {}, **(recorded_settings(info) if stored is None else stored)}  # older runs had none
     changed = tuple(changes(then, settings))
     if changed and not allow_changes:
         listed = " · ".join(map(str, changed))
@@ -298,7 +298,7 @@ def state_of_history(history: RunHistory, buffer: DataBuffer, group_size: int) -
         buffer: over the same data.
         group_size: rollouts in a group.
     """
-    buffer.go_on_after(history.groups, [*history.unsettled, *history.ready])
+    buffer.go_on_after(history.groups, [*history.unsettled, *history.ready], history.draws)
     outcomes = [outcome for outcome, _, _ in history.settled.values()]
     accounting = Accounting(
         taken=history.taken,

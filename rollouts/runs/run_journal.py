@@ -11,7 +11,7 @@ journal's folder, not the scheduler and not the other files of the run.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
+from rollouts.training.data_buffer import Draw
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.sample_fields import RECORDED
 from rollouts.training.types import Group, Outcome, Sample
@@ -72,6 +73,8 @@ class RunHistory:
     """Prompts taken from the buffer, repetitions included."""
     groups: int = 0
     """Group indices in use."""
+    draws: list[Draw] = attrs.field(factory=list)
+    """The draws and the rewards in their order, for a sampler."""
     rollouts: dict[int, Rollout] = attrs.field(factory=dict)
     """Finished rollouts by index."""
     turns: dict[int, list[Offset]] = attrs.field(factory=dict)
@@ -139,7 +142,9 @@ class RunHistory:
                 self.runs.append(fields)
             case "taken":
                 self.taken += 1
-                self.groups = max(self.groups, fields["group"] + 1)
+                if fields["group"] >= self.groups:  # the first time
+                    self.groups = fields["group"] + 1
+                    self.draws.append((fields["group"], fields.get("position"), None))
             case "turn" | "attempt":
                 if entry.kind == "attempt":
                     self.attempts[fields["index"]] = fields["attempt"]
@@ -161,6 +166,8 @@ class RunHistory:
                     self.totals.reasons[fields["reason"]] += 1
                 else:
                     self.totals.count(fields["outcome"], fields["reason"], fields["lengths"], fields["rewards"])
+                    if fields["outcome"] != "failed":
+                        self.draws.append((fields["group"], None, fields["rewards"]))
                 self.settled[fields["group"]] = (fields["outcome"], fields["reason"], tuple(fields["rollouts"]))
             case "sealed":
                 number, groups = fields["batch"], tuple(fields["groups"])
@@ -259,9 +266,10 @@ class RunJournal:
         """Record that the run starts or resumes."""
         self.journal.append("run", description)
 
-    def taken(self, prompt: Prompt) -> None:
-        """Record that a prompt was taken from the buffer."""
-        self.journal.append("taken", {"group": prompt.group_index})
+    def taken(self, prompt: Prompt, position: int | None = None) -> None:
+        """Record that a prompt was taken from the buffer, where a sampler chose it."""
+        chosen = {} if position is None else {"position": position}
+        self.journal.append("taken", {"group": prompt.group_index, **chosen})
 
     def turn_log(self, index: int) -> TurnLog:
         """The turn log of one attempt at a rollout; it starts with the turns that an earlier process stored."""
@@ -300,8 +308,13 @@ class RunJournal:
         self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
-    async def settled(self, group: Group) -> None:
-        """Record a group's outcome, and samples changed since :meth:`finished`; returns when it is committed."""
+    async def settled(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
+        """Record a group's outcome, and samples changed since :meth:`finished`; returns when it is committed.
+
+        Args:
+            group: the settled group.
+            appended: called in the step that appends the record, so that its effects have the order of the journal.
+        """
         rollouts: dict[int, list[Sample]] = {}
         for sample in group.samples:
             assert sample.index is not None, "the manager numbers its rollouts"
@@ -315,6 +328,7 @@ class RunJournal:
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
         fields |= {"rollouts": list(rollouts), "rewards": group.rollout_rewards, "lengths": group.rollout_lengths}
         self.journal.append("group", fields)
+        appended()
         await self.journal.commit()
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Any) -> None:

@@ -25,9 +25,9 @@ from rollouts.recipe import Recipe
 __all__ = ["Change", "changes", "recorded_settings", "settings_of"]
 
 _PACKAGE = Path(rollouts.__file__).parent
-_COMPARED_BY_DATA = ("data", "seed")
-"""Options whose effect the fingerprint of the data and the sampling seed show."""
-_EVERY_KEY = ("options", "versions")
+_NOT_COMPARED = ("data", "seed", "in_flight")
+"""Options whose effect the fingerprint of the data and the sampling seed show, and the slots, which suit a machine."""
+_EVERY_KEY = ("options", "versions", "sampler")
 """Settings in which a missing entry is a difference; elsewhere it was not recorded."""
 
 
@@ -60,9 +60,10 @@ def settings_of(
     listed_elsewhere = ("endpoint", "environment_cls", "tokenizer", "policy", "sampling")
     settings = {
         "recipe": {"text": None if file is None else _checksum(file.read_bytes())},
-        "options": {name: value for name, value in options.items() if name not in _COMPARED_BY_DATA},
+        "options": {name: value for name, value in options.items() if name not in _NOT_COMPARED},
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
+        "sampler": {} if recipe.data_buffer.sampler is None else recipe.data_buffer.sampler.describe(),
         "environment": {} if recipe.environment_cls is None else _function(recipe.environment_cls),
         "generate": _function(config.generate_fn, leave_out=listed_elsewhere),
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),
@@ -85,7 +86,7 @@ def recorded_settings(info: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "options" in command:
         options = command["options"].items()
-        settings["options"] = {name: value for name, value in options if name not in _COMPARED_BY_DATA}
+        settings["options"] = {name: value for name, value in options if name not in _NOT_COMPARED}
     return {name: value for name, value in settings.items() if value}
 
 

@@ -35,6 +35,7 @@ from rollouts.runs.folder import (
     StoredOutcome,
     batch_name,
     batches_written,
+    note_of_calls,
     read_file,
     read_info,
     run_files,
@@ -137,6 +138,8 @@ class _Verification:
         self.folder = ImageFolder(run)
         self.images: set[str] = set()
         """The hashes of the images that were checked."""
+        if (note := note_of_calls(info)) is not None:
+            self.report.notes.append(note)
         self._check_bits()
         self.history = self._read_journal()
         rewards: dict[StoredOutcome, list[list[float]]] = {}

@@ -25,6 +25,8 @@ class Asked:
     path: str
     body: Any
     headers: Mapping[str, str]
+    port: int = 0
+    """The client's port; requests over one connection have the same."""
 
 
 class JsonServer:
@@ -64,7 +66,8 @@ class JsonServer:
 
     async def _handle(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read() or b"null")
-        received = Asked(request.path, body, dict(request.headers))
+        peer = None if request.transport is None else request.transport.get_extra_info("peername")
+        received = Asked(request.path, body, dict(request.headers), peer[1] if peer else 0)
         self.asked.append(received)
         answer = self._answer(received)
         if answer is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     )
     from rollouts.training.config import RolloutConfig
     from rollouts.training.continuation import continue_rollout
-    from rollouts.training.data_buffer import BufferState, DataBuffer, load_prompts
+    from rollouts.training.data_buffer import BufferState, DataBuffer
     from rollouts.training.filters import (
         check_any_success,
         check_min_reward,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from rollouts.training.manager import AsyncRolloutManager
     from rollouts.training.metrics import Accounting
+    from rollouts.training.prompt_files import load_prompts
     from rollouts.training.samples import trajectory_to_sample, trajectory_to_samples
     from rollouts.training.types import FilterFn, GenerateFn, Group, GroupRewardFn, Prompt, RewardFn, Sample, Status
 
@@ -85,7 +86,7 @@ __getattr__, __dir__ = lazy_face(
         ),
         "rollouts.training.config": ("RolloutConfig",),
         "rollouts.training.continuation": ("continue_rollout",),
-        "rollouts.training.data_buffer": ("BufferState", "DataBuffer", "load_prompts"),
+        "rollouts.training.data_buffer": ("BufferState", "DataBuffer"),
         "rollouts.training.filters": (
             "check_any_success",
             "check_min_reward",
@@ -97,6 +98,7 @@ __getattr__, __dir__ = lazy_face(
             "make_threshold_filter",
         ),
         "rollouts.training.manager": ("AsyncRolloutManager",),
+        "rollouts.training.prompt_files": ("load_prompts",),
         "rollouts.training.metrics": ("Accounting",),
         "rollouts.programs.generate": (
             "function_rollout_to_samples",
@@ -118,8 +120,7 @@ __getattr__, __dir__ = lazy_face(
     },
 )
 
-_READER = "rollouts.runs.reader"
-"""Imported at the first call: stored runs are a layer above this package."""
+_READER = "rollouts.runs.reader"  # imported at the first call: stored runs are a layer above this package
 
 
 def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
@@ -129,6 +130,5 @@ def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
         path: the folder of the run.
         outcome: which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
     """
-    reader = importlib.import_module(_READER)
-    samples: Sequence[Sample] = reader.load_run(path, outcome)
+    samples: Sequence[Sample] = importlib.import_module(_READER).load_run(path, outcome)
     return samples

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack, get_args
+from typing import Any, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
@@ -128,8 +128,22 @@ async def agent_rollout_to_samples(
     return trajectory_to_samples(episode.branches, prompt, renderer.decode, image_inputs)
 
 
+class AgentOptions(RendererOptions, total=False):
+    """The arguments of :func:`agent_rollout_to_samples` that are the same for all prompts."""
+
+    environment_cls: Required[EnvironmentFactory]
+    endpoint: Required[Endpoint]
+    tokenizer: Required[Any]
+    max_turns: int | None
+    limits: Limits | None
+    sampling: SamplingParams | None
+    policy: Policy | None
+    on_step: OnStep | None
+    history: OnRewrite
+
+
 async def generate_rollout_batch(
-    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Any
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Unpack[AgentOptions]
 ) -> list[Sample]:
     """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently.
 

@@ -64,6 +64,9 @@ class RolloutConfig:
     """Rollouts of each prompt: the size of a group."""
     over_sampling_factor: float = attrs.field(default=1.5, validator=number(least=1))
     """Groups in flight or ready while a batch fills, as a multiple of ``batch_size``."""
+    in_flight: int | None = attrs.field(default=None, validator=integer(1, optional=True))
+    """Maximum number of rollouts that run at once. The slot of a finished rollout goes to the oldest open group, and a
+    group starts when a slot is free. ``None``: all rollouts of the groups in flight."""
     reward_fn: RewardFn | GroupRewardFn | None = attrs.field(
         default=None, validator=_function(optional=True), repr=_named
     )
@@ -125,6 +128,12 @@ class RolloutConfig:
         return math.ceil(
             round(self.batch_size * self.over_sampling_factor, 6)
         )  # 10 * 1.1 is 11, not 11.000000000000002
+
+    @property
+    def max_inflight_rollouts(self) -> int:
+        """Rollouts that may run at once."""
+        rollouts = self.max_inflight_groups * self.n_samples_per_prompt
+        return rollouts if self.in_flight is None else min(self.in_flight, rollouts)
 
     @property
     def rejections_allowed(self) -> int:

@@ -1,8 +1,8 @@
 """The data buffer: hands out prompts, and takes unfinished ones back.
 
-Invariant: every prompt of an epoch is handed out once, in an order that depends on seed and epoch only. Prompts that
-were put back come out first, with the same group index. A group index is never used for two prompts. A saved and loaded
-buffer continues exactly where it was. This module does not know rollouts.
+Invariant: every prompt of an epoch is handed out once, in an order that depends on seed and epoch only; or a sampler
+chooses each prompt. Prompts that were put back come out first, with the same group index. A group index is never used
+for two prompts. A saved and loaded buffer continues exactly where it was. This module does not know rollouts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 import msgspec
@@ -23,7 +22,14 @@ from rollouts.base.validators import is_int
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import ConfigError, DataExhausted
 
-__all__ = ["BufferState", "DataBuffer", "load_prompts"]
+if TYPE_CHECKING:
+    from rollouts.training.samplers.base import Sampler
+
+__all__ = ["BufferState", "DataBuffer", "Draw", "check_rows", "read_prompt", "shuffled"]
+
+Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
+"""The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
+``(group index, None, rewards)``. A draw without a sampler has no position."""
 
 
 @attrs.frozen
@@ -37,6 +43,8 @@ class BufferState:
     """``(position in the data, group index)`` of prompts that were put back."""
     fingerprint: int
     """Checksum of seed and prompts, so that a state is not loaded with other data."""
+    sampler: dict[str, Any] | None = None
+    """The name of the sampler's class and its state."""
 
     def to_dict(self) -> dict[str, Any]:
         return attrs.asdict(self)
@@ -63,28 +71,50 @@ class DataBuffer:
     Args:
         prompts: strings, message lists, ``{"prompt", "label", "metadata"}`` rows, or :class:`Prompt` values.
         seed: seed of the shuffle, which differs in each epoch; ``None`` keeps the order of the data.
-        epochs: number of passes over the data; ``None`` for no limit.
+        epochs: number of passes over the data; ``None`` for no limit. With a sampler, as many draws as in these passes.
+        sampler: chooses the prompt of each group, e.g. :class:`rollouts.training.samplers.PassRateSampler`.
 
     Raises:
         ConfigError: no prompts, a table, a file or a path, or an invalid row; the message names its position. A prompt
-            without text, images and metadata is invalid.
+            without text, images and metadata is invalid. Or the sampler does not fit the prompts.
     """
 
-    def __init__(self, prompts: Iterable[Any], *, seed: int | None = None, epochs: int | None = None) -> None:
-        _check_rows(prompts)
-        self._prompts = [_read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+    sampler: Sampler | None = None
+
+    def __init__(
+        self,
+        prompts: Iterable[Any],
+        *,
+        seed: int | None = None,
+        epochs: int | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
+        check_rows(prompts, "DataBuffer.prompts")
+        self._prompts = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
+        lacking = (
+            [] if sampler is None else [name for name in _OF_SAMPLERS if not callable(getattr(sampler, name, None))]
+        )
+        if lacking:
+            raise ConfigError.of("DataBuffer.sampler", sampler, f"a sampler, with {', '.join(lacking)}")
         self.seed = seed
         self.epochs = epochs
+        self.sampler = sampler
         self._cursor = 0
         self._epoch = 0
         self._next_group_index = 0
         self._positions: dict[int, int] = {}
         self._leftovers: list[tuple[int, int]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the order of the epoch, and the sampler."""
         self._order = self._shuffled(self._epoch)
+        if self.sampler is not None:
+            self.sampler.begin(self._prompts, self.seed)
 
     def __repr__(self) -> str:
         end = "" if self.epochs is None else f" of {self.epochs}"
@@ -122,7 +152,7 @@ class DataBuffer:
             raise ConfigError.of("hold_out(count)", count, f"0 to {len(unique) - 1} of {len(unique)} different prompts")
         self._prompts = left
         self.__dict__.pop("fingerprint", None)  # the cached value includes the removed prompts
-        self._order = self._shuffled(self._epoch)
+        self._begin()
         return list(held_out.values())
 
     def get_prompts(self, count: int) -> list[Prompt]:
@@ -162,6 +192,16 @@ class DataBuffer:
         if prompt.group_index is not None:
             self._positions.pop(prompt.group_index, None)
 
+    def position_of(self, prompt: Prompt) -> int | None:
+        """The position of a prompt that is out, which a sampler chose; ``None`` without a sampler."""
+        return None if self.sampler is None or prompt.group_index is None else self._positions[prompt.group_index]
+
+    def observe(self, prompt: Prompt, rewards: Sequence[float | None]) -> None:
+        """Pass the rewards of a group that is out, kept or dropped, to the sampler."""
+        position = self.position_of(prompt)
+        if position is not None and self.sampler is not None:
+            self.sampler.observe(position, rewards)
+
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
         out = [(position, group_index) for group_index, position in self._positions.items()]
@@ -171,37 +211,72 @@ class DataBuffer:
             next_group_index=self._next_group_index,
             leftovers=tuple(sorted([*self._leftovers, *out], key=lambda entry: entry[1])),
             fingerprint=self.fingerprint,
+            sampler=None
+            if self.sampler is None
+            else {_CLASS: type(self.sampler).__name__, **self.sampler.state_dict()},
         )
 
     def load_state(self, state: BufferState) -> None:
         """Restore a saved state.
 
         Raises:
-            ConfigError: the state was saved with other prompts or another seed.
+            ConfigError: the state was saved with other prompts, another seed or another sampler.
         """
         if state.fingerprint != self.fingerprint:
             raise ConfigError.of("BufferState.fingerprint", state.fingerprint, f"{self.fingerprint}, that of this data")
+        name = None if self.sampler is None else type(self.sampler).__name__
+        if state.sampler is not None and state.sampler.get(_CLASS) != name:
+            raise ConfigError.of("BufferState.sampler", state.sampler.get(_CLASS), f"{name}, the buffer's sampler")
         self._cursor, self._epoch = state.cursor, state.epoch
         self._next_group_index = state.next_group_index
         self._leftovers = list(state.leftovers)
         self._positions = {}
-        self._order = self._shuffled(self._epoch)
+        self._begin()
+        if self.sampler is not None and state.sampler is not None:  # a state without one: its run had no sampler
+            self.sampler.load_state_dict(state.sampler)
 
-    def go_on_after(self, taken: int, unsettled: Collection[int]) -> None:
+    def go_on_after(self, taken: int, unsettled: Collection[int], draws: Iterable[Draw] = ()) -> None:
         """Set the state of a buffer with the same data that has handed out ``taken`` prompts.
 
         Args:
             taken: number of group indices used: 0 to ``taken - 1``.
             unsettled: those whose prompts are unfinished; they come out again.
+            draws: the draws and the rewards, in the order in which they were recorded, for the sampler.
         """
         size = len(self._prompts)
         self._epoch = max(0, taken - 1) // size
         self._cursor = taken - self._epoch * size
         self._next_group_index = taken
-        orders = {epoch: self._shuffled(epoch) for epoch in {group_index // size for group_index in unsettled}}
-        self._leftovers = [(orders[number // size][number % size], number) for number in sorted(unsettled)]
         self._positions = {}
-        self._order = self._shuffled(self._epoch)
+        self._begin()
+        positions = self._repeat(draws)
+        in_epochs = self._positions_in_epochs()
+        self._leftovers = [
+            (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
+        ]
+
+    def _repeat(self, draws: Iterable[Draw]) -> dict[int, int]:
+        """Repeat the draws and the rewards of an earlier process; returns the positions by group index."""
+        positions: dict[int, int] = {}
+        in_epochs = self._positions_in_epochs()
+        for number, position, rewards in draws:
+            if rewards is None:
+                positions[number] = in_epochs(number) if position is None else position
+                if self.sampler is not None:
+                    self.sampler.drawn(number, positions[number])
+            elif self.sampler is not None:
+                self.sampler.observe(positions[number], rewards)
+        return positions
+
+    def _positions_in_epochs(self) -> Callable[[int], int]:
+        """A function of a group index: the position that its draw has without a sampler."""
+        order_of = functools.lru_cache(maxsize=1)(self._shuffled)
+
+        def position(group_index: int) -> int:
+            epoch, place = divmod(group_index, len(self._prompts))
+            return order_of(epoch)[place]
+
+        return position
 
     def take_by_index(self, group_index: int) -> Prompt:
         """Take one prompt that was put back, by its group index.
@@ -229,17 +304,22 @@ class DataBuffer:
             if self._cursor == len(self._prompts):
                 self._cursor, self._epoch = 0, self._epoch + 1
                 self._order = self._shuffled(self._epoch)
-            position, group_index = self._order[self._cursor], self._next_group_index
+            group_index = self._next_group_index
+            position = self._order[self._cursor] if self.sampler is None else self._drawn(self.sampler, group_index)
             self._cursor += 1
             self._next_group_index += 1
         self._positions[group_index] = position
         return attrs.evolve(self._prompts[position], group_index=group_index)
 
-    def _shuffled(self, epoch: int) -> Sequence[int]:
-        order = list(range(len(self._prompts)))
-        if self.seed is not None:
-            random.Random(f"{self.seed}/{epoch}").shuffle(order)
-        return order
+    def _drawn(self, sampler: Sampler, group_index: int) -> int:
+        position = sampler.next(group_index)
+        if not is_int(position, 0) or position >= len(self._prompts):
+            name = f"{type(sampler).__name__}.next({group_index})"
+            raise ConfigError.of(name, position, f"a position, 0 to {len(self._prompts) - 1}")
+        return position
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        return shuffled(len(self._prompts), self.seed, epoch)
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -251,14 +331,26 @@ class DataBuffer:
         return crc
 
 
+_OF_SAMPLERS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
+_CLASS = "class"
+"""The entry of a sampler's saved state with the name of its class."""
+
+
+def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
+    """The positions of one epoch in their order; that of the data without a seed."""
+    order = list(range(size))
+    if seed is not None:
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
+
+
 def _key(prompt: Prompt) -> str:
     messages = [message.to_record() for message in prompt.messages]
     return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
 
 
-def _check_rows(prompts: Any) -> None:
+def check_rows(prompts: Any, field: str) -> None:
     """Refuse a value that is not a sequence of rows, above all if iterating over it yields something else."""
-    field = "DataBuffer.prompts"
     if isinstance(prompts, os.PathLike):
         raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")
     if hasattr(prompts, "readline"):
@@ -287,7 +379,8 @@ def _rows_of_table(value: Any) -> str | None:
     return next((rows for method, rows in ways.items() if hasattr(value, method)), None)
 
 
-def _read_prompt(row: Any, place: str) -> Prompt:
+def read_prompt(row: Any, place: str) -> Prompt:
+    """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
     prompt = _unchecked_prompt(row, place)
     if prompt.metadata:
         return prompt  # from which the environment may write the opening
@@ -319,42 +412,3 @@ def _unchecked_prompt(row: Any, place: str) -> Prompt:
         return Prompt(row)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-
-
-def load_prompts(
-    path: str | Path,
-    *,
-    limit: int | None = None,
-    convert: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
-) -> list[Prompt]:
-    """Read prompts from a JSONL file with lines ``{"prompt": text or messages, "label": …, "metadata": {…}}``.
-
-    Args:
-        path: the file.
-        limit: number of prompts to read, from the start.
-        convert: returns a row of that form for a row of another form.
-
-    Raises:
-        ConfigError: no such file, no rows, or a malformed row; the message names file and line.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError.of("data", str(path), "a JSONL file that exists")
-    prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(prompts) >= limit:
-                break
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = msgspec.json.decode(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON ({error})") from None
-            if not isinstance(row, Mapping):
-                raise ConfigError.of(place, row, 'an object with "prompt", and "label" and "metadata" where known')
-            prompts.append(_read_prompt(row if convert is None else convert(row), place))
-    if not prompts:
-        raise ConfigError.of("data", str(path), "at least one row")
-    return prompts

@@ -19,7 +19,7 @@ from collections import Counter
 from rollouts.concurrency.boundary import function_name
 from rollouts.errors import FilterFailure, GenerateFailure
 from rollouts.training.config import RolloutConfig
-from rollouts.training.failures import FailureStats, cause_of, same_cause
+from rollouts.training.failures import FailureStats, same_cause
 from rollouts.training.metrics import Accounting
 from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.types import Group
@@ -52,7 +52,6 @@ class FailFast:
         """Take note of the outcome of a group."""
         if group.outcome == "kept":
             self._reset_patience()
-            self._dropped_rewards.clear()
             self.any_success = True
             return
         self._rejected_in_a_row += 1
@@ -63,8 +62,9 @@ class FailFast:
         self._failure_causes[group.reason] += 1
         if not self.any_success:
             self._first_failed.append(group)
-        if self._config.policy_for(cause_of(group.samples)).then == "stop":
-            self.stop(GenerateFailure(f"group {group.group_index} failed: {group.reason}"))
+        for failure in [sample.failure for sample in group.samples if sample.failure is not None]:
+            if self._config.policy_for(failure.cause).then == "stop":
+                self.stop(GenerateFailure(f"group {group.group_index} failed: {failure.kind}: {failure.message}"))
 
     def stop(self, error: Exception) -> None:
         """End the run with this error, unless an earlier one ends it."""
@@ -108,32 +108,31 @@ class FailFast:
     def _same_cause_from_the_first(self, accounting: Accounting) -> Exception | None:
         if not self.all_failed or accounting.in_flight:
             return None
-        failed, self._first_failed = self._first_failed, []
-        samples = [sample for group in failed for sample in group.samples]
+        samples = [sample for group in self._first_failed for sample in group.samples]
         if len({same_cause(sample.failure) for sample in samples if sample.failure is not None}) > 1:
             self.any_success = True  # there was none, but the causes differ: patience decides
             return None
         if max(self._failures.lost.total(), len(samples)) < self._config.n_samples_per_prompt:
-            self._first_failed = failed
             return None
+        failed, self._first_failed = self._first_failed, []
         self._reset_patience()
         text = f"all groups failed alike, from the first on ({len(failed)}): {failed[0].reason}"
         return GenerateFailure(f"{text}. No further prompt was taken; {accounting}")
 
     def _over_budget(self, accounting: Accounting) -> Exception | None:
         exceeded = self._failures.overdrawn()
-        return None if exceeded is None else GenerateFailure(f"{exceeded}. {_kept(accounting)}")
+        return GenerateFailure(f"{exceeded}. {_kept(accounting)}") if exceeded else None
 
     def _out_of_patience(self, accounting: Accounting, mean_reward: float | None) -> Exception | None:
         count, failed = self._rejected_in_a_row, self._failure_causes.total()
         if count < self._config.rejections_allowed:
             return None
         causes = "; ".join(f"{number} × {cause}" for cause, number in self._failure_causes.most_common(3))
+        rewards = set(self._dropped_rewards)
         self._reset_patience()
         if failed > count - failed:
             text = f"{failed} of the last {count} groups failed, none was accepted: {causes}"
             return GenerateFailure(f"{text}. {_kept(accounting)}")
-        rewards, self._dropped_rewards = self._dropped_rewards, set()
         text = f"filter {function_name(self._config.filter_fn)} accepted none of the last {count} groups"
         if failed:
             text += f", and {failed} failed before it"
@@ -145,6 +144,7 @@ class FailFast:
     def _reset_patience(self) -> None:
         self._rejected_in_a_row = 0
         self._failure_causes.clear()
+        self._dropped_rewards.clear()
 
 
 def _kept(accounting: Accounting) -> str:

@@ -21,6 +21,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.times import Span, Timeline
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
@@ -47,6 +48,7 @@ from rollouts.training.rollout_attempt import (
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.sample_validator import pack_lossy, unchanged
 from rollouts.training.scoring import score_group
+from rollouts.training.slots import Slots
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
 
 __all__ = ["GroupRunner"]
@@ -54,9 +56,11 @@ __all__ = ["GroupRunner"]
 
 @attrs.define(eq=False)
 class _Round:
-    """The rollouts of a group that run at the same time: all that are missing, then replacements of lost ones."""
+    """The rollouts of a group that are admitted together: all that are missing, then replacements of lost ones."""
 
     prompt: Prompt
+    limit: deadline
+    """Deadline of the group."""
     finished: dict[int, list[Sample]]
     """Sound rollouts by number, those of earlier rounds included."""
     lost: dict[int, list[Sample]] = attrs.field(factory=dict)
@@ -73,6 +77,8 @@ class GroupRunner:
         rollout_log: records turns, lost attempts and finished rollouts before they count.
         attempts: number of failed attempts by rollout index; updated in place.
         is_scarce: whether the batch needs this group, which ``keep_when_insufficient`` of a filter's result refers to.
+        slots: admits rollouts; a rollout keeps its slot while it is retried, and a replacement takes another;
+            ``None`` where none is generated.
     """
 
     def __init__(
@@ -82,21 +88,26 @@ class GroupRunner:
         rollout_log: RolloutLog | None,
         attempts: dict[int, int],
         is_scarce: Callable[[], bool],
+        slots: Slots | None = None,
     ) -> None:
         self.config = config
         self.failures = failures
         self._rollout_log = rollout_log
         self._attempts = attempts
         self._is_scarce = is_scarce
+        self._slots = Slots(None) if slots is None else slots
         self._rng = random.Random()
 
     async def run(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
         """Generate, score and filter one group; ``finished`` contains finished rollouts by number, and is added to."""
         lost: dict[int, list[Sample]] = {}
+        index = prompt.group_index
+        assert index is not None, "the buffer numbers its prompts"
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
-                group = _Round(attrs.evolve(prompt, replacement=replacement), finished)
+                group = _Round(attrs.evolve(prompt, replacement=replacement), limit, finished)
                 missing = self._missing(finished)
+                self._slots.reserve(index, len(missing))
                 if len(missing) == 1:  # needs no separate task
                     with anyio.CancelScope() as scope:
                         await self._run_rollout(group, missing[0], scope)
@@ -110,6 +121,7 @@ class GroupRunner:
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
+        self._slots.reserve(index, 0)  # of rollouts that were cancelled before they asked
         if limit.caught:
             lost = self._timed_out(prompt, finished)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
@@ -191,24 +203,18 @@ class GroupRunner:
         return keep, reason
 
     async def _run_rollout(self, group: _Round, number: int, siblings: anyio.CancelScope) -> None:
-        """Run one rollout with its retries; cancel its siblings if the group can no longer become sound."""
+        """Run one rollout in a slot; cancel its siblings if the group can no longer become sound."""
         request = self._request(group.prompt, number)
         index = request.index
         assert index is not None
+        assert request.group_index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
-                for tried in itertools.count(self._attempts.get(index, 0) + 1):
-                    if self._rollout_log is not None:
-                        request = attrs.evolve(request, turn_log=self._rollout_log.turn_log(index))
-                    samples = await attempt(self.config, request)
-                    policy = self._count_attempt(samples, index, tried)
-                    if policy is None or tried >= (policy.attempts or 1):
-                        break
-                    if policy.backoff_seconds:
-                        with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
-                            await anyio.sleep(policy.pause(tried, self._rng))
-                if policy is None and self._rollout_log is not None:
-                    await self._rollout_log.finished(samples)
+                wait = await self._slots.acquire(request.group_index, number, group.limit)
+                try:
+                    samples, policy = await self._attempts_at(request, index, wait)
+                finally:
+                    self._slots.release()
         except Exception as error:  # noqa: BLE001 - a broken law: run raises it, without an exception group
             group.broken = group.broken or error
         else:
@@ -218,6 +224,26 @@ class GroupRunner:
         possible = self.config.n_samples_per_prompt - len(group.lost)
         if group.broken or (group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)):
             siblings.cancel()
+
+    async def _attempts_at(
+        self, request: Prompt, index: int, wait: Span | None
+    ) -> tuple[list[Sample], FailurePolicy | None]:
+        """Run one rollout with its retries; return it, and the policy of its failure if it is lost for good."""
+        for tried in itertools.count(self._attempts.get(index, 0) + 1):
+            if self._rollout_log is not None:
+                request = attrs.evolve(request, turn_log=self._rollout_log.turn_log(index))
+            samples = await attempt(self.config, request)
+            policy = self._count_attempt(samples, index, tried)
+            if policy is None or tried >= (policy.attempts or 1):
+                break
+            if policy.backoff_seconds:
+                with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
+                    await anyio.sleep(policy.pause(tried, self._rng))
+        if wait is not None:
+            samples[0].times = Timeline([wait, *samples[0].times])
+        if policy is None and self._rollout_log is not None:
+            await self._rollout_log.finished(samples)
+        return samples, policy
 
     def _count_attempt(self, samples: Sequence[Sample], index: int, tried: int) -> FailurePolicy | None:
         """Count an attempt and record a lost one; return the policy of its failure, ``None`` if it is sound."""

@@ -40,6 +40,8 @@ class Ledger:
     """Number of failed attempts at rollouts in flight, by index."""
     dropped_for_batch: int = 0
     """Groups that the filter dropped since the last batch."""
+    not_replaced: int = 0
+    """Those that it would have kept if the batch had needed them: no group starts in their place."""
 
     def take(self, version: int) -> Prompt | None:
         """Take a prompt, whose group is in flight from now on; ``None`` if no prompt is left."""
@@ -70,6 +72,16 @@ class Ledger:
                 self.accounting.failed += 1
         del self.finished_rollouts[group.group_index]
 
+    def observe(self, group: Group) -> None:
+        """Pass the rewards of a group in flight to the sampler; those of a failed group do not count."""
+        if group.outcome != "failed":
+            self.data_buffer.observe(group.prompt, group.rollout_rewards)
+
+    def sampler_metrics(self) -> dict[str, float]:
+        """The numbers of the sampler, if there is one."""
+        sampler = self.data_buffer.sampler
+        return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
+
     def put_back(self, prompt: Prompt) -> None:
         """Return the prompt of a group in flight to the buffer; finished rollouts of the group are kept."""
         self.data_buffer.put_back([prompt])
@@ -92,7 +104,7 @@ class Ledger:
         self._remove_ready(groups)
         self.accounting.in_batch += len(groups)
         self.accounting.check()
-        self.dropped_for_batch = 0
+        self.dropped_for_batch = self.not_replaced = 0
 
     def _remove_ready(self, groups: Collection[Group]) -> None:
         for group in groups:

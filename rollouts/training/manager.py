@@ -16,6 +16,8 @@ This module does not know models, the network or agents; it calls a ``generate_f
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
@@ -39,10 +41,12 @@ from rollouts.training.fail_fast import FailFast
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
+from rollouts.training.length_bias import LengthBias
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
 from rollouts.training.rollout_log import RolloutLog
 from rollouts.training.running_groups import RunningGroups
+from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
 
@@ -79,6 +83,7 @@ class AsyncRolloutManager:
         failures: lost attempts by cause, and their lengths compared with those of sound attempts.
         metrics: metrics of the last batch.
         staleness: the announced policy versions, and the bound on the age of a group.
+        slots: admits rollouts; it counts the running and the waiting ones.
     """
 
     def __init__(
@@ -98,17 +103,19 @@ class AsyncRolloutManager:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
+        self._length_bias = LengthBias()
         self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
-        self._streaming = False
+        self._filling = self._streaming = False
         self._idle = IdleClock()
         self._on_group = on_group
         self._rollout_log = rollout_log
         self._running = RunningGroups()
+        self.slots = Slots(config.in_flight, self._start_on_free_slot)
         self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
         attempts = self._ledger.failed_attempts
-        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce)
+        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -209,6 +216,8 @@ class AsyncRolloutManager:
                 the batch was not filled within ``batch_seconds``: groups accepted or in flight are kept.
         """
         began = time.monotonic()
+        if not self._streaming:  # else since the last batch: generation continues while the caller trains
+            self.slots.begin_metrics()
         with deadline(self.config.batch_seconds) as limit:
             if self._tasks is not None:
                 await self._gather_groups()
@@ -257,6 +266,7 @@ class AsyncRolloutManager:
             raise RuntimeError("a stream needs the manager open (async with), and to itself")
         self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
         self._streaming = True
+        self.slots.begin_metrics()
         try:
             while True:
                 self.staleness.training = False  # a caller that requests a batch is done with the last one
@@ -275,6 +285,13 @@ class AsyncRolloutManager:
         if not self.accounting.in_flight:
             self._fail_fast.begin_call()
         await self._drop_stale()
+        self._filling = True
+        try:
+            await self._fill_batch(finish_restarted)
+        finally:
+            self._filling = False
+
+    async def _fill_batch(self, finish_restarted: bool) -> None:
         while self._choose_groups() is None or (finish_restarted and self._ledger.restarted):
             _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
             self._top_up()
@@ -283,6 +300,7 @@ class AsyncRolloutManager:
                     await anyio.sleep(_BLOCKED_SECONDS)
                 continue
             if not self.accounting.in_flight:
+                _raise(self._fail_fast.take_error())
                 raise DataExhausted(
                     f"{self.accounting.ready} of {self.config.batch_size} groups are accepted and no prompt is left: "
                     f"{self.data_buffer!r}; {self.accounting}"
@@ -302,12 +320,16 @@ class AsyncRolloutManager:
             with anyio.CancelScope(shield=True):
                 await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
                 self._ledger.drop_ready([group], "too old")
+                self._length_bias.dropped(group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
         numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        if self.staleness.drops:
+            self._length_bias.trained(len(groups), samples)
+            numbers |= self._length_bias.metrics()
         if self._streaming:
             numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
         self._ledger.seal(groups)
@@ -318,9 +340,11 @@ class AsyncRolloutManager:
             **numbers,
             **self.run_metrics.take_lengths(),
             **self.failures.metrics(),
+            **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
+            **self._ledger.sampler_metrics(),
         }
         if self._rollout_log is not None:
             numbers_of_groups = [group.group_index for group in groups]
@@ -338,14 +362,43 @@ class AsyncRolloutManager:
         if self._fail_fast.all_failed and self.accounting.in_flight:
             return  # no further prompt is spent before one of these groups succeeds
         pending = self.accounting.ready + self.accounting.in_flight
-        wanted = self.config.max_inflight_groups - pending
+        wanted = self.config.max_inflight_groups - pending - self._ledger.not_replaced
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
-        for _ in range(wanted if room is None else min(wanted, room)):
-            prompt = self._ledger.take(self.staleness.current)
+        if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
+            wanted = min(wanted, room) if self.config.in_flight is None else room
+        for _ in range(wanted):
+            prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
+            finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
+            self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
             self._idle.stop()
             self._tasks.start_soon(self._run_group, prompt)
+
+    def _start_on_free_slot(self) -> None:
+        """Start groups at the end of a rollout. An error, e.g. of the data source, ends the batch, not that rollout."""
+        try:
+            if self._filling and self._choose_groups() is None:
+                _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
+                self._top_up()
+            elif self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
+                self._top_up()
+        except Exception as error:  # noqa: BLE001
+            self._fail_fast.stop(error)
+            self._running.wake()
+
+    def _take(self) -> Prompt | None:
+        """Take a prompt and record it in the same step, so that draws and outcomes have one order in the log."""
+        prompt = self._ledger.take(self.staleness.current)
+        if prompt is not None and self._rollout_log is not None:
+            try:
+                self._rollout_log.taken(prompt, self.data_buffer.position_of(prompt))
+            except Exception as error:  # noqa: BLE001 - generate_batch raises it
+                self._fail_fast.stop(error)
+                self._ledger.put_back(prompt)
+                self._ledger.landed(prompt)
+                return None
+        return prompt
 
     async def _run_group(self, prompt: Prompt) -> None:
         """Run one group and account for it, also on errors and cancellation."""
@@ -353,15 +406,13 @@ class AsyncRolloutManager:
         settled = False
         scope = self._running.begin(group_index(prompt))
         try:
-            if self._rollout_log is not None:
-                self._rollout_log.taken(prompt)
             with scope:  # put_back cancels it
                 async with self._start_lock:  # groups start one at a time: all at once would block the event loop
                     await anyio.lowlevel.checkpoint()
                 with at(f"group {prompt.group_index}"):
                     group = await self._runner.run(prompt, finished)
                     with anyio.CancelScope(shield=True):
-                        await self._record(group)
+                        await self._record(group, functools.partial(self._ledger.observe, group))
                         self._ledger.account_for(group)
                         settled = True
                         self._fail_fast.saw(group)
@@ -374,19 +425,30 @@ class AsyncRolloutManager:
             if not self.accounting.in_flight:
                 self._idle.start()
             self._running.end(group_index(prompt))
+            self.slots.close(group_index(prompt))
         if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
 
-    async def _record(self, group: Group) -> None:
-        if self._rollout_log is not None:
-            await self._rollout_log.settled(group)
+    async def _record(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
+        if self._rollout_log is None:
+            appended()
+        else:
+            await self._rollout_log.settled(group, appended)
         if self._on_group is not None:
             name = f"recording with {function_name(self._on_group)}"
             await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
 
     def _is_scarce(self) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are generated beyond its size."""
-        return self._ledger.dropped_for_batch >= self.config.max_inflight_groups - self.config.batch_size
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size.
+
+        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        """
+        at_once = math.ceil(self.config.max_inflight_rollouts / self.config.n_samples_per_prompt)
+        spare = at_once - self.config.batch_size
+        if max(self._ledger.dropped_for_batch, self._ledger.not_replaced) >= spare:
+            return True
+        self._ledger.not_replaced += 1
+        return False
 
 
 def _raise(error: Exception | None) -> None:

@@ -20,7 +20,9 @@ from rollouts.training.types import Sample
 
 __all__ = ["ManagerState"]
 
-_VERSION = 1
+_VERSION = 2
+_READ = (1, 2)
+"""The versions that can be read; the buffer's state of the first one has no sampler."""
 
 
 @attrs.define(kw_only=True)
@@ -61,8 +63,8 @@ class ManagerState:
         Raises:
             ConfigError: another version, damaged, or saved with other data.
         """
-        if data.get("version") != _VERSION:
-            raise ConfigError.of("state_dict.version", data.get("version"), str(_VERSION))
+        if data.get("version") not in _READ:
+            raise ConfigError.of("state_dict.version", data.get("version"), " or ".join(map(str, _READ)))
         try:
             state = cls(
                 accounting=msgspec.convert(data["accounting"], Accounting),

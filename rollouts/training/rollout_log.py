@@ -6,7 +6,7 @@ when the record is durable. The scheduler knows this protocol and no implementat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from rollouts.agent.turn_log import TurnLog
@@ -20,8 +20,8 @@ __all__ = ["RolloutLog"]
 class RolloutLog(Protocol):
     """Receives the events of a :class:`~rollouts.training.manager.AsyncRolloutManager` in order."""
 
-    def taken(self, prompt: Prompt) -> None:
-        """A prompt was taken from the buffer."""
+    def taken(self, prompt: Prompt, position: int | None) -> None:
+        """A prompt was taken from the buffer; a sampler chose it at this position in the data."""
 
     def turn_log(self, index: int) -> TurnLog:
         """Return the turn log of one attempt at the rollout ``index``, with turns stored by an earlier process."""
@@ -33,8 +33,9 @@ class RolloutLog(Protocol):
     async def finished(self, samples: Sequence[Sample]) -> None:
         """A rollout is finished and scored; ``samples`` are its branches. Returns when the record is durable."""
 
-    async def settled(self, group: Group) -> None:
-        """A group has its outcome. Returns when the record is durable."""
+    async def settled(self, group: Group, appended: Callable[[], None]) -> None:
+        """A group has its outcome. Calls ``appended`` when the record has its place in the log, before any other event;
+        returns when it is durable."""
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
         """Batch ``number`` is handed to the caller."""

@@ -27,10 +27,14 @@ class RunningGroups:
     def end(self, index: int) -> None:
         """Note that a group is accounted for."""
         del self._scopes[index]
+        self.wake()
+
+    def wake(self) -> None:
+        """End the wait for the next end, e.g. for an error."""
         self._ended.set()
 
     async def next_end(self) -> None:
-        """Wait until a further group has ended."""
+        """Wait until a further group has ended, or :meth:`wake` is called."""
         if self._ended.is_set():
             self._ended = anyio.Event()
         await self._ended.wait()

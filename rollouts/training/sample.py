@@ -308,7 +308,9 @@ class Sample:
         if not self._is_unchanged():
             self._tokens, self._loss_mask = self.token_column, self.mask_column
             self._rollout_log_probs = self.logprob_column
-        return self.check()
+            self._check_columns()
+        check_values(self)
+        return self
 
     def check(self) -> Sample:
         """Check the sample and return it.

@@ -7,6 +7,7 @@ creates no sample, and does not know how one stores its columns.
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
@@ -80,7 +81,22 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
 )
 """Of each field that user code may have assigned, or that has another form as plain data: its name, whether a value is
 valid, what is expected, and the function that reads its plain data. Images are read by :func:`_restore_images`."""
-_SLOTS = {name: f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS}
+_SOUND_TYPES: dict[str, set[type]] = {
+    "prompt": {str},
+    "metadata": {dict},
+    "stop_reason": {StopReason, type(None)},
+    "failure": {Failure, type(None)},
+    "history": {type(None)},
+    "times": {Timeline},
+    "named_images": {dict},
+    "response": {str, CompactRecord},
+    "messages": {list, tuple, CompactRecord},
+    "completions": {CompactRecord},
+    "versions": {CompactRecord},
+}
+"""The types whose values are valid, whatever they contain; values of other types are looked at."""
+_slots_of = operator.attrgetter(*(f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS))
+_CHECKS = [(name, _SOUND_TYPES.get(name, set()), good, expected) for name, good, expected, _ in _FIELDS]
 
 
 def check_values(sample: Any) -> None:
@@ -89,9 +105,8 @@ def check_values(sample: Any) -> None:
     Raises:
         ConfigError: a field has a wrong type or length.
     """
-    for name, good, expected, _ in _FIELDS:
-        value = getattr(sample, _SLOTS[name])
-        if type(value) is not CompactRecord and not good(value):
+    for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
+        if type(value) not in sound_types and not good(value):
             raise ConfigError.of(f"Sample.{name}", value, expected)
     for name in ("advantages", "teacher_log_probs"):
         column = getattr(sample, f"_{name}")

@@ -212,6 +212,8 @@ def _pack(sample: Sample) -> None:
     sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
     metrics: dict[str, Any] = sample.metrics
     for name, value in metrics.items():
+        if type(value) is int and -(2**53) < value < 2**53:
+            continue
         number = _number(f"Sample.metrics[{name!r}]", value)
         if type(value) is not float:
             is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53

@@ -18,6 +18,7 @@ __all__ = ["status_of", "trajectory_to_sample", "trajectory_to_samples"]
 
 _STATUS = {
     StopReason.TASK_COMPLETED: Status.COMPLETED,
+    StopReason.MALFORMED_REPLY: Status.COMPLETED,
     StopReason.ABORTED: Status.ABORTED,
     StopReason.FAILED: Status.FAILED,
 }

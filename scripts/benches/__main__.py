@@ -44,7 +44,7 @@ def _suite(argv: list[str]) -> None:
         sys.exit("missed targets: " + "; ".join(short))
 
 
-OTHERS = ("fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "workers")
+OTHERS = ("fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "slots", "workers")
 """Modules with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
 
 

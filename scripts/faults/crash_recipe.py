@@ -38,6 +38,7 @@ def recipe(
     *,
     witness: Path,
     programs: bool = False,
+    in_flight: int | None = None,
     batch_size: int = 4,
     n_samples_per_prompt: int = 4,
     prompts: int = 300,
@@ -48,7 +49,8 @@ def recipe(
         endpoint,
         batch_size=batch_size,
         n_samples_per_prompt=n_samples_per_prompt,
-        over_sampling_factor=1.5,
+        over_sampling_factor=1.5 if in_flight is None else 3.0,
+        in_flight=in_flight,
         prompts=prompts,
         epochs=None,
     )

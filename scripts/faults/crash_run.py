@@ -161,6 +161,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
     parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
+    parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     args.longest = args.longest or (15.0 if args.programs else 2.5)
@@ -270,6 +271,8 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     run, witness, log = folder / "run", folder / "witness", folder / "log"
     base = ["run", str(RECIPE), "--endpoint", url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
     base += ["--set", f"programs={args.programs}"]
+    if args.in_flight is not None:
+        base += ["--set", f"in_flight={args.in_flight}"]
     options = ["--set", f"witness={witness}"]
     os.environ["TMPDIR"] = str(folder / "tmp")  # a killed run leaves the folders of its programs
     (folder / "tmp").mkdir(exist_ok=True)

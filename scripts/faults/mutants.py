@@ -57,6 +57,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/agent/replies.py": _EPISODE,
     "rollouts/agent/turn_recorder.py": _EPISODE,
     "rollouts/renderer/bridge.py": ("tests/renderer/test_bridge_text.py", "tests/renderer/test_bridge.py"),
+    "rollouts/renderer/bridge_forms.py": ("tests/renderer/test_bridge_text.py",),
     "rollouts/runs/run_journal.py": (
         "tests/runs/test_run_journal_laws.py",
         "tests/runs/test_run_journal.py",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,6 +172,47 @@ def test_a_verb_that_cannot_be_loaded_is_bad_input(
     """One line with its distribution, and the exit code 2."""
     assert main([verb]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["dist-info", "egg-info", "egg", "zip", "finder"])
+def test_a_distribution_is_found_in_each_form(form: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """As ``importlib.metadata`` finds it: an unpacked or an editable one, an egg, a zip file, or by its own finder."""
+    assert "planted" not in plugins("rollouts.commands")
+    folder = tmp_path / ("site.egg" if form == "egg" else "site")
+    names = {"egg": "EGG-INFO", "egg-info": "vendor.egg-info"}
+    info = folder / names.get(form, "vendor-2.0.dist-info")
+    info.mkdir(parents=True)
+    fields = "Metadata-Version: 2.1\nName: vendor\nVersion: 2.0\n"
+    (info / "METADATA").write_text(fields)
+    (info / "PKG-INFO").write_text(fields)
+    (info / "entry_points.txt").write_text("[rollouts.commands]\nplanted = vendor:add\n")
+    if form == "finder":
+
+        class Finder(importlib.metadata.DistributionFinder):
+            def find_spec(self, *arguments: object) -> None:
+                return None
+
+            def find_distributions(self, context: object = None) -> list[importlib.metadata.Distribution]:
+                return [importlib.metadata.PathDistribution(info)]
+
+        request.addfinalizer(functools.partial(sys.meta_path.remove, finder := Finder()))
+        sys.meta_path.append(finder)
+    else:
+        packed = shutil.make_archive(str(tmp_path / "packed"), "zip", folder) if form == "zip" else str(folder)
+        request.addfinalizer(functools.partial(sys.path.remove, packed))
+        sys.path.insert(0, packed)
+    assert plugins("rollouts.commands")["planted"].points[0].value == "vendor:add"
+
+
+def test_without_plug_ins_the_search_is_not_imported() -> None:
+    """``importlib.metadata`` takes longer to import than all that ``rollouts --help`` needs."""
+    code = (
+        "import sys; known = {*sys.modules}\n"
+        "from rollouts.base.plugins import plugins\n"
+        "assert plugins('rollouts.unknown') == {}\n"
+        "assert 'importlib.metadata' not in {*sys.modules} - known"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_help_lists_verbs_of_packages_without_an_import(vendor: Path) -> None:

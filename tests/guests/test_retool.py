@@ -112,10 +112,10 @@ def test_real_rows_load(asset: Callable[[str], Path]) -> None:
     [
         ("", "at least one row"),
         ("x", "line 1: not JSON"),
-        ("[]", "row 1: got"),
-        ('{"problem": "?"}', "row 1: got .*expected prompt and label"),
-        ('{"problem": "?", "answer": " "}', "row 1: got"),
-        ('{"prompt": [1], "label": "1"}', "row 1: prompt: got"),
+        ("[]", "line 1: got"),
+        ('{"problem": "?"}', "line 1: got .*expected prompt and label"),
+        ('{"problem": "?", "answer": " "}', "line 1: got"),
+        ('{"prompt": [1], "label": "1"}', "line 1: prompt: got"),
     ],
 )
 def test_invalid_rows_are_refused(text: str, words: str, tmp_path: Path) -> None:

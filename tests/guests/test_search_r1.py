@@ -101,7 +101,7 @@ def test_invalid_rows_are_refused(text: str, tmp_path: Path) -> None:
     """The error names the row, before work starts."""
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"row 1: got|at least one row"):
+    with pytest.raises(ConfigError, match=r"line 1: got|at least one row"):
         load_search_r1(str(path))
 
 

@@ -116,14 +116,14 @@ def test_rows_of_a_parquet_file_have_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({**ROW, "images": None}, "row 1: got {.*expected an object with images"),
-        ({**ROW, "problem": "<image>"}, "row 1: problem: got 1; expected 2 times <image>, one an image"),
-        ({**ROW, "images": [RED.url, "../secret.png"]}, r"row 1: images\[1\]: path: got .*expected a file inside"),
-        ({**ROW, "images": [RED.url, "/etc/passwd"]}, r"row 1: images\[1\]: path: got .*expected a file inside"),
-        ({**ROW, "images": [RED.url, "https://a/b.png"]}, r"row 1: images\[1\]: image: got '.*expected"),
-        ({**ROW, "images": [base64.b64encode(b"no").decode(), RED.url]}, r"row 1: images\[0\]: image: got"),
-        ({**ROW, "images": [{"bytes": None, "path": None}, RED.url]}, r"row 1: images\[0\]: image: got None"),
-        ([1], "row 1: got .*expected an object with images"),
+        ({**ROW, "images": None}, "line 1: got {.*expected an object with images"),
+        ({**ROW, "problem": "<image>"}, "line 1: problem: got 1; expected 2 times <image>, one an image"),
+        ({**ROW, "images": [RED.url, "../secret.png"]}, r"line 1: images\[1\]: path: got .*expected a file inside"),
+        ({**ROW, "images": [RED.url, "/etc/passwd"]}, r"line 1: images\[1\]: path: got .*expected a file inside"),
+        ({**ROW, "images": [RED.url, "https://a/b.png"]}, r"line 1: images\[1\]: image: got '.*expected"),
+        ({**ROW, "images": [base64.b64encode(b"no").decode(), RED.url]}, r"line 1: images\[0\]: image: got"),
+        ({**ROW, "images": [{"bytes": None, "path": None}, RED.url]}, r"line 1: images\[0\]: image: got None"),
+        ([1], "line 1: got .*expected an object with images"),
     ],
 )
 def test_another_row_is_refused_by_its_number(row: Any, message: str, tmp_path: Path) -> None:

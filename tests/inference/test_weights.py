@@ -101,17 +101,32 @@ class Busy:
     """Whether a flush succeeds under such a pause."""
     continues: list[Any] = attrs.field(factory=list)
     """First responses of ``/continue_generation``, without a continue."""
+    http_workers: int = 1
+    """Processes that take connections in turn. Each stores the versions that it was sent itself, and learns of a pause
+    by another only later; until then it waits for its requests, which the pause holds, before it loads."""
     mode: str | None = None
     version: str = "0"
+    """That of the scheduler, which replies have."""
     flushed: bool = False
     calls: list[str] = attrs.field(factory=list)
+    stored: dict[int, str] = attrs.field(factory=dict)
+    """The versions that the HTTP workers store."""
+    worker: int = 0
+    """The HTTP worker that answers the present request."""
+    paused: int | None = None
+    """The HTTP worker that was asked for the present pause."""
+    ports: list[int] = attrs.field(factory=list)
+    """Those of the connections so far."""
 
     def __call__(self, request: Asked) -> Any:
-        self.calls.append(request.path.removeprefix("/"))
+        self.calls.append(request.path.removeprefix("/").replace("/", "_"))
+        if request.port not in self.ports:
+            self.ports.append(request.port)
+        self.worker = self.ports.index(request.port) % self.http_workers
         return getattr(self, self.calls[-1])(request.body)
 
     def pause_generation(self, body: Any) -> Any:
-        self.mode = body["mode"]
+        self.mode, self.paused = body["mode"], self.worker
         return {"status": "ok"}
 
     def continue_generation(self, body: Any) -> Any:
@@ -121,24 +136,37 @@ class Busy:
         return {"status": "ok"}
 
     def update_weights_from_disk(self, body: Any) -> Any:
+        if self.mode is not None and self.worker != self.paused:
+            return None
         if self.reports_version and isinstance(self.update, dict) and self.update["success"]:
-            self.version = body["weight_version"]
+            self.version = self.stored[self.worker] = body["weight_version"]
         return self.update
 
     def flush_cache(self, body: Any) -> Any:
-        self.flushed = self.flushes and self.mode == "retract"
+        self.flushed = self.flushes and self.mode in ("retract", "abort")
         return (200, b"Cache flushed.\n") if self.flushed else (400, b"Flush cache failed.\n")
 
     def update_weight_version(self, body: Any) -> Any:
         assert body["abort_all_requests"] is False
-        self.version = body["new_version"]
+        self.version = self.stored[self.worker] = body["new_version"]
         return {"success": True}
 
     def workers(self, body: Any) -> Any:
         return 404, b""
 
     def model_info(self, body: Any) -> Any:
-        return {"model_path": "model", "weight_version": self.version}
+        return {"model_path": "model", "weight_version": self.stored.get(self.worker, "0")}
+
+    def server_info(self, body: Any) -> Any:
+        return {"tokenizer_worker_num": self.http_workers}
+
+    def v1_models(self, body: Any) -> Any:
+        return {"data": []}
+
+    def generate(self, body: Any) -> Any:
+        spans = [{"version": self.version, "start": 0, "end": 1}]
+        meta = {"finish_reason": {"type": "length", "length": 1}, "weight_versions": spans}
+        return {"output_ids": [1], "meta_info": {**meta, "weight_version": self.stored.get(self.worker, "0")}}
 
 
 async def cached(policy: SGLangPolicy) -> int:
@@ -192,7 +220,7 @@ async def test_the_cache_is_flushed_whatever_the_server_reports(while_running: W
         await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running=while_running)
     assert (server.flushed, server.version, server.mode) == (True, "1", None)
     assert server.calls.index("flush_cache") > server.calls.index("update_weights_from_disk")
-    if while_running == "retract":  # no request may start between the new weights and the flush
+    if while_running in ("retract", "abort"):  # no request may start between the new weights and the flush
         assert "continue_generation" not in server.calls[: server.calls.index("flush_cache")]
 
 
@@ -226,6 +254,49 @@ async def test_a_server_that_reports_another_version_is_an_error() -> None:
     async with JsonServer(server) as listening:
         with pytest.raises(EndpointRefused, match="weight_version '0'; expected '1'"):
             await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+
+
+@pytest.mark.parametrize("while_running", ["retract", "wait", "abort", "in_place"])
+@pytest.mark.parametrize("http_workers", [2, 3])
+async def test_a_server_with_several_http_workers_is_updated(while_running: WhileRunning, http_workers: int) -> None:
+    """SGLang stores the version in each HTTP worker: a reply names that of the scheduler, 20 times of 20."""
+    server = Busy(http_workers=http_workers)
+    async with JsonServer(server) as listening:
+        for number in range(1, 21):
+            await update_weights(
+                endpoint_at(listening.url), DEMO_MODEL, f"v{number}", while_running=while_running, seconds=20.0
+            )
+    assert (server.version, server.mode) == ("v20", None)
+
+
+async def test_a_reply_of_several_http_workers_shows_other_weights() -> None:
+    """Where the scheduler did not take the version, the update fails."""
+    server = Busy(http_workers=2, reports_version=False)
+    async with JsonServer(server) as listening:
+        with pytest.raises(EndpointRefused, match="weight_version '0'; expected '1'"):
+            await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+
+
+@pytest.mark.parametrize("while_running", ["wait", "abort"])
+async def test_several_http_workers_retract_in_every_mode(
+    while_running: WhileRunning, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An HTTP worker waits for its own requests only: those of the others would run on under the new weights."""
+    server = Busy(http_workers=2)
+    async with JsonServer(server) as listening:
+        await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running=while_running)
+    assert server.calls.index("pause_generation") < server.calls.index("update_weights_from_disk")
+    assert f"while_running='{while_running}'" in caplog.text
+    assert "--tokenizer-worker-num 2" in caplog.text
+
+
+async def test_several_http_workers_describe_one_version() -> None:
+    """A policy sees the version of the scheduler, whichever HTTP worker answers."""
+    server = Busy(http_workers=2)
+    async with JsonServer(server) as listening, SGLangPolicy(endpoint_at(listening.url)) as policy:
+        await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1")
+        infos = [await policy.describe() for _ in range(4)]
+    assert {(info.weight_version, info.http_workers) for info in infos} == {("1", 2)}
 
 
 async def test_a_continue_that_fails_is_sent_again() -> None:
@@ -321,6 +392,22 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
         assert [request.body.get("extra_key") for request in stub.requests] == [None, None, "1"]
         async with SGLangPolicy(endpoint_at(listening.url)) as updated:
             assert updated._namespaces.of("new", listening.url) == "1"
+
+
+async def test_new_conversations_after_an_update_by_another_process_read_no_old_cache() -> None:
+    """The client sees the newer version in replies; conversations that began before it keep their prefix."""
+    info = {"model_path": "stub", "weight_version": "v1"}
+    async with StubServer(model_info=info) as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
+
+        async def ask(session: str) -> None:
+            await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session=session))
+
+        await ask("old")
+        await ask("also old")
+        info["weight_version"] = "v2"
+        for session in ("old", "also old", "new", "old"):
+            await ask(session)
+    assert [request.body.get("extra_key") for request in stub.requests] == [None, None, None, None, "v2", None]
 
 
 # -- routers and keys -------------------------------------------------------------------------------------------------

@@ -128,6 +128,12 @@ def test_a_recipe_brings_its_limits_and_rewards() -> None:
     assert (own.limits, own.attempts, own.history) == (Limits(max_turns=2), 4, "error")
 
 
+def test_a_sampler_is_refused() -> None:
+    """The trainer chooses the prompts: the option would have no effect."""
+    with pytest.raises(ConfigError, match=r"sampler: got 'PassRateSampler'; expected .uniform.: the trainer chooses"):
+        Episodes.of(recipe="calculator", recipe_options={"sampler": "pass_rate"})
+
+
 def test_a_reward_for_whole_groups_is_refused(tmp_path: Path) -> None:
     """One rollout at a time is scored; another reward function can be named."""
     (tmp_path / "of_groups.py").write_text(

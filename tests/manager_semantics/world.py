@@ -39,6 +39,7 @@ from rollouts.training import (
     Sample,
     Status,
 )
+from rollouts.training.failures import FailurePolicy
 
 
 class Till(DataBuffer):
@@ -224,6 +225,8 @@ class Scene:
     """Probability that a batch is cancelled, or the manager closed before it."""
     longest: int
     """Scheduling points of the longest rollout."""
+    in_flight: int | None = None
+    replacements: int = 0
 
 
 class World:
@@ -235,6 +238,7 @@ class World:
         self.done: set[int] = set()
         self.settled: list[Group] = []
         self.violations: list[str] = []
+        self.alive = 0
         self.manager: AsyncRolloutManager | None = None
 
     def rng(self, *what: object) -> random.Random:
@@ -291,6 +295,17 @@ class World:
             self.violations.append(f"{in_work} groups in work: {counts}")
 
     async def generate(self, prompts: Sequence[Prompt]) -> Any:
+        self.alive += 1
+        assert self.manager is not None
+        most = self.manager.config.in_flight
+        if most is not None and self.alive > most:
+            self.violations.append(f"{self.alive} rollouts run at once; at most {most} may")
+        try:
+            return await self.outcome(prompts)
+        finally:
+            self.alive -= 1
+
+    async def outcome(self, prompts: Sequence[Prompt]) -> Any:
         self.look()
         (request,) = prompts
         assert request.index is not None
@@ -375,6 +390,8 @@ class World:
                 "group_rm": scene.whole,
                 "filter_fn": self.filter if scene.threads else self.awaited_filter,
                 "max_attempts": scene.attempts,
+                "in_flight": scene.in_flight,
+                "failures": {"generate": FailurePolicy(replacements=scene.replacements)},
                 "patience": 40,
                 **changes,
             }
@@ -398,6 +415,8 @@ class World:
         assert counts.failed == len(ended["failed"])
         assert counts.ready == len(ready)
         assert counts.in_flight == 0, "a closed manager has nothing in flight"
+        assert (manager.slots.running, manager.slots.waiting) == (0, 0), "all slots are free"
+        assert manager.slots.has_room(), "no slot is reserved"
 
         left = [group for group in till.out if till.out[group] == till.back[group]]
         places = [*in_batches, *ready, *ended["dropped"], *ended["failed"], *left]

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.dtypes import Prompt
-from rollouts.planning.plan import MeasuredSpeed, Plan, measured, plan, show_plan
+from rollouts.planning.plan import MeasuredSpeed, Plan, measured, plan, show_plan, spread
 from rollouts.planning.simulation import VirtualLoop
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
@@ -156,3 +156,74 @@ def test_what_was_not_measured_is_marked(from_one: tuple[Plan, MeasuredSpeed]) -
         for line in lines
     )
     assert max(map(len, lines[:5])) <= 80
+
+
+SLOTS, HEAVY_N = 48, 4
+
+
+def make_heavy_run(folder: Path, factor: float, in_flight: int) -> tuple[float, float]:
+    """Store a run of lognormal rollouts; returns the mean seconds and ages of its batches, without the first ones."""
+    ages: list[int] = []
+    ends: list[float] = []
+    began: dict[int, int] = {}
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        assert prompt.group_index is not None
+        began.setdefault(prompt.group_index, manager.batches)
+        seconds = 20 * random.Random(f"heavy/{prompt.index}").lognormvariate(0, 1)
+        await anyio.sleep(seconds)
+        sample = some_sample(prompt, 0)
+        sample.metrics["generation_seconds"] = seconds
+        return [sample]
+
+    config = RolloutConfig(
+        batch_size=8,
+        n_samples_per_prompt=HEAVY_N,
+        over_sampling_factor=factor,
+        in_flight=in_flight,
+        generate_fn=generate,
+        rollout_seconds=1e6,
+    )
+    writer = RunWriter(folder, {"config": config.describe()}, format="jsonl")
+
+    async def store(group: Group) -> None:
+        writer.on_group(group)
+
+    data = DataBuffer([{"prompt": "?", "label": number} for number in range(50)], seed=0)
+    manager = AsyncRolloutManager(config, data, on_group=store)
+
+    async def run() -> None:
+        async with manager:
+            for number in range(60):
+                samples = await manager.generate_batch()
+                writer.write_batch(samples, manager.metrics, manager.accounting)
+                if number >= 15:
+                    ages.extend(number - began[sample.group_index or 0] for sample in samples)
+                    ends.append(anyio.current_time())
+            writer.finish("finished", manager.accounting)
+
+    anyio.run(run, backend_options={"loop_factory": VirtualLoop})
+    return (ends[-1] - ends[0]) / (len(ends) - 1), statistics.fmean(ages)
+
+
+def test_a_heavy_tailed_run_with_slots_is_predicted(tmp_path: Path) -> None:
+    """From a stored run of one factor, seconds and ages of that and of other factors are within 10 % of their runs."""
+    made = {factor: make_heavy_run(tmp_path / f"{factor:g}", factor, SLOTS) for factor in (2.0, 3.0, 5.0)}
+    workload = measured([tmp_path / "3"])
+    assert workload.in_flight == SLOTS
+    found = plan(
+        workload,
+        batch_size=8,
+        n=HEAVY_N,
+        speed=workload.speed,
+        in_flight=SLOTS,
+        factors=made,
+        servers=(),
+        batches=60,
+    )
+    for option in found.options:
+        assert option.measured, "at most in_flight rollouts run, whatever the factor"
+        assert option.seconds == pytest.approx(made[option.factor][0], rel=0.1)
+        assert option.filled.age == pytest.approx(made[option.factor][1], rel=0.1)
+    assert spread(workload, HEAVY_N) == pytest.approx(2.2, rel=0.15)

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import datetime
 import functools
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
-from rollouts.renderer.bridge import STRATEGIES, Kept, bridge_text, closes_turns, one_round, short, whole, with_kept
+from rollouts.renderer.bridge import (
+    STRATEGIES,
+    Kept,
+    bridge_text,
+    closes_turns,
+    one_round,
+    short,
+    whole,
+    with_kept,
+)
+from rollouts.renderer.bridge_forms import BridgeForms
 from rollouts.renderer.template import ChatTemplate
 
 SYSTEM, USER, REPLY = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
@@ -333,3 +345,86 @@ def test_a_template_that_refuses_the_turn_with_calls_is_not_asked_for_another() 
 def test_a_template_closes_its_turns_or_does_not(source: str, closes: bool) -> None:
     """White space closes none; a template that cannot be asked counts as one that does."""
     assert closes_turns(template(source)) == closes
+
+
+# -- known forms ------------------------------------------------------------------------------------------------------
+
+
+class Counting(ChatTemplate):
+    """Counts its renderings."""
+
+    renderings = 0
+
+    def render(self, *arguments: Any, **options: Any) -> str:
+        self.renderings += 1
+        return super().render(*arguments, **options)
+
+
+def result(text: str, name: str = "look") -> Message:
+    return Message("tool", text, tool_call_id="id1", name=name)
+
+
+def test_a_bridge_of_a_known_shape_is_rendered_once() -> None:
+    """Whatever its texts; if one contains a stop token, and in another shape, it is rendered twice."""
+    counting = Counting(TURNS, name="t", variables={}, moment=datetime.datetime(2031, 2, 3))
+    forms = BridgeForms()
+
+    def renderings(*new: Message) -> int:
+        before = counting.renderings
+        text = bridge_text(counting, short, CALLED, new, (), ["<end>"], forms)
+        assert text == "<end>" + "".join(f"<{m.role}>{m.text}<end>" for m in new) + "<assistant>"
+        return counting.renderings - before
+
+    counts = [renderings(result(text)) for text in ("r", "s", " s\n", "<end>", "l<end>r", "", " ", "t")]
+    assert counts == [2, 1, 1, 2, 2, 1, 1, 1]
+    assert [renderings(result("r"), USER), renderings(result("r", "jump")), renderings(result("r"), USER)] == [2, 2, 1]
+
+
+SOURCES = (
+    TURNS,
+    OPEN_CALLS,
+    TURNS.replace("]", ""),
+    TURNS.replace("{{ m.content }}", "{{ m.content | trim }}"),
+    TURNS.replace("{{ m.content }}", "{{ m.content | tojson }}"),
+    TURNS.replace("<end>", "{{ ' ' * (loop.nextitem.content | length) if m.role == 'assistant' }}<end>"),
+    TURNS.replace("<end>", "{{ '<end>' if not m.tool_calls or messages[-1].content != 'r' }}"),
+    TURNS.replace("<end>", "{{ '<end>' if not m.tool_calls or messages[0].content != 'r' }}"),
+    TURNS.replace("<end>", "{{ '<end>' if m.tool_calls | length != 1 or messages[0].content != 'r' }}"),
+    TURNS.replace("in messages", "in messages if m.content != 'r'"),
+    TURNS.replace("in messages", "in messages if not m.tool_calls or messages[-1].content != 'r'"),
+    TURNS.replace("in messages", "in messages[:-2] + [messages[-1], messages[-2]]"),
+    TURNS.replace("in messages", "in (messages if messages[0].content != 'r' else messages[:-1])"),
+    TURNS.replace("in messages", "in messages | sort(attribute='role', reverse=true)"),
+)
+"""Templates that write turns in one way, or in ways that depend on texts of the conversation."""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_known_forms_change_no_bridge(source: str) -> None:
+    """Bridges of random conversations are the same, or refused with the same words, whatever bridges came before."""
+    rng = random.Random(source)
+    texts = ["r", "s", "<end>", "r<end>", "", " ", "]", "<end><tool>r", "<tool>", "]<end>", "\n"]
+    forms: dict[tuple[str, ...], BridgeForms] = {
+        ("<end>",): BridgeForms(),
+        ("<end>", "<tool>"): BridgeForms(),
+        ("<no>",): BridgeForms(),
+    }
+    for _ in range(400):
+        called = Message("assistant", tool_calls=[ToolCall("look", {}, id="id1")])
+        history = [Message("user", rng.choice(texts)), rng.choice([called, REPLY])]
+        new = [
+            rng.choice([result, functools.partial(Message, "user")])(rng.choice(texts))
+            for _ in range(rng.randint(1, 3))
+        ]
+        for stops, known in forms.items():
+            written = [_written(source, history, new, stops, each) for each in (BridgeForms(), known)]
+            assert written[0] == written[1], (history, new, stops)
+
+
+def _written(
+    source: str, history: Sequence[Message], new: Sequence[Message], stops: Sequence[str], forms: BridgeForms
+) -> str:
+    try:
+        return bridge_text(template(source), whole, history, new, (), stops, forms)
+    except ConfigError as error:
+        return str(error)

@@ -38,10 +38,10 @@ from rollouts.recipe import agent_recipe
 def length(sample):
     return float(len(sample.response))
 
-def recipe(endpoint, *, temperature: float = 1.0, lora: str = ""):
-    prompts = [f"What is {number} + 3?" for number in range(20)]
-    sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 12}
-    sizes |= {"temperature": temperature, "lora": lora or None}
+def recipe(endpoint, *, temperature: float = 1.0, groups: int = 2, most: int = 12, least: int = 0, lora: str = ""):
+    prompts = [f"What is {number} + 3?" for number in range(10 * groups)]
+    sizes = {"batch_size": groups, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": most}
+    sizes |= {"temperature": temperature, "min_new_tokens": least, "lora": lora or None}
     return agent_recipe("small", endpoint, CalculatorEnvironment, prompts, reward_fn=length, keep="all", **sizes)
 """
 
@@ -169,6 +169,66 @@ async def test_greedy_logprobs_are_those_of_temperature_1(recipe: Path, tmp_path
     report = check_logprobs(tmp_path / "run", {None: DEMO_MODEL})
     assert (report.violations, report.temperatures) == ([], [0.0])
     assert report.versions[0].largest < 1e-4
+
+
+async def test_a_minimum_masks_the_stop_ids(recipe: Path, tmp_path: Path) -> None:
+    """The first tokens of a reply with ``min_new_tokens`` have logprobs of a distribution without stop ids."""
+    run = tmp_path / "run"
+    async with running_server(DEMO_MODEL) as url:
+        await play(run, recipe=recipe, urls=(url,), options={"least": "8", "temperature": "0.7"})
+    report = check_logprobs(run, {None: DEMO_MODEL})
+    assert report.ok, report
+    assert report.versions[0].largest < 1e-4
+    shutil.rmtree(run / "journal")
+    edit_info(run, lambda info: info["settings"]["sampling"].update(min_new_tokens=0))
+    assert not check_logprobs(run, {None: DEMO_MODEL}).ok
+
+
+async def test_penalised_logprobs_are_refused_by_name(recipe: Path, tmp_path: Path) -> None:
+    """They depend on the tokens before in a way that is not modelled."""
+    run = tmp_path / "run"
+    async with running_server(DEMO_MODEL) as url:
+        await play(run, recipe=recipe, urls=(url,))
+    shutil.rmtree(run / "journal")
+    edit_info(run, lambda info: info["settings"]["sampling"].update(repetition_penalty=1.2))
+    with pytest.raises(ConfigError, match=r"settings\.sampling\.repetition_penalty: got 1\.2; expected 1"):
+        check_logprobs(run, {None: DEMO_MODEL})
+
+
+@pytest.fixture(scope="module")
+def neighbour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with noise of 0.3 % of the standard deviation of each tensor."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("models") / "neighbour"
+    shutil.copytree(DEMO_MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    moved = {name: value + 0.003 * value.std() * torch.randn_like(value) for name, value in weights.items()}
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("served", "code"), [("own", 0), ("neighbour", 1)])
+async def test_neighbouring_weights_are_found_in_bfloat16(
+    neighbour: Path, recipe: Path, tmp_path: Path, served: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 3,000 tokens, although no token shows it; a run of the right weights passes."""
+    run, options = tmp_path / "run", {"groups": "32", "most": "60", "least": "40"}
+    weights = neighbour if served == "neighbour" else DEMO_MODEL
+    async with running_server(weights, reported_model=DEMO_MODEL, dtype="bfloat16") as url:
+        await play(run, recipe=recipe, urls=(url,), options=options)
+    line = ["verify", str(run), "--dtype", "bfloat16", "--model", f"default={DEMO_MODEL}"]
+    assert main([*line, f"near={neighbour}"]) == code
+    printed = capsys.readouterr()
+    assert "signed mean" in printed.out
+    slope = re.search(r"(\d+) tokens, .*slope towards .*neighbour: (-?[\d.]+) ± ([\d.]+)", printed.out)
+    assert slope is not None, printed.out
+    assert 2500 <= int(slope[1]) <= 4500
+    assert abs(float(slope[2]) - code) < 0.2
+    assert float(slope[3]) < 0.03
+    assert ("logprobs of" in printed.err) == bool(code)
 
 
 async def test_each_completion_has_its_own_temperature(recipe: Path, tmp_path: Path) -> None:

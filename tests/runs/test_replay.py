@@ -30,6 +30,7 @@ from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training.samplers import PassRateSampler
 from tests.worlds import RandomWorld, Speller
 
 CHANCE = random.Random(7)
@@ -146,6 +147,24 @@ async def test_a_replay_is_bit_identical(a_run: Path, tmp_path: Path) -> None:
     assert {sample.stop_reason.value for sample in load_run(a_run)} >= {"task_completed", "context_overflow"}  # type: ignore[union-attr]
     assert sum(sample.metrics.get("close_failures", 0) for sample in load_run(a_run)) > 0
     assert max(sample.metrics["attempts"] for sample in load_run(a_run)) > 1
+
+
+async def test_a_run_with_a_sampler_replays_the_recorded_draws(tmp_path: Path) -> None:
+    """Also without the sampler: each group has the prompt of its record, not that of its number."""
+    known = [Sample(prompt=f"question {each}", reward=0.0, rollout_id=roll) for each in range(4) for roll in range(99)]
+
+    def sampled(environment_cls: Any, sampler: PassRateSampler | None) -> Recipe:
+        buffer = DataBuffer([f"question {number}" for number in range(6)], seed=1, sampler=sampler)
+        return attrs.evolve(a_recipe(environment_cls), data_buffer=buffer)
+
+    path = tmp_path / "run"
+    await record(path, sampled(Chaos, PassRateSampler.from_runs([known], n=4)))
+    stored = {sample.group_index: sample.prompt for sample in load_run(path, "all")}
+    order = [prompt.prompt for prompt in a_recipe().data_buffer.get_prompts(6)]
+    assert [stored[number] for number in sorted(stored)][:6] != order[: len(stored)]
+    for sampler in (PassRateSampler.from_runs([known], n=4), None):
+        done = await replay(path, sampled(no_world, sampler))
+        assert (done.samples, done.left_out) == (len(load_run(path, "all")), 0)
 
 
 async def test_a_replay_is_not_written_into_the_files_of_a_run(a_run: Path) -> None:

@@ -17,6 +17,7 @@ import attrs
 import pytest
 from rich.console import Console
 
+from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
@@ -34,12 +35,12 @@ from rollouts.recipe_files import import_file
 
 scores = import_file(Path(__file__).parent / "scores.py")
 
-def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", template: str = ""):
+def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", sampler: str = "uniform"):
     prompts = [f"question {number}" for number in range(40)]
     sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 4}
     world = CalculatorEnvironment if base == "calculator" else SingleTurnEnvironment
     return agent_recipe("small", endpoint, world, prompts, reward_fn=scores.length, keep="all",
-                        temperature=temperature, **sizes)
+                        temperature=temperature, sampler=sampler, **sizes)
 """
 SCORES = """
 def length(sample):
@@ -125,6 +126,7 @@ def other_template(place: Path) -> dict[str, Any]:
 CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sampling.temperature": lambda place: {"options": {"temperature": "0.5"}},
     "options.base": lambda place: {"options": {"base": "single"}},
+    "sampler.name": lambda place: {"options": {"sampler": "pass_rate"}},
     "recipe.text": edit("small.py", "from pathlib", "# another line\nfrom pathlib"),
     "reward.code": edit("scores.py", "float(", "-float("),
     "reward.function": edit("small.py", "scores.length", "(lambda sample: 1.0)"),
@@ -145,7 +147,7 @@ async def test_6_another_setting_is_refused(place: Path, name: str) -> None:
     assert (place / "run" / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["sampling.temperature", "recipe.text", "model.name"])
+@pytest.mark.parametrize("name", ["sampling.temperature", "sampler.name", "recipe.text", "model.name"])
 async def test_6_an_allowed_change_is_recorded_and_printed(place: Path, name: str) -> None:
     """run.json has the change and the batch that it begins with; the next resume compares with the new settings."""
     changed = CHANGES[name](place)
@@ -228,3 +230,18 @@ async def test_a_run_that_fails_before_its_first_rollout_is_failed(place: Path) 
     info = read_info(place / "run")
     assert info["status"] == "failed"
     assert "recording" in info["error"]
+
+
+async def test_unchecked_calls_are_said_by_run_json_show_and_verify(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run with ``calls="unchecked"`` names its dialect wherever it is looked at."""
+    options = {"batch_size": "1", "n_samples_per_prompt": "2", "keep": "all", "dialect": "hermes", "calls": "unchecked"}
+    target = RunTarget(recipe="calculator", model=str(DEMO_MODEL), options=options, batches=1)
+    await play(target, tmp_path / "run")
+    info = read_info(tmp_path / "run")
+    assert (info["settings"]["template"]["calls"], info["options"]["calls"]) == ("unchecked", "unchecked")
+    said = "tool calls: calls=\"unchecked\", dialect 'hermes' read the replies"
+    assert verify_run(tmp_path / "run").notes == [said]
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert said in capsys.readouterr().out

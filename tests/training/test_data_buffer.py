@@ -19,7 +19,7 @@ from rollouts.dtypes import Endpoint, Image, Message
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.recipe import agent_recipe
-from rollouts.training import BufferState, DataBuffer, Prompt, load_prompts
+from rollouts.training import BufferState, DataBuffer, Prompt
 
 
 def texts(count: int) -> list[str]:
@@ -335,36 +335,6 @@ def test_every_shape_of_a_row() -> None:
     assert (a.prompt, b.label, b.metadata, d.group_index) == ("a", 2, {"k": 1}, 3)
     assert c.messages == (Message("user", "c"),)
     assert len(DataBuffer(rows)) == 4
-
-
-def test_prompts_from_a_file(tmp_path: Path) -> None:
-    """One row a line, blank lines apart, up to a limit."""
-    path = tmp_path / "data.jsonl"
-    path.write_text(
-        '{"prompt": "a", "label": "1"}\n\n{"prompt": [{"role": "user", "content": "b"}]}\n{"prompt": "c"}\n'
-    )
-    assert [prompt.messages[0].content for prompt in load_prompts(path)] == ["a", "b", "c"]
-    assert len(load_prompts(path, limit=2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (None, "expected a JSONL file that exists"),
-        ("", "expected at least one row"),
-        ('{"prompt": "a"}\n{"prompt"\n', "data.jsonl, line 2: not JSON"),
-        ('{"prompt": "a"}\n[1]\n', "data.jsonl, line 2: got [1]; expected an object"),
-        ('{"prompt": "a"}\n\n{"text": "b"}\n', "data.jsonl, line 3: row: got ['text']"),
-    ],
-)
-def test_a_bad_file_is_refused_with_its_line(text: str | None, words: str, tmp_path: Path) -> None:
-    """File, line, what was there and what was expected."""
-    path = tmp_path / "data.jsonl"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_prompts(path)
-    assert words in str(caught.value)
 
 
 def test_held_out_prompts_are_never_handed_out() -> None:

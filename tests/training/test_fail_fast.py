@@ -137,3 +137,29 @@ async def test_dropped_groups_count_as_success() -> None:
     async with manager_of(filter_fn=lambda samples: False, patience=9) as manager:
         with pytest.raises(FilterFailure, match="accepted none of the last"):
             await manager.generate_batch()
+
+
+async def test_the_message_about_the_filter_names_the_rewards_since_the_last_error() -> None:
+    """Rewards of groups before the last error of the run are not mixed with those of the groups after it."""
+    mean = iter([0.0, *[None] * 4, *[1.0] * 5])
+    means: dict[int, float | None] = {}
+
+    def scored(samples: list[Sample]) -> list[float]:
+        index = samples[0].group_index
+        assert index is not None
+        value = means.setdefault(index, next(mean))
+        if value is None:
+            raise KeyError("label")
+        return [value] * len(samples)
+
+    def keeps_none(samples: Sequence[Sample]) -> bool:
+        return False
+
+    manager = manager_of(
+        reward_fn=scored, group_rm=True, filter_fn=keeps_none, patience=5, batch_size=1, over_sampling_factor=1
+    )
+    async with manager:
+        with pytest.raises(GenerateFailure, match="4 of the last 5 groups failed"):
+            await manager.generate_batch()
+        with pytest.raises(FilterFailure, match="every reward was 1, so there is nothing to learn"):
+            await manager.generate_batch()

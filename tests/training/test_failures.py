@@ -124,7 +124,7 @@ class Log:
     async def save(self, turn: Turn | None) -> None:
         raise AssertionError("no turn is played")
 
-    def taken(self, prompt: Prompt) -> None:
+    def taken(self, prompt: Prompt, position: int | None) -> None:
         self.events.append(("taken", prompt.group_index))
 
     def turn_log(self, index: int) -> TurnLog:
@@ -138,7 +138,8 @@ class Log:
     async def finished(self, samples: Sequence[Sample]) -> None:
         self.events.append(("finished", samples[0].index))
 
-    async def settled(self, group: Group) -> None:
+    async def settled(self, group: Group, appended: Callable[[], None]) -> None:
+        appended()
         self.events.append(("settled", group.group_index, group.outcome))
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
@@ -198,6 +199,23 @@ async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:
     manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=1, then="stop")})
     await manager.generate_batch()
     assert manager.accounting.failed == 1
+
+
+async def test_a_cause_that_stops_the_run_does_so_whichever_rollout_of_the_group_it_hits() -> None:
+    """Also where another rollout of the group was lost to another cause first."""
+
+    def fails(prompt: Prompt, tries: int) -> Exception | None:
+        if prompt.group_index != 1 or prompt.index is None:
+            return None
+        return OSError("no") if prompt.index % 4 == 0 else EndpointUnavailable("gone")
+
+    policies = {
+        "generate": FailurePolicy(attempts=1, replacements=1),
+        "endpoint": FailurePolicy(attempts=1, then="stop"),
+    }
+    manager = manager_for(Recorded(fails), policies)
+    with pytest.raises(GenerateFailure, match="group 1 failed: EndpointUnavailable: gone"):
+        await manager.generate_batch()
 
 
 async def test_a_run_that_fails_too_often_stops_and_says_the_top_causes() -> None:

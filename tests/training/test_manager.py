@@ -260,6 +260,9 @@ async def test_a_group_that_the_batch_needs_is_kept() -> None:
     wide = AsyncRolloutManager(plain(filter_fn=check, over_sampling_factor=2.0), DataBuffer(["a", "b"]))
     assert len(await wide.generate_batch()) == 4
     assert wide.accounting.dropped == 2
+    assert wide.accounting.taken == 4  # nothing starts in the place of a group that would fill the batch
+    assert len(await wide.generate_batch()) == 4
+    assert (wide.accounting.dropped, wide.accounting.taken) == (4, 8)
 
 
 async def test_no_group_starts_while_a_server_is_away() -> None:

@@ -71,9 +71,10 @@ async def environment_server(
         api_key: the key that every request but those of ``/health`` must have.
 
     Raises:
-        ConfigError: the address is not available, or is public without a key.
+        ConfigError: the address is not available, or is public without a key; or the recipe has a sampler.
     """
     guarded = guard(host, api_key)
+    recipe.refuse_sampler("the client of the server")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=4096)

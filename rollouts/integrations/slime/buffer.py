@@ -46,11 +46,13 @@ class TrainerBuffer(DataBuffer):
     """Takes groups from slime's data source, as one prompt each.
 
     Args:
-        source: has ``get_samples(n)``, and ``add_samples(groups)`` if it accepts returned groups.
+        source: has ``get_samples(n)``, as slime's data source.
         n_samples_per_prompt: samples in each group.
+        wave: groups of one request to the source; groups that are not needed yet wait here.
+        kept: groups that the source did not take back, to come out first.
     """
 
-    def __init__(self, source: Any, n_samples_per_prompt: int) -> None:
+    def __init__(self, source: Any, n_samples_per_prompt: int, wave: int = 1, kept: Iterable[list[Any]] = ()) -> None:
         self.source = source
         self.taken: dict[int, Taken] = {}
         """Groups in flight, and settled groups that are in no batch yet, by our group index."""
@@ -58,17 +60,19 @@ class TrainerBuffer(DataBuffer):
         """slime's number of the current call."""
         self.on_new: Callable[[int, list[Any]], None] | None = None
         """Called for each new group of the source, with its group index and its samples."""
-        self._n = n_samples_per_prompt
+        self._n, self._wave = n_samples_per_prompt, wave
         self._next = 0
         self._waiting: list[int] = []
         self._again: list[list[Any]] = []
+        self._new = list(kept)
+        """Groups of the last request that are not taken yet."""
         self.held: list[list[Any]] = []
         """Groups of an earlier call that a buffer filter has not chosen yet, with their finished rollouts."""
         self.chosen: list[list[Any]] = []
         """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        back = len(self._waiting) + len(self._again) + len(self.chosen) + len(self.held)
+        back = sum([len(self._waiting), *map(len, (self._again, self._new, self.chosen, self.held))])
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:
@@ -113,8 +117,8 @@ class TrainerBuffer(DataBuffer):
     def drain(self) -> list[tuple[int | None, list[Any]]]:
         """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
         waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
-        again = [(None, group) for group in (*self._again, *self.chosen, *self.held)]
-        self._waiting, self._again, self.chosen, self.held = [], [], [], []
+        again = [(None, group) for group in (*self._again, *self.chosen, *self._new, *self.held)]
+        self._waiting, self._again, self._new, self.chosen, self.held = [], [], [], [], []
         return [*waiting, *again]
 
     def withdraw(self, group_index: int) -> None:
@@ -141,14 +145,13 @@ class TrainerBuffer(DataBuffer):
     def _new_group(self) -> list[Any]:
         if self.chosen:
             return self.chosen.pop(0)
-        groups = self.source.get_samples(1)
-        if not groups:
+        if not self._new:
+            self._new = list(self.source.get_samples(self._wave))
+        if not self._new:
             raise DataExhausted(f"{type(self.source).__name__} has no more groups")
-        group = groups[0]
-        if len(groups) != 1 or not isinstance(group, Sequence) or len(group) != self._n:
-            raise ConfigError.of(
-                f"{type(self.source).__name__}.get_samples(1)", groups, f"one group of {self._n} samples"
-            )
+        group = self._new.pop(0)
+        if not isinstance(group, Sequence) or len(group) != self._n:
+            raise ConfigError.of(f"{type(self.source).__name__}.get_samples()", group, f"groups of {self._n} samples")
         return list(group)
 
 

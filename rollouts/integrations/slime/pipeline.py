@@ -87,6 +87,7 @@ def find_recipe(settings: Settings) -> Recipe | None:
         for name, value in settings.recipe_options.items()
     }
     recipe = build(make, settings.endpoint, texts, settings.endpoints)
+    recipe.refuse_sampler("slime's data source")
     if not settings.template_kwargs:
         return recipe
     before = getattr(recipe.config.generate_fn, "keywords", {}).get("template_kwargs") or {}

@@ -1,7 +1,8 @@
 """``--rollout-function-path rollouts.integrations.slime.generate_rollout_batch``.
 
 Invariant: the signature is exactly slime's. State between calls is one :class:`TrainerRollouts` per process; it is
-replaced when the data source or the settings of the launch change, and closed when Python exits.
+replaced when the data source or the settings of the launch change, and closed when Python exits. Groups that the data
+source does not take back then are the first of the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ __all__ = ["close_rollouts", "generate_rollout_batch"]
 
 _LOCK = threading.Lock()
 _live: TrainerRollouts | None = None
+_kept: tuple[Any, list[list[Any]]] = (None, [])
+"""A data source, and the groups that it did not take back."""
 
 
 def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -47,22 +50,26 @@ def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluat
 
 def close_rollouts() -> None:
     """Cancel rollouts in flight and return their groups to the data source. The next call starts with new state."""
-    global _live
+    global _live, _kept
     with _LOCK:
         live, _live = _live, None
     if live is not None:
-        live.close()
+        _kept = (live.data_source, live.close())
 
 
 def _rollouts(args: Any, data_source: Any) -> TrainerRollouts:
-    global _live
+    global _live, _kept
     settings = Settings.from_args(args)
     live = _live
     if live is not None and live.data_source is data_source and live.settings == settings:
         return live
     close_rollouts()
     with _LOCK:
-        _live = TrainerRollouts(args, settings, data_source)
+        source, groups = _kept
+        size = settings.n_samples_per_prompt
+        kept = [group for group in groups if source is data_source and len(group) == size]
+        _live = TrainerRollouts(args, settings, data_source, kept)
+        _kept = (None, [])
         return _live
 
 

@@ -1,4 +1,4 @@
-"""The rollouts of one trainer: an event loop in a thread, and one manager that persists between calls.
+"""The rollouts of one launch: its pipeline, and one manager that persists between calls.
 
 Invariant: without carry-over, a batch contains only tokens of the weights of its call: rollouts left over when a batch
 is full are cancelled, and their prompts come out first in the next call. With carry-over, groups in flight or ready
@@ -13,6 +13,7 @@ engines.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -21,7 +22,6 @@ from typing import Any
 
 import anyio
 import attrs
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
@@ -31,6 +31,7 @@ from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
+from rollouts.integrations.slime.event_loop import event_loop
 from rollouts.integrations.slime.given_ids import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import records
@@ -43,6 +44,8 @@ from rollouts.training.types import Group, Sample
 
 __all__ = ["TrainerRollouts"]
 
+_LOG = logging.getLogger(__name__)
+
 
 class TrainerRollouts:
     """Serves the calls of one trainer; call every public method from the trainer's thread.
@@ -51,23 +54,24 @@ class TrainerRollouts:
         args: slime's namespace.
         settings: parsed from ``args``.
         data_source: slime's data source.
+        kept: groups that it did not take back from an earlier launch.
     """
 
-    def __init__(self, args: Any, settings: Settings, data_source: Any) -> None:
+    def __init__(self, args: Any, settings: Settings, data_source: Any, kept: Sequence[list[Any]] = ()) -> None:
         self.args = args
         self.settings = settings
         self.data_source = data_source
-        self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt)
+        self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt, settings.wave, kept)
         self.buffer.on_new = self._add_finished
         self._staleness = Staleness(max_staleness=settings.max_staleness)
         """Of every policy version seen so far; only used with ``_lock``, since filters run in threads."""
         self._settled: list[Group] = []
         self._lock = threading.Lock()
         self._stack = ExitStack()
-        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal(name="rollouts"))
+        self._portal = event_loop()
         try:
             self.policy, self.pipeline, self.manager = self._portal.call(self._build)
-            self._stack.callback(lambda: self._portal.call(self._stop))
+            self._stack.callback(self._portal.call, self._stop)
             if settings.carry_over:  # else each batch cancels its leftovers
                 self._stack.enter_context(self._portal.wrap_async_context_manager(self.manager))
             self._stack.enter_context(calm_collector())  # a collector pause delays every rollout
@@ -81,6 +85,7 @@ class TrainerRollouts:
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
         client = policy_of(settings.endpoint, settings.vocab_size)
+        self._stack.callback(self._portal.call, client.aclose)
         stops = stop_ids_of_params(settings.params)
         extras = settings.replay.request()
         decode = decoder_of(settings.endpoint.model)
@@ -113,8 +118,12 @@ class TrainerRollouts:
             future.cancel()
             raise
 
-    def close(self) -> None:
-        """Cancel rollouts in flight; return every group to the data source with its finished rollouts."""
+    def close(self) -> list[list[Any]]:
+        """Cancel rollouts in flight; return every group to the data source with its finished rollouts.
+
+        Returns:
+            The groups that the source does not take back, e.g. because it is read-only.
+        """
         self._stack.pop_all().close()
         groups = []
         for ready in self.manager.ready_groups:
@@ -123,8 +132,14 @@ class TrainerRollouts:
         for returned, group in self.buffer.drain():
             finished = {} if returned is None else self.manager.finished_rollouts(returned)
             groups.append(self._group_records(Taken(group), finished))
-        if groups and hasattr(self.data_source, "add_samples"):
-            self.data_source.add_samples(groups)
+        try:
+            if groups:
+                self.data_source.add_samples(groups)
+        except Exception as error:  # noqa: BLE001 - foreign code
+            name = type(self.data_source).__name__
+            _LOG.info("%s takes no groups back (%r): %d are the first of the next call", name, error, len(groups))
+            return groups
+        return []
 
     # -- in the loop --
 

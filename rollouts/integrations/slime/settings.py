@@ -122,6 +122,8 @@ class Settings:
     batch_size: int
     n_samples_per_prompt: int
     over_sampling_factor: float
+    wave: int
+    """Groups that one request to the data source asks for: slime's ``--over-sampling-batch-size``."""
     endpoint: Endpoint
     at_most: int
     """Requests in flight at once."""
@@ -223,6 +225,7 @@ class Settings:
             batch_size=batch_size,
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
             over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
+            wave=refill,
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
             recipe=recipe,

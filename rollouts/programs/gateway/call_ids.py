@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import attrs
 
 from rollouts.dtypes import Message, ToolCall
-from rollouts.programs.gateway.normal import sendable
 
 __all__ = ["CallIds"]
 
@@ -36,7 +35,7 @@ class CallIds:
         rendered: list[ToolCall] = []
         served: list[ToolCall] = []
         used: set[str] = set()
-        for call in map(sendable, reply.tool_calls):
+        for call in reply.tool_calls:
             given = f"c{_base36(self._given):0>8}"
             self._given += 1
             written = call.id if call.id and call.id not in used else given

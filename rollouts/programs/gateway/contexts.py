@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import attrs
 
 from rollouts.dtypes import ImageSpan, Message, OnRewrite, TokenColumn, Tool
-from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten
+from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten, ReplyRefused, shortened
 from rollouts.inference.base import Policy, check_takes_images
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.normal import (
@@ -186,7 +186,12 @@ class Contexts:
         return match
 
     async def render(self, request: OpenRequest, match: Match) -> Context:
-        """Claim the line of a request, and render what the request adds to it."""
+        """Claim the line of a request, and render what the request adds to it.
+
+        Raises:
+            ApiError: the template cannot render these messages.
+            ReplyRefused: because of a reply of the model.
+        """
         parent, messages = match.call, request.conversation.messages
         if parent is not None:
             line = self._tree.claim(parent)
@@ -205,7 +210,13 @@ class Contexts:
             else:
                 return Context(parent, line, len(line.sequence), bridge, tuple(new), images)
         new = self._to_render(messages)
-        opening, images = await self._opening(new, request.tools)
+        try:
+            opening, images = await self._opening(new, request.tools)
+        except ApiError as error:
+            known = match.known
+            if parent is not None and self._renderer.refuses_reply(new[:known], new[known:], request.tools):
+                raise ReplyRefused(f"{error}; it refuses the reply {shortened(parent.message)}") from error
+            raise
         return Context(None, self._tree.claim(None), 0, opening, tuple(new), images)
 
     async def _opening(

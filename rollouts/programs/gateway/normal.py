@@ -30,7 +30,6 @@ __all__ = [
     "message_rules",
     "ordered_results",
     "path_keys",
-    "sendable",
     "served_forms",
     "tools_key",
     "with_tool_names",
@@ -104,20 +103,6 @@ def served_forms(reply: Message) -> list[Message]:
         content = separator.join(text for text in (reply.text, *texts) if text)
         forms.append(attrs.evolve(reply, content=content, tool_calls=good))
     return forms
-
-
-def sendable(call: ToolCall) -> ToolCall:
-    """The call, as a malformed one if it has half of a surrogate pair: a program that has read it cannot send it back.
-
-    A model can write it as an escape; JSON in UTF-8 has no form of it. Nor can an encoder follow any depth.
-    """
-    try:
-        msgspec.json.encode((call.name, call.id, call.arguments))
-    except (UnicodeEncodeError, RecursionError):
-        error = "The tool call could not be read: it has half of a surrogate pair, or is nested too deeply."
-        name = call.name.encode("utf-8", "replace").decode()
-        return ToolCall(name, {}, "", raw=call.raw, error=error, fault="bad_arguments")
-    return call
 
 
 def echo_changes(reply: Message, echo: Message) -> list[EchoChange]:

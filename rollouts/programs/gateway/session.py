@@ -22,7 +22,7 @@ import anyio
 
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import OnRewrite, SamplingParams, StopReason
-from rollouts.errors import ConfigError, EndpointAway, Failure, GenerateFailure, HistoryRewritten
+from rollouts.errors import ConfigError, EndpointAway, Failure, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import Policy
 from rollouts.programs.gateway.answers import Answers
 from rollouts.programs.gateway.call_ids import CallIds
@@ -280,6 +280,9 @@ class ProgramSession:
         except (ConfigError, EndpointAway) as error:
             self.fail(error)
             request.error = ApiError("conflict", f"the session has failed: {error}")
+        except ReplyRefused as error:
+            self.end(StopReason.MALFORMED_REPLY)
+            request.error = ApiError("conflict", f"the session has ended: {error}")
         except (GenerateFailure, HistoryRewritten) as error:
             self.end(StopReason.FAILED, Failure.of(error))
             request.error = ApiError("conflict", f"the session has failed: {error}")

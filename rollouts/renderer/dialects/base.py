@@ -7,6 +7,7 @@ This module does not know tokenizers or templates.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
@@ -54,9 +55,18 @@ def thought_marks(dialect: Dialect) -> tuple[str, str]:
 
 
 def parse_stopped(
-    dialect: Dialect, text: str, stop: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None
+    dialect: Dialect,
+    text: str,
+    stop: str,
+    *,
+    tools: Sequence[Tool] = (),
+    reasoning_open: bool | None = None,
+    prefix: str = "",
 ) -> Reply:
-    """Parse one turn that ended with a stop token, which belongs to the last call if it is the mark that closes it.
+    """Parse one turn that ended with a stop token.
+
+    The stop token belongs to the last call if it is the mark that closes it. It also stands for the mark
+    ``stop_replaces`` of a dialect whose calls are complete without it: servers run such a call.
 
     Args:
         dialect: the dialect.
@@ -64,12 +74,22 @@ def parse_stopped(
         stop: the stop token as text; empty if the reply has none.
         tools: the tools in the prompt.
         reasoning_open: whether the prompt ends inside a thinking block; ``None``: unknown.
+        prefix: the end of the prompt, for a dialect with ``reads_prefix``.
     """
-    reply = dialect.parse(text, tools=tools, reasoning_open=reasoning_open)
-    if stop and reply.tool_calls and reply.tool_calls[-1].fault == "unclosed":
-        closed = dialect.parse(text + stop, tools=tools, reasoning_open=reasoning_open)
-        if closed.tool_calls and closed.tool_calls[-1].error is None:
-            return closed
+    parse = functools.partial(dialect.parse, tools=tools, reasoning_open=reasoning_open)
+    if getattr(dialect, "reads_prefix", False):
+        parse = functools.partial(parse, prefix=prefix)
+    reply = parse(text)
+    if not stop or not reply.tool_calls or reply.tool_calls[-1].fault != "unclosed":
+        return reply
+    last = reply.tool_calls[-1]
+    for mark in dict.fromkeys((stop, getattr(dialect, "stop_replaces", ""))):
+        closed = parse(text + mark)
+        if mark and closed.tool_calls and closed.tool_calls[-1].error is None:
+            raw = closed.tool_calls[-1].raw if mark == stop else last.raw
+            return attrs.evolve(
+                closed, tool_calls=(*closed.tool_calls[:-1], attrs.evolve(closed.tool_calls[-1], raw=raw))
+            )
     return reply
 
 
@@ -85,6 +105,10 @@ class BlockDialect:
     marks: ClassVar[tuple[str, ...]] = ()
     """Each block begins with one of these marks; empty if a block may begin otherwise. They belong to ``block``."""
     reasoning: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    wrapping: ClassVar[tuple[str, ...]] = ()
+    """Marks around the text for the user; they are removed from the content."""
+    stop_replaces: ClassVar[str] = ""
+    """The mark that may be missing after a complete call that a stop token ends; empty if it must be there."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -140,10 +164,12 @@ class BlockDialect:
             else:
                 content.append(text[at:])
                 break
+        shown = "\n".join(part.strip() for part in content if part.strip()) if thoughts or calls else text
+        plain = functools.reduce(lambda rest, mark: rest.replace(mark, ""), self.wrapping, shown)
         if not thoughts and not calls:
-            return Reply(text)
+            return Reply(plain if plain == text else plain.strip())
         return Reply(
-            content="\n".join(part.strip() for part in content if part.strip()),
+            content=plain if plain == shown else plain.strip(),
             reasoning="\n".join(thought.strip() for thought in thoughts) if thoughts else None,
             tool_calls=tuple(calls),
         )

@@ -1,10 +1,13 @@
-"""The dialects of DeepSeek: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2, V4)."""
+"""The dialects of DeepSeek: with a JSON fence (V3, R1), without one (V3.1), and with tags (V3.2, V4, V4.1).
+
+GigaChat 3.5 writes the tags under another prefix.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.json import (
@@ -16,7 +19,7 @@ from rollouts.renderer.dialects.json import (
 )
 from rollouts.renderer.dialects.sections import SectionDialect, section, tagged_arguments
 
-__all__ = ["DeepSeekV3", "DeepSeekV31", "DeepSeekV32"]
+__all__ = ["DeepSeekV3", "DeepSeekV31", "DeepSeekV32", "DeepSeekV41", "GigaChat35"]
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -63,33 +66,41 @@ class DeepSeekV3(DeepSeekV31):
         return str(fenced[len("```json") : -len("```")])
 
 
-_PARAMETER = re.compile(
-    r'<｜DSML｜parameter name="(?P<key>[^"\n]*)" string="(?P<string>true|false)">'
-    r"(?P<value>.*?)</｜DSML｜parameter>(?=\s*(?:<｜DSML｜parameter |\Z))",
-    re.DOTALL,
-)
+_VALUE = r'name="(?P<key>[^"\n]*)" string="(?P<string>true|false)">(?P<value>.*?)'
 
 
 class DeepSeekV32(SectionDialect):
     """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON.
 
     A value that is marked as JSON is text if the schema allows only strings, or if it is not JSON and the schema allows
-    a string.
+    a string. Other families write the same under another ``prefix`` of their tags.
     """
 
     name = "deepseek_v3_2"
-    marks = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", "<｜DSML｜invoke ")
-    block = re.compile(
-        r"(?:<｜DSML｜(?:function|tool)_calls>|(?=<｜DSML｜invoke ))(?P<body>.*?)"
-        r"(?:</｜DSML｜(?:function|tool)_calls>|\Z)",
-        re.DOTALL,
-    )
-    call = re.compile(
-        r'<｜DSML｜invoke name="(?P<name>[^"\n]*)">(?P<body>.*?)'
-        r"(?:(?P<close></｜DSML｜invoke>)|(?=<｜DSML｜invoke )|\Z)",
-        re.DOTALL,
-    )
-    closing = "</｜DSML｜invoke>"
+    prefix: ClassVar[str] = "｜DSML｜"
+    sections: ClassVar[tuple[str, ...]] = ("function_calls", "tool_calls")
+    """The tags around a section of calls."""
+    parameter: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls._compile()
+        super().__init_subclass__()
+
+    @classmethod
+    def _compile(cls) -> None:
+        invoke, closing = f"{cls.prefix}invoke ", f"</{cls.prefix}invoke>"
+        tags = "|".join(map(re.escape, cls.sections))
+        cls.closing = closing
+        cls.marks = (*(f"<{cls.prefix}{tag}>" for tag in cls.sections), f"<{invoke}")
+        cls.block = re.compile(
+            rf"(?:<{cls.prefix}(?:{tags})>|(?=<{invoke}))(?P<body>.*?)(?:</{cls.prefix}(?:{tags})>|\Z)", re.DOTALL
+        )
+        cls.call = re.compile(
+            rf'<{invoke}name="(?P<name>[^"\n]*)">(?P<body>.*?)(?:(?P<close>{closing})|(?=<{invoke})|\Z)', re.DOTALL
+        )
+        cls.parameter = re.compile(
+            rf"<{cls.prefix}parameter {_VALUE}</{cls.prefix}parameter>(?=\s*(?:<{cls.prefix}parameter |\Z))", re.DOTALL
+        )
 
     def name_of(self, call: re.Match[str]) -> str:
         return call["name"]
@@ -101,9 +112,28 @@ class DeepSeekV32(SectionDialect):
             argument["key"]: argument["value"]
             if argument["string"] == "true"
             else _json_or_string(tools, call["name"], argument["key"], argument["value"])
-            for argument in tagged_arguments(_PARAMETER, call["body"])
+            for argument in tagged_arguments(self.parameter, call["body"])
         }
         return ToolCall(call["name"], arguments, raw=call[0])
+
+
+DeepSeekV32._compile()
+
+
+class DeepSeekV41(DeepSeekV32):
+    """DeepSeek V4.1: the same with a space before each name of a tag, as in ``<｜DSML｜ invoke name="...">``."""
+
+    name = "deepseek_v4_1"
+    prefix = "｜DSML｜ "
+    sections = ("calls",)
+
+
+class GigaChat35(DeepSeekV32):
+    """GigaChat 3.5: the same under ``<｜GCML｜tool_calls>``."""
+
+    name = "gigachat3_5"
+    prefix = "｜GCML｜"
+    sections = ("tool_calls",)
 
 
 def _json_or_string(tools: Sequence[Tool], name: str, argument: str, text: str) -> Any:

@@ -10,11 +10,16 @@ from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
 from rollouts.renderer.dialects.json import MalformedCallError, json_prefix, unclosed, unreadable
 
-__all__ = ["Gemma"]
+__all__ = ["Gemma", "pairs_in"]
 
 _QUOTE = '<|"|>'
 _HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<]+)(?P<arguments>\{|<\|\"\|>)?")
-_KEY = re.compile(r'\s*(?:<\|"\|>(?P<quoted>.*?)<\|"\|>|(?P<bare>[^\s:,{}\[\]<>"]+))\s*:', re.DOTALL)
+_KEYS = {
+    quote: re.compile(
+        rf'\s*(?:{re.escape(quote)}(?P<quoted>.*?){re.escape(quote)}|(?P<bare>[^\s:,{{}}\[\]<>"]+))\s*:', re.DOTALL
+    )
+    for quote in (_QUOTE, "<escape>")
+}
 _MAX_DEPTH = 100
 
 
@@ -39,7 +44,7 @@ class Gemma(BlockDialect):
                 raise MalformedCallError("the arguments are missing; write {} when the tool takes none", "no_arguments")
             if head["arguments"] == _QUOTE:
                 raise MalformedCallError("the arguments are a string; write {key:value}", "string_arguments")
-            arguments, end = _value(body, head.end() - 1, 0)
+            arguments, end = pairs_in(body, head.end() - 1, _QUOTE)
             if body[end:].strip():
                 raise MalformedCallError("nothing may stand between the arguments and <tool_call|>", "bad_arguments")
         except MalformedCallError as error:
@@ -47,51 +52,60 @@ class Gemma(BlockDialect):
         return [ToolCall(name, arguments, raw=block[0])]
 
 
-def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+def pairs_in(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
+    """Parse the ``{key:value}`` that begins at ``at``; return it with its end position.
+
+    Raises:
+        MalformedCallError: it has another form.
+    """
+    return _fields(text, at + 1, quote, 1)
+
+
+def _value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:
     """Parse the value that begins at ``at``; return it with its end position."""
     at = _skip(text, at)
     if depth > _MAX_DEPTH:
         raise MalformedCallError(f"the arguments are nested deeper than {_MAX_DEPTH}", "bad_arguments")
-    if text.startswith(_QUOTE, at):
-        end = text.find(_QUOTE, at + len(_QUOTE))
+    if text.startswith(quote, at):
+        end = text.find(quote, at + len(quote))
         if end < 0:
-            raise MalformedCallError(f"{_QUOTE} is missing behind a string", "bad_arguments")
-        return text[at + len(_QUOTE) : end], end + len(_QUOTE)
+            raise MalformedCallError(f"{quote} is missing behind a string", "bad_arguments")
+        return text[at + len(quote) : end], end + len(quote)
     if text.startswith("{", at):
-        return _fields(text, at + 1, depth + 1)
+        return _fields(text, at + 1, quote, depth + 1)
     if text.startswith("[", at):
-        return _items(text, at + 1, depth + 1)
+        return _items(text, at + 1, quote, depth + 1)
     if text.startswith('"', at):
-        raise MalformedCallError(f"strings stand between {_QUOTE}, not between quotation marks", "bad_arguments")
+        raise MalformedCallError(f"strings stand between {quote}, not between quotation marks", "bad_arguments")
     try:
         return json_prefix(text, at)  # a number, true, false, null
     except MalformedCallError as error:
         excerpt = re.match(r"[^,}\]]*", text[at : at + 40])
-        reason = f"{excerpt[0] if excerpt else ''!r} is not a value: strings stand between {_QUOTE}"
+        reason = f"{excerpt[0] if excerpt else ''!r} is not a value: strings stand between {quote}"
         raise MalformedCallError(reason, "bad_arguments") from error
 
 
-def _fields(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+def _fields(text: str, at: int, quote: str, depth: int) -> tuple[dict[str, Any], int]:
     fields: dict[str, Any] = {}
     while not text.startswith("}", at := _skip(text, at)):
         if fields:
             at = _comma(text, at, "}")
-        key = _KEY.match(text, at)
+        key = _KEYS[quote].match(text, at)
         if key is None:
             raise MalformedCallError("an argument is written key:value", "bad_arguments")
         name = key["bare"] if key["quoted"] is None else key["quoted"]
         if name in fields:
             raise MalformedCallError(f'the key "{name}" is given more than once', "bad_arguments")
-        fields[name], at = _value(text, key.end(), depth)
+        fields[name], at = _value(text, key.end(), quote, depth)
     return fields, at + 1
 
 
-def _items(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+def _items(text: str, at: int, quote: str, depth: int) -> tuple[list[Any], int]:
     items: list[Any] = []
     while not text.startswith("]", at := _skip(text, at)):
         if items:
             at = _comma(text, at, "]")
-        item, at = _value(text, at, depth)
+        item, at = _value(text, at, quote, depth)
         items.append(item)
     return items, at + 1
 

@@ -1,16 +1,18 @@
-"""The dialects of GLM-4.5 and later, and of Hunyuan 3: keys and values in tags after the name."""
+"""The dialects of GLM-4.5 and later, IQuest, and Hunyuan 3 and 4: keys and values in tags after the name."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
-from rollouts.renderer.dialects.base import BlockDialect
+from rollouts.renderer.dialects.base import BlockDialect, Reply
 from rollouts.renderer.dialects.json import MalformedCallError, typed_value, unclosed, unreadable
 from rollouts.renderer.dialects.sections import SectionDialect, tagged_arguments
 
-__all__ = ["Glm", "HunyuanV3"]
+__all__ = ["Glm", "HunyuanV3", "HunyuanV4", "IQuest"]
 
 _NAME = re.compile(r"\s*([^<\s]+)\s*(?=<arg_key>|\Z)")
 _ARGUMENT = re.compile(
@@ -18,12 +20,17 @@ _ARGUMENT = re.compile(
 )
 
 
+def _glm_block(tag: str) -> re.Pattern[str]:
+    return re.compile(rf"<{tag}>(?P<body>.*?)(?:(?P<close></{tag}>)|(?=<{tag}>)|\Z)", re.DOTALL)
+
+
 class Glm(BlockDialect):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``; strings without quotes."""
 
     name = "glm"
+    tag: ClassVar[str] = "tool_call"
     marks = ("<tool_call>",)
-    block = re.compile(r"<tool_call>(?P<body>.*?)(?:(?P<close></tool_call>)|(?=<tool_call>)|\Z)", re.DOTALL)
+    block = _glm_block("tool_call")
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         body = block["body"]
@@ -31,9 +38,9 @@ class Glm(BlockDialect):
         name = match.group(1) if match else ""
         try:
             if block["close"] is None:
-                return [unclosed(block[0], "</tool_call>", name)]
+                return [unclosed(block[0], f"</{self.tag}>", name)]
             if match is None:
-                raise MalformedCallError("the name of a tool must follow <tool_call>", "no_name")
+                raise MalformedCallError(f"the name of a tool must follow <{self.tag}>", "no_name")
             pairs = tagged_arguments(_ARGUMENT, body[match.end() :])
             arguments = {p["key"].strip(): typed_value(tools, name, p["key"].strip(), p["value"]) for p in pairs}
         except MalformedCallError as error:
@@ -41,7 +48,16 @@ class Glm(BlockDialect):
         return [ToolCall(name, arguments, raw=block[0])]
 
 
-_S = r"(?::\w+)?"  # the marks of a release end in its name, as in <tool_call:opensource>
+class IQuest(Glm):
+    """IQuest Q1: the same in ``<iquest_tool_call>``."""
+
+    name = "iquest"
+    tag = "iquest_tool_call"
+    marks = ("<iquest_tool_call>",)
+    block = _glm_block("iquest_tool_call")
+
+
+_S = r"(?::[^\s<>]+)?"  # the marks of a release end in its name, as in <tool_call:opensource>
 _PAIR = re.compile(
     rf"<arg_key{_S}>(?P<key>.*?)</arg_key{_S}>\s*<arg_value{_S}>(?P<value>.*?)</arg_value{_S}>"
     rf"(?=\s*(?:<arg_key{_S}>|\Z))",
@@ -75,3 +91,37 @@ class HunyuanV3(SectionDialect):
             raise MalformedCallError("the name of a tool and <tool_sep> must follow <tool_call>", "no_name")
         pairs = tagged_arguments(_PAIR, call["arguments"])
         return ToolCall(name, {p["key"]: typed_value(tools, name, p["key"], p["value"]) for p in pairs}, raw=call[0])
+
+
+_PREFIX = 100
+_THOUGHT = re.compile(rf"<think{_S}>\s*\Z"), re.compile(rf"<think({_S})>")
+
+
+class HunyuanV4(HunyuanV3):
+    """``<tool_calls><tool_call>name``, GLM's keys and values, ``</tool_call></tool_calls>``.
+
+    Each checkpoint has a suffix for all its marks, as in ``<think:6124c78e>``.
+    """
+
+    name = "hunyuan_v4"
+    reads_prefix: ClassVar[bool] = True
+    call = re.compile(
+        rf"<tool_call{_S}>(?P<name>[^<]*)(?P<arguments>.*?)(?:(?P<close></tool_call{_S}>)|(?=<tool_call{_S}>)|\Z)",
+        re.DOTALL,
+    )
+    reasoning = ("<think>", "</think>")
+
+    def name_of(self, call: re.Match[str]) -> str:
+        return str(call["name"]).strip()
+
+    def parse(
+        self, text: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None, prefix: str = ""
+    ) -> Reply:
+        ends_open, opening = _THOUGHT
+        found = opening.search(prefix[-_PREFIX:] + text)
+        suffix = found[1] if found else ""
+        if ends_open.search(prefix):
+            reasoning_open = True
+        suffixed = copy.copy(self)
+        suffixed.reasoning = (f"<think{suffix}>", f"</think{suffix}>")  # type: ignore[misc]  # of this reply
+        return super(HunyuanV4, suffixed).parse(text, tools=tools, reasoning_open=reasoning_open)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
-from rollouts.renderer.dialects.base import BlockDialect, Reply
+from rollouts.renderer.dialects.base import BlockDialect
 from rollouts.renderer.dialects.json import (
     MalformedCallError,
     call_in_json,
@@ -30,6 +30,7 @@ __all__ = [
     "GigaChat",
     "Granite",
     "Granite20B",
+    "Granite32",
     "Hunyuan",
     "InternLM",
     "MarkedJson",
@@ -60,8 +61,6 @@ class MarkedJson(BlockDialect):
     name_key: ClassVar[str] = "name"
     argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
     """The key of the arguments. If there are several, each call has one of them."""
-    wrapping: ClassVar[tuple[str, ...]] = ()
-    """Marks around the text for the user; they are removed from the content."""
 
     def convert(self, value: Any, raw: str) -> ToolCall:
         """The call in a JSON value.
@@ -119,20 +118,12 @@ class MarkedJson(BlockDialect):
         end = text.find(self.closing, block.end(), limit) if self.closing else -1
         return (end + len(self.closing), True) if end >= 0 else (limit, False)
 
-    def parse(self, text: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None) -> Reply:
-        reply = super().parse(text, tools=tools, reasoning_open=reasoning_open)
-        content = reply.content
-        for mark in self.wrapping:
-            content = content.replace(mark, "")
-        if content == reply.content:
-            return reply
-        return Reply(content.strip(), reply.reasoning, reply.tool_calls)
-
 
 class Hunyuan(MarkedJson):
-    """Hunyuan A13B: ``<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>``."""
+    """Hunyuan A13B: ``<tool_calls>[{"name": ..., "arguments": {...}}]</tool_calls>``; text in ``<answer>``."""
 
     name = "hunyuan"
+    wrapping: ClassVar[tuple[str, ...]] = ("<answer>", "</answer>")
     marks = ("<tool_calls>",)
     block = re.compile(r"<tool_calls>\s*")
     closing = "</tool_calls>"
@@ -151,6 +142,7 @@ class MiniMaxM1(Hunyuan):
 
     name = "minimax_m1"
     several = True
+    wrapping = ()
 
 
 class NemotronV2(MarkedJson):
@@ -228,7 +220,7 @@ class Apertus(MarkedJson):
     name = "apertus"
     marks = ("<|tools_prefix|>",)
     block = re.compile(r"<\|tools_prefix\|>\s*")
-    closing = "<|tools_suffix|>"
+    closing = stop_replaces = "<|tools_suffix|>"
     reasoning = ("<|inner_prefix|>", "<|inner_suffix|>")
 
     def name_of(self, raw: str) -> str:
@@ -249,6 +241,13 @@ class Granite(MarkedJson):
     marks = ("<|tool_call|>", "<tool_call>")
     block = re.compile(r"<(\|?)tool_call\1>\s*")
     only_arrays = True
+
+
+class Granite32(Granite):
+    """Granite 3.2: the same, with two sentences around a thought."""
+
+    name = "granite_3_2"
+    reasoning = ("Here is my thought process:", "Here is my response:")
 
 
 class Granite20B(MarkedJson):

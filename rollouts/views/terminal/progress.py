@@ -27,7 +27,9 @@ from rollouts.runs.folder import Row
 from rollouts.runs.run import RunResult
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.stalls import Stall
+from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.views.terminal.advice import AFTER, slots_advice
 from rollouts.views.terminal.transcript import visible
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
 
@@ -63,6 +65,9 @@ class Progress:
     quiet: bool = False
     rewards: list[float] = attrs.field(factory=list, init=False)
     """Mean rewards of the batches of this process."""
+    config: RolloutConfig | None = attrs.field(default=None, init=False)
+    """Of the run; for its advice."""
+    _first: list[Mapping[str, float]] = attrs.field(factory=list, init=False)
     kept_before: int = attrs.field(default=0, init=False)
     """Groups that an earlier process of this run kept."""
 
@@ -77,6 +82,12 @@ class Progress:
         """Print the metrics of a batch."""
         self.say(batch_line(numbers, self.rewards[-1] if self.rewards else None))
         self.rewards.append(numbers.get("reward/mean", 0.0))
+        if self.config is None or len(self._first) == AFTER:
+            return
+        self._first.append(numbers)
+        advice = slots_advice(self.config, self._first) if len(self._first) == AFTER else None
+        if advice is not None:
+            self.say(advice, "yellow")
 
     def blocked(self, stall: Stall) -> None:
         """Name code of a user that blocks the event loop; called from a thread, while it does."""
@@ -86,6 +97,7 @@ class Progress:
 
     async def watch(self, manager: AsyncRolloutManager, *, batches: int) -> None:
         """Display the state of a run until cancelled."""
+        self.config = manager.config
         self.kept_before = manager.accounting.in_batch + manager.accounting.ready
         if self.quiet:
             return
@@ -114,7 +126,7 @@ def panel(manager: AsyncRolloutManager, *, batches: int, progress: Progress | No
     done = ProgressBar(total=size, completed=counts.ready)
     bar.add_row(_batch(manager, batches), done, f"{counts.ready}/{size} groups")
     groups = Text.assemble(
-        f"{counts.in_flight} in flight · {counts.ready} ready · ",
+        f"{_at_work(manager)} · {counts.ready} ready · ",
         (f"{counts.in_batch + counts.ready} kept", "green"),
         " · ",
         (f"{counts.dropped} dropped", "yellow"),
@@ -145,7 +157,7 @@ def plain_line(manager: AsyncRolloutManager, *, batches: int, progress: Progress
         [
             duration(time.monotonic() - numbers.started),
             f"{_batch(manager, batches)}: {counts.ready}/{manager.config.batch_size} groups",
-            f"{counts.in_flight} in flight",
+            _at_work(manager),
             f"{counts.in_batch + counts.ready} kept",
             f"{counts.dropped} dropped",
             f"{counts.failed} failed",
@@ -155,6 +167,14 @@ def plain_line(manager: AsyncRolloutManager, *, batches: int, progress: Progress
             *waiting_lines(1),
         ]
     )
+
+
+def _at_work(manager: AsyncRolloutManager) -> str:
+    """The groups in flight; with slots, the rollouts that run, too."""
+    groups = manager.accounting.in_flight
+    if manager.slots.count is None:
+        return f"{groups} in flight"
+    return f"{manager.slots.running} of {manager.slots.count} rollouts · {groups} groups open"
 
 
 def _rewards(manager: AsyncRolloutManager, progress: Progress | None) -> str:
@@ -210,6 +230,9 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
     rate = f"{numbers.sampled_here / max(result.seconds, 1e-9):.0f} tokens/s, " if numbers.sampled_here else ""
     text.append(f"{numbers.rollouts} rollouts, {numbers.sampled_tokens} sampled tokens, {rate}")
     text.append(f"mean reward of all {_number(numbers.mean_reward)}\n")
+    if kept := result.accounting.in_batch + result.unbatched:
+        settled = kept + result.accounting.dropped + result.accounting.failed
+        text.append(f"{settled / kept:.2f} prompts for each kept group\n")
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
     if result.unbatched:

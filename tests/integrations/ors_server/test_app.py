@@ -25,6 +25,8 @@ from rollouts.environments.ors.wire import ORSError
 from rollouts.errors import ConfigError
 from rollouts.http.client import HttpClient
 from rollouts.integrations.ors_server.app import environment_server
+from rollouts.training import DataBuffer
+from rollouts.training.samplers import PoolSampler
 from tests.ors_recipe import Talkative, recipe
 from tests.packages import is_installed
 
@@ -284,6 +286,15 @@ async def test_25_a_task_id_that_is_no_string_is_refused(url: str, task_id: Any)
     assert (status, b"task_id" in payload) == (422, True)
     await transport.post(f"{url}/delete", b"{}", headers)
     await transport.aclose()
+
+
+async def test_a_recipe_with_a_sampler_is_refused() -> None:
+    """The client chooses its tasks by their index."""
+    made = recipe(Endpoint())
+    buffer = DataBuffer(made.data_buffer.prompts, sampler=PoolSampler())
+    with pytest.raises(ConfigError, match=r"sampler: got 'PoolSampler'; expected .uniform.: the client of the server"):
+        async with environment_server(attrs.evolve(made, data_buffer=buffer)):
+            pass
 
 
 async def test_28_a_public_address_wants_a_key() -> None:

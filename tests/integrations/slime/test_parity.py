@@ -8,6 +8,7 @@ has it.
 from __future__ import annotations
 
 import ast
+import asyncio
 import base64
 import copy
 import functools
@@ -16,9 +17,11 @@ import importlib
 import itertools
 import shutil
 import struct
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +309,109 @@ def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
         for sample in played.samples:
             expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
             assert sample.teacher_log_probs.tolist() == expected
+
+
+# -- data sources of slime --------------------------------------------------------------------------------------------
+
+OF_DATA: dict[str, Any] = {"dump_details": None, "rollout_max_prompt_len": None, "rollout_shuffle": False}
+
+
+@pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
+def test_a_read_only_source_is_asked_for_waves(bench: Bench, slimes: bool) -> None:
+    """With over-sampling, in calls with other flags each: whole batches, requests of one size, and a silent end."""
+    kind = importlib.import_module("slime.rollout.data_source").RolloutDataSource
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    args = bench.args(**OF_DATA, prompt_data=str(bench.rows), over_sampling_batch_size=3)
+    start_slime(args)
+    source, waves = kind(args), []
+    get_samples = source.get_samples
+    source.get_samples = lambda count: waves.append(count) or get_samples(count)
+    indices = []
+    for number in range(3):
+        args.rollout_max_response_len -= 1
+        output = (module.generate_rollout if slimes else generate_rollout_batch)(args, number, source)
+        indices.append([sample.index for sample in leaves(output.samples)])
+    close_rollouts()
+    assert [len(batch) for batch in indices] == [4, 4, 4]
+    assert set(waves) == {3}
+    assert slimes or len({*leaves(indices)}) == 12  # no prompt is lost or played twice
+
+
+def falls_back(args: Any, group: list[Any], **_: Any) -> Any:
+    args.seen.append(group[0].group_index)
+    return records().filter_output(keep=False, reason="no spread", keep_when_insufficient=True)
+
+
+@pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
+def test_a_filter_that_falls_back_starts_no_further_wave(bench: Bench, slimes: bool) -> None:
+    """``keep_when_insufficient``: of five groups for a batch of three, two are dropped and three kept, in each call."""
+    module = importlib.import_module("slime.rollout.sglang_rollout")
+    flags = {"dynamic_sampling_filter_path": f"{HERE}.falls_back", "over_sampling_batch_size": 5}
+    args = bench.args(**flags, rollout_batch_size=3)
+    start_slime(args)
+    source = Source(args.n_samples_per_prompt)
+    for number in range(2):
+        output = (module.generate_rollout if slimes else generate_rollout_batch)(args, number, source)
+        assert len(output.samples) == 3
+        assert output.metrics["rollout/dynamic_filter/drop_no spread"] == 2
+    assert sorted(args.seen) == list(range(10))
+    close_rollouts()
+    assert len(source.given) == 10
+
+
+# -- one event loop ---------------------------------------------------------------------------------------------------
+
+
+async def in_which_loop(args: Any, sample: Any, **_: Any) -> float:
+    LOOPS.add(asyncio.get_running_loop())
+    return float(sample.index % 2)
+
+
+LOOPS: set[asyncio.AbstractEventLoop] = set()
+
+
+def test_one_event_loop_serves_every_function(bench: Bench) -> None:
+    """slime's functions and ours, in training and in evaluation, before and after a change of flags."""
+    slimes = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    args = bench.args(custom_rm_path=f"{HERE}.in_which_loop")
+    start_slime(args)
+    LOOPS.clear()
+    for function, evaluation in ((generate_rollout_batch, False), (slimes, True), (generate_rollout_batch, True)):
+        args.rollout_max_response_len -= 1
+        bench.play(function, args, evaluation=evaluation)
+    assert {importlib.import_module("slime.utils.async_utils").get_async_loop().loop} == LOOPS
+
+
+def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
+    """slime keeps one HTTP session for it: no request is sent twice, also with slime's evaluation in the launch."""
+    asked: list[str] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            self.send_response(200)
+            self.send_header("Content-Length", "3")
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(b"0.5")
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    args = bench.args(custom_rm_path=None, rm_type="remote_rm", rm_url=url)
+    start_slime(args)
+    slimes = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    rewards = []
+    for number, function in enumerate((generate_rollout_batch, slimes, generate_rollout_batch)):
+        args.rollout_max_response_len -= 1
+        rewards += [sample.reward for sample in bench.play(function, args, evaluation=number == 1).samples]
+    server.shutdown()
+    server.server_close()
+    assert rewards == [0.5] * (4 + 6 + 4)
+    assert len(asked) == 4 + 6 + 4
 
 
 # -- rewards and the samples of a data source -------------------------------------------------------------------------

@@ -124,6 +124,13 @@ async def test_a_recipe_is_tested_before_its_first_rollout() -> None:
         assert server.requests == []
 
 
+async def test_a_recipe_with_a_sampler_is_refused() -> None:
+    """slime's data source chooses the prompts."""
+    flags = {"rollouts_recipe": "calculator", "rollouts_recipe_options": {"sampler": "pass_rate"}}
+    with pytest.raises(ConfigError, match=r"sampler: got 'PassRateSampler'; expected .uniform.: slime's data source"):
+        await generate(Launch().args(**flags, hf_checkpoint=str(DEMO_MODEL)), asked(), dict(SAMPLING))
+
+
 @pytest.mark.parametrize("evaluation", [False, True])
 async def test_an_evaluation_has_its_own_bound_of_the_context(evaluation: bool) -> None:
     """``--eval-max-context-len`` in slime's evaluation, ``--rollout-max-context-len`` in its training."""

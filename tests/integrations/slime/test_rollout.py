@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import random
 import subprocess
 import sys
-import threading
 from collections import Counter
 from typing import Any
 
@@ -177,15 +177,23 @@ def test_finished_rollouts_survive_a_restart() -> None:
     close_rollouts()
 
 
-def test_the_loop_lives_in_one_thread() -> None:
-    """Calls share one background thread; another data source gets another one."""
-    launch = Launch()
+def test_one_event_loop_lives_as_long_as_the_process() -> None:
+    """Other flags and another data source are a new pipeline on the same loop."""
+    loops: set[Any] = set()
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        loops.add(asyncio.get_running_loop())
+        return [made_sample(prompt)]
+
+    launch = Launch(play=play)
     args, source = launch.args(), launch.source()
-    for rollout_id in range(3):
-        generate_rollout_batch(args, rollout_id, source)
-    assert sum(thread.name == "rollouts" for thread in threading.enumerate()) == 1
-    generate_rollout_batch(args, 3, launch.source())
-    assert sum(thread.name == "rollouts" for thread in threading.enumerate()) == 1
+    generate_rollout_batch(args, 0, source)
+    args.rollouts_max_attempts = 1
+    generate_rollout_batch(args, 1, source)
+    generate_rollout_batch(args, 2, launch.source())
+    close_rollouts()
+    generate_rollout_batch(args, 3, source)
+    assert len(loops) == 1
 
 
 def test_changed_flags_are_seen() -> None:

@@ -174,8 +174,8 @@ def test_a_filter_costs_one_group_for_one() -> None:
     launch = Trained(batch_size=4, n=2, reward=_zero_for_even_groups, filter_fn=check_reward_nonzero_std)
     found = launch.batches(launch.args(**DEFAULT | {"rollouts_recipe_filter": True}), 4)
     assert [ages for ages, *_ in found] == [{0}] * 4
-    assert launch.begun == 2 * len(launch.given)
-    assert len(launch.given) <= 2 * 16 + 1
+    assert launch.begun <= 2 * (2 * 16 + 1)
+    assert len(launch.given) - launch.begun // 2 < 4  # groups of the last request that have not begun
 
 
 def _zero_for_even_groups(sample: Sample) -> float:

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from rollouts.dtypes import Message, ToolCall
 from rollouts.renderer import Renderer
 from rollouts.renderer.dialects import DIALECTS, get_dialect
-from tests.dialects import MALFORMED, TOOLS, WRITTEN
+from tests.dialects import MALFORMED, OF_MESSAGES, TOOLS, WRITTEN
 
 LISTS = {"granite", "hunyuan", "apriel", "apertus", "nemotron_v2", "phi4_mini", "command_r", "command_r7b", "xlam"}
 """Dialects whose parallel calls are one JSON value, and ``minimax_m1``, whose block ends after all of them."""
-LISTS |= {"minimax_m1"}
+LISTS |= {"minimax_m1", "granite_3_2"}
 CLOSED = sorted(
     set(WRITTEN)
     - {"llama_json", "llama_pythonic", "mistral", "granite", "harmony", "phi4_mini", "gigachat", "xlam", "granite_20b"}
-    - {"functionary_v3_2"}
+    - {"functionary_v3_2", "granite_3_2", "muse"}
 )
 """Dialects whose calls have a closing mark."""
 
@@ -45,7 +45,7 @@ def test_two_calls_in_order(name: str) -> None:
     assert reply.content == ""
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony", "llama_pythonic", "functionary_v3_2", "solar"}))
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"llama_pythonic", "functionary_v3_2", "solar"} - OF_MESSAGES))
 def test_text_around_the_calls_is_content(name: str) -> None:
     """Before and after them."""
     reply = get_dialect(name).parse(f"Let me look.\n\n{WRITTEN[name]}\nWait.", tools=TOOLS)
@@ -60,6 +60,12 @@ def test_text_around_the_calls_is_content(name: str) -> None:
         ("functionary_v3_2", "all\nSure.>>>", ">>>all\nThere."),
         ("llama_pythonic", "Sure. <|python_start|>", "<|python_end|> There."),
         ("harmony", "<|channel|>final<|message|>Sure.<|end|><|start|>assistant", "<|call|> There."),
+        ("inkling", "<|content_text|>Sure.<|end_message|><|message_model|>", "<|message_model|><|content_text|>There."),
+        (
+            "muse",
+            " to=user<|message|>Sure.<|eom|><|start|>assistant",
+            "<|eom|><|start|>assistant to=user<|message|>There.",
+        ),
     ],
 )
 def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, after: str) -> None:
@@ -68,7 +74,7 @@ def test_text_around_calls_that_need_a_place_is_content(name: str, before: str, 
     assert (brief(reply.tool_calls), reply.content) == (BOTH, "Sure.\nThere.")
 
 
-@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"harmony"}))
+@pytest.mark.parametrize("name", sorted(set(WRITTEN) - OF_MESSAGES))
 @pytest.mark.parametrize("opened", [None, True])
 def test_calls_drafted_in_a_thought_are_no_calls(name: str, opened: bool | None) -> None:
     """With the marks of every dialect."""

@@ -19,7 +19,7 @@ from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training.metrics import batch_metrics
 from rollouts.training.samples import trajectory_to_sample
 from rollouts.trajectory import Trajectory
-from tests.dialects import IN_TAGS, MALFORMED, TEMPLATES, TOOLS, WRITTEN
+from tests.dialects import IN_TAGS, MALFORMED, OF_MESSAGES, TEMPLATES, TOOLS, WRITTEN
 
 CALLING = sorted(set(DIALECTS) - {"plain"})
 
@@ -79,6 +79,10 @@ def thought(name: str, text: str) -> str:
         draft = text.replace("<|", "< |")  # an analysis message cannot contain its own marks
         return f"<|channel|>analysis<|message|>{draft}<|end|><|start|>assistant<|channel|>final<|message|>No."
     opening, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol
+    if name == "inkling":
+        return f"{opening}weather: {text.partition('<|end')[0]}{closing}<|message_model|><|content_text|>No."
+    if name == "muse":
+        return f"{opening}{text.replace('<|', '< |')}{closing}<|start|>assistant to=user<|message|>No."
     return f"{opening}{text}{closing}No."
 
 
@@ -102,7 +106,7 @@ async def test_a_draft_in_a_thought_does_not_run(name: str) -> None:
     assert "weather" in (reply.reasoning or "")
 
 
-@pytest.mark.parametrize("name", sorted(set(CALLING) - {"harmony"}))
+@pytest.mark.parametrize("name", sorted(set(CALLING) - OF_MESSAGES))
 def test_a_thought_that_the_prompt_opened_ends_where_it_is_closed(name: str) -> None:
     """If only the closing mark was sampled, calls before it are drafts; without it, all text is reasoning."""
     _, closing = getattr(DIALECTS[name], "reasoning")  # noqa: B009 - no part of the protocol

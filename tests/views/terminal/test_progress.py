@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
 import attrs
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Prompt
@@ -20,7 +21,7 @@ from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.testing.stalls import Stall, StallWatch
-from rollouts.training import AsyncRolloutManager
+from rollouts.training import AsyncRolloutManager, Sample
 from rollouts.training.metrics import RunMetrics
 from rollouts.views.terminal.progress import (
     Progress,
@@ -34,6 +35,7 @@ from rollouts.views.terminal.progress import (
     summary,
 )
 from rollouts.views.terminal.waiting import duration
+from tests.manager_semantics.world import answer_at_once, manager_of, points
 from tests.runs.test_run import a_recipe
 from tests.stored_runs import store_run
 
@@ -97,6 +99,8 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     result = await run(recipe, writer)
     text = summary(result, writer).plain
     assert f"{result.accounting.taken} prompts taken = {result.accounting.in_batch} in batch + " in text
+    settled = result.accounting.taken - result.accounting.returned + result.unbatched
+    assert f"{settled / (result.accounting.in_batch + result.unbatched):.2f} prompts for each kept group" in text
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
     assert f"rollouts verify {writer.path}" in text
@@ -249,3 +253,30 @@ async def test_what_is_waited_for_is_text(manager: AsyncRolloutManager) -> None:
     with at(HOSTILE), boundary(EnvironmentFailure, "World.step"):
         assert SHOWN in shown(panel(manager, batches=2), width=200)
         assert SHOWN in plain_line(manager, batches=2)
+
+
+async def test_a_run_with_slots_shows_the_rollouts_that_run() -> None:
+    """And the open groups, on the panel and in the plain line; after the third batch, the advice."""
+    lines: list[str] = []
+
+    class Lines(Progress):
+        def say(self, text: str | Text, style: str = "dim") -> None:
+            lines.append(str(text))
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await points(200 if (prompts[0].index or 0) % 8 == 0 else 1)
+        return await answer_at_once(prompts)
+
+    manager = manager_of(generate, n_samples_per_prompt=8, over_sampling_factor=1.5, in_flight=40, batch_size=4)
+    progress = Lines(Console(), quiet=True)
+    await progress.watch(manager, batches=4)
+    async with manager:
+        for _ in range(4):
+            progress.batch(dict.fromkeys(["batch"], 0.0) | {"slots/busy": 0.1})
+        await manager.generate_batch()
+        text = f"{manager.slots.running} of 40 rollouts · {manager.accounting.in_flight} groups open"
+        assert text in plain_line(manager, batches=4)
+        assert text in shown(panel(manager, batches=4))
+        assert set(manager.metrics) >= {"slots/running", "slots/busy", "groups/open"}
+        assert 0 < manager.metrics["slots/busy"] < 1
+    assert sum("in_flight=40 with over_sampling_factor=3" in line for line in lines) == 1

@@ -1,7 +1,7 @@
 // A run as a whole: what became of its prompts, whether the laws hold, how its batches went, why rollouts failed.
 
 function overview(runs, go) {
-  return el("section.overview", {}, runs.map((run) => runSummary(run, runs.length > 1)), verdicts(runs), batchCharts(runs), runs.map((run) => sampleCharts(run, runs.length > 1)), runs.map((run) => failureTable(run, go)));
+  return el("section.overview", {}, runs.map((run) => runSummary(run, runs.length > 1)), verdicts(runs), batchCharts(runs), runs.map((run) => sampleCharts(run, runs.length > 1)), runs.map((run) => passRates(run, runs.length > 1)), runs.map((run) => failureTable(run, go)));
 }
 
 function runSummary(run, several) {
@@ -51,6 +51,7 @@ const BATCH_CHARTS = [
   ["turns", [["turns/mean", "mean"]]],
   ["tool calls of a rollout", [["episode/tool_calls", "calls"], ["episode/tool_errors", "errors"]]],
   ["prefix cache", [["prefix_cache_hit_rate", "share of prompt tokens"]]],
+  ["prompts that the sampler knows", [["sampler/tried", "tried"], ["sampler/always_passed", "always passed"], ["sampler/never_passed", "never passed"]]],
   ["policy versions in a batch", [["policy_versions", "versions"], ["staleness/max", "largest staleness"], ["staleness/mean", "mean staleness"]]],
   ["seconds of a batch", [["seconds", "batch"], ["episode/generation_seconds", "generation, of a rollout"], ["episode/environment_seconds", "environment, of a rollout"]]],
 ];
@@ -114,6 +115,15 @@ function sampleCharts(run, several) {
   const title = several ? `${run.title}: ` : "";
   return el("section.charts", {}, countChart(`${title}why rollouts stopped`, counted("stop").filter(([name]) => name)), countChart(`${title}status`, counted("status")), histogram(`${title}rewards`, run.samples.reward), histogram(`${title}trained tokens of a sample`, run.samples.trained), histogram(`${title}turns`, run.samples.turns));
 }
+
+/** The prompts that a sampler has tried, by estimated pass rate, at the last batch; nothing without a sampler. */
+function passRates(run, several) {
+  const counts = Object.entries(run.metrics.at(-1) || {}).filter(([name]) => name.startsWith(PASS_RATE)).map(([name, count]) => [name.slice(PASS_RATE.length), count]);
+  if (!counts.length) return null;
+  return el("section.charts", {}, countChart(`${several ? `${run.title}: ` : ""}prompts by estimated pass rate`, counts.sort(([a], [b]) => a.localeCompare(b))));
+}
+
+const PASS_RATE = "sampler/pass_rate/";
 
 function histogram(title, values) {
   const present = values.filter(isNumber);
