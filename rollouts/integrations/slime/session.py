@@ -152,7 +152,7 @@ class TrainerRollouts:
                 await self._record_version()
                 stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
                 for group in stale:
-                    self.buffer.play_again(group.group_index)
+                    self.buffer.play_again(group.group_index, stale=True)
                 await self._filter_waiting()
                 self.policy.resume()
                 samples = await self.manager.generate_batch()
@@ -268,12 +268,15 @@ class TrainerRollouts:
             by_group.setdefault(sample.group_index, []).append(sample)
         fans_out = len(samples) != len(by_group) * size or any(_is_of_list(sample) for sample in samples)
         groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
+        if any(sample.rollout_log_probs is None for sample in leaves(groups)):
+            for sample in leaves(groups):  # the trainer takes those of all samples, or computes its own
+                sample.rollout_log_probs = None
         check_training_batch(
             groups,
             groups_wanted=self.settings.batch_size,
             rollouts_in_group=size,
-            reward_key=self.settings.reward_key,
-            any_reward=self.settings.reward_is_processed,
+            read_number=self.pipeline.reading().number,
+            needs_logprobs=self.settings.needs_logprobs,
             replay=self.settings.replay,
         )
         return groups
@@ -317,8 +320,7 @@ class TrainerRollouts:
             if record.reward is None or getattr(record.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
-                any_reward = self.settings.reward_is_processed
-                sample = view(record, None, reward_key=self.settings.reward_key, any_reward=any_reward)
+                sample = view(record, None, self.pipeline.reading())
             except ConfigError:
                 continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
@@ -381,6 +383,15 @@ class TrainerRollouts:
     def _on_group(self, group: Group) -> None:
         with self._lock:
             self._settled.append(group)
+            outcomes = Counter(each.outcome for each in self._settled)
+        name, count, size = f"rollout {self.pipeline.rollout_id}", outcomes["kept"], self.settings.batch_size
+        if outcomes.total() == 1:
+            text = "%s: first sample: %r, label: %.100s, reward: %s"
+            first = group.samples[0]
+            _LOG.info(text, name, f"{first.prompt}{first.response}", first.label, first.reward)
+        if group.outcome == "kept" and 4 * count // size > 4 * (count - 1) // size:
+            lost = outcomes["dropped"], outcomes["failed"]
+            _LOG.info("%s: %d of %d groups accepted, %d dropped, %d failed", name, count, size, *lost)
 
     def _take_settled(self) -> list[Group]:
         """Return and clear the groups that settled since the last batch."""
@@ -401,7 +412,7 @@ class TrainerRollouts:
             if group.group_index not in self.buffer.taken:
                 continue  # a buffer filter took it out
             if group.reason == _STALE:
-                self.buffer.play_again(group.group_index)
+                self.buffer.play_again(group.group_index, stale=True)
             else:
                 self.buffer.pop(group.group_index)
 
@@ -417,6 +428,7 @@ class TrainerRollouts:
             **{f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(drops.items()) if count},
             **{f"rollouts/failed_groups/{kind}": count for kind, count in sorted(failures.items())},
             **{f"rollouts/{name}": value for name, value in self.manager.metrics.items()},
+            **({"rollouts/stale_prompts_given_up": self.buffer.given_up} if self.buffer.given_up else {}),
             "rollouts/groups_carried": len(self.manager.ready_groups) + self.manager.accounting.in_flight,
         }
 
