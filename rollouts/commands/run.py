@@ -304,8 +304,11 @@ async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
     bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
     policy = bound.get("policy")
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
+    endpoint = bound.get("endpoint", recipe.endpoint)
+    if endpoint.lora is not None:
+        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
     if policy is None:
-        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
+        policy = shared_policy(endpoint, renderer.vocab_size)
     environment_cls = bound.get("environment_cls") or recipe.environment_for("--record")
     generate_fn = recorded(config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
     return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))

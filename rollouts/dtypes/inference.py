@@ -172,9 +172,6 @@ class SamplingParams:
         return 0.0 if self.greedy else self.temperature
 
 
-_FAMILY = re.compile(r"(?!.*-v\d+\Z)[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
 def without_password(text: str) -> str:
     """Text for printing, without the user names and passwords of its URLs."""
     return re.sub(r"//[^/@\s]*@", "//", text)
@@ -204,8 +201,7 @@ class Endpoint:
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
-        lora: the family of LoRA adapters that replies are sampled with: the newest loaded adapter named ``lora`` or
-            ``lora-vN``, see :func:`~rollouts.inference.weights.update_weights`. ``None``: the base model.
+        lora: the family of LoRA adapters: replies are sampled with the newest adapter named ``lora`` or ``lora-vN``.
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
@@ -224,8 +220,8 @@ class Endpoint:
     lora: str | None = attrs.field(
         default=None,
         validator=check(
-            "letters, digits, '.', '_' and '-', without a version: update_weights adds -v and a number",
-            lambda v: isinstance(v, str) and bool(_FAMILY.fullmatch(v)),
+            "a name of letters, digits, '.', '_' and '-', without a version",
+            lambda v: isinstance(v, str) and bool(re.fullmatch(r"(?!.*-v\d+\Z)[A-Za-z0-9][\w.-]*", v, re.ASCII)),
             optional=True,
         ),
     )
