@@ -29,6 +29,8 @@ class Taken:
     """slime's samples, unchanged."""
     begun: int = 0
     """slime's rollout_id of the call that took it."""
+    started: dict[int, float] = attrs.field(factory=dict)
+    """Unix time at which each rollout began, by its position in the group."""
     sessions: dict[int, str] = attrs.field(factory=dict)
     """The routing key of each rollout's requests, by the rollout's position in the group."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -252,6 +253,7 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
+            taken.started.setdefault(number, time.time())
         record = self._template(prompt, data) if taken is not None or self.rows else None
         if record is not None and self._custom(data, record) is None:
             check_media(record, recipe=self.recipe is not None)
@@ -388,7 +390,7 @@ class Pipeline:
         return record
 
     def reading(self, data: EvalSet | None = None) -> Reading:
-        """What the launch expects of slime's samples, of training or of a data set."""
+        """The requirements for slime's samples, of training or of a data set."""
         settings = self.settings
         if data is not None:
             return Reading(reward_key=settings.eval_reward_key, evaluation=True)
