@@ -50,7 +50,7 @@ class TrainerBuffer(DataBuffer):
     Args:
         source: has ``get_samples(n)``, as slime's data source.
         n_samples_per_prompt: samples in each group.
-        wave: groups of one request to the source; those that are not needed yet wait here.
+        wave: groups of one request to the source; the rest waits here until it is needed.
         kept: groups that the source did not take back, to come out first.
     """
 
