@@ -91,6 +91,8 @@ def test_the_calculator_is_a_recipe() -> None:
     assert (config.batch_size, config.n_samples_per_prompt, config.over_sampling_factor) == (32, 8, 1.5)
     assert recipe.endpoint.sampling.temperature == 1.0
     assert len(recipe.data_buffer) >= 200
+    assert config.in_flight is None
+    assert build(load_recipe(CALCULATOR), Endpoint(model="m"), {"in_flight": "48"}).config.in_flight == 48
 
 
 @pytest.mark.parametrize(

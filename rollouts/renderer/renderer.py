@@ -45,8 +45,8 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer; read during construction, not stored.
-        chat_template: template text, the name of one of the tokenizer's templates, or the path of a file; by default
-            the tokenizer's own.
+        chat_template: template text, the name of one of the tokenizer's templates, the path of a file, or a function in
+            Python, as ``package.module:function`` or by its entry point; by default the tokenizer's own.
         stop_token_ids: ids that end a turn; by default those of the tokenizer's generation_config.json, and its EOS.
         dialect: the notation of tool calls, by name or as an object; by default, found in the template. With
             ``"plain"``, tool calls are not parsed, and runs with tools start anyway.

@@ -248,7 +248,8 @@ class AsyncRolloutManager:
         """Yield batches until the data are exhausted; generation continues while the caller trains on a batch.
 
         Call :meth:`announce_version` when the policy has new weights, at most once for each batch.
-        ``over_sampling_factor`` limits how far generation runs ahead; with ``policy="pace"`` the bound does, too.
+        ``over_sampling_factor`` limits how far generation runs ahead; with ``policy="pace"`` the bound does, too, and
+        with ``in_flight`` the bound alone.
 
         Args:
             max_staleness: maximum number of versions between the weights that sampled a token and the current ones.

@@ -369,6 +369,26 @@ def by_index(low: float, high: float) -> Callable[[Sample], float]:
     return reward
 
 
+async def test_sandboxes_count_as_slots() -> None:
+    """At most ``in_flight`` sandboxes are open at once, also where rollouts fail and are tried again."""
+    open_at_once: list[int] = []
+
+    async def act(chat: Chat) -> int:
+        counts = sandbox.counts
+        open_at_once.append(counts["opened"] - counts["closed"])
+        if len(open_at_once) % 5 == 0:
+            raise ValueError("planted")
+        return await ask_once(chat)
+
+    config = config_of(by_index(0.0, 1.0), act, in_flight=3, batch_size=3, over_sampling_factor=4.0, max_attempts=3)
+    sandbox = config.generate_fn.keywords["sandbox"]  # type: ignore[attr-defined]
+    async with AsyncRolloutManager(config, DataBuffer(["task"] * 20)) as manager:
+        await manager.generate_batch()
+        await manager.generate_batch()
+    assert max(open_at_once) == 3
+    assert sandbox.counts["opened"] == sandbox.counts["closed"]
+
+
 async def batch_with_agents(**options: Any) -> list[Sample]:
     """A group of two rollouts, of which the second has three conversations: a prompt and two agents."""
 

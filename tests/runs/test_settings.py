@@ -35,12 +35,13 @@ from rollouts.recipe_files import import_file
 
 scores = import_file(Path(__file__).parent / "scores.py")
 
-def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", sampler: str = "uniform"):
+def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", sampler: str = "uniform",
+           in_flight: int | None = None):
     prompts = [f"question {number}" for number in range(40)]
     sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 4}
     world = CalculatorEnvironment if base == "calculator" else SingleTurnEnvironment
     return agent_recipe("small", endpoint, world, prompts, reward_fn=scores.length, keep="all",
-                        temperature=temperature, sampler=sampler, **sizes)
+                        temperature=temperature, sampler=sampler, in_flight=in_flight, **sizes)
 """
 SCORES = """
 def length(sample):
@@ -145,6 +146,15 @@ async def test_6_another_setting_is_refused(place: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=words):
         await resume(place, **changed)
     assert (place / "run" / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("in_flight", ["1", "3"])
+async def test_another_number_of_slots_is_no_change(place: Path, in_flight: str) -> None:
+    """The number suits the machine: a run continues with another one, without --allow-changes, and verifies."""
+    result, _ = await resume(place, options={"in_flight": in_flight})
+    assert result.batches == 2
+    assert read_info(place / "run")["config"]["in_flight"] == int(in_flight)
+    assert verify_run(place / "run").ok
 
 
 @pytest.mark.parametrize("name", ["sampling.temperature", "sampler.name", "recipe.text", "model.name"])

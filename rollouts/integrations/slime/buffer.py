@@ -31,6 +31,8 @@ class Taken:
     """slime's rollout_id of the call that took it."""
     started: dict[int, float] = attrs.field(factory=dict)
     """Unix time at which each rollout began, by its position in the group."""
+    replays: int = 0
+    """How often its rollouts were too old, and were played again."""
     sessions: dict[int, str] = attrs.field(factory=dict)
     """The routing key of each rollout's requests, by the rollout's position in the group."""
 
@@ -44,13 +46,17 @@ class Taken:
         return attrs.evolve(prompt, prompt=text, label=record.label, metadata=_metadata_of(record))
 
 
+_MOST_REPLAYS = 3
+"""A prompt whose rollouts take longer than the bound on their age would be played again for ever."""
+
+
 class TrainerBuffer(DataBuffer):
     """Takes groups from slime's data source, as one prompt each.
 
     Args:
         source: has ``get_samples(n)``, as slime's data source.
         n_samples_per_prompt: samples in each group.
-        wave: groups of one request to the source; the rest waits here until it is needed.
+        wave: groups of one request to the source; groups that are not needed yet wait here.
         kept: groups that the source did not take back, to come out first.
     """
 
@@ -65,7 +71,9 @@ class TrainerBuffer(DataBuffer):
         self._n, self._wave = n_samples_per_prompt, wave
         self._next = 0
         self._waiting: list[int] = []
-        self._again: list[list[Any]] = []
+        self._again: list[Taken] = []
+        self.given_up = 0
+        """Prompts whose rollouts were too old each time."""
         self._new = list(kept)
         """Groups of the last request that are not taken yet."""
         self.held: list[list[Any]] = []
@@ -108,9 +116,15 @@ class TrainerBuffer(DataBuffer):
             self.source.done([taken.group])
         return taken
 
-    def play_again(self, group_index: int) -> None:
-        """Remove a group that finished too late: its prompt comes out again under a new index."""
-        self._again.append(self.taken.pop(group_index).group)
+    def play_again(self, group_index: int, *, stale: bool = False) -> None:
+        """Remove a settled group: its prompt comes out again under a new index, or is given up if it is often stale."""
+        taken = self.taken[group_index]
+        if stale and taken.replays == _MOST_REPLAYS:
+            self.given_up += 1
+            self.pop(group_index)
+        else:
+            taken.replays += stale
+            self._again.append(self.taken.pop(group_index))
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -120,7 +134,8 @@ class TrainerBuffer(DataBuffer):
     def drain(self) -> list[tuple[int | None, list[Any]]]:
         """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
         waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
-        again = [(None, group) for group in (*self._again, *self.chosen, *self._new, *self.held)]
+        replayed = [taken.group for taken in self._again]
+        again = [(None, group) for group in (*replayed, *self.chosen, *self._new, *self.held)]
         self._waiting, self._again, self._new, self.chosen, self.held = [], [], [], [], []
         return [*waiting, *again]
 
@@ -136,7 +151,9 @@ class TrainerBuffer(DataBuffer):
         else:
             index, self._next = self._next, self._next + 1
             again = bool(self._again) and not self.chosen
-            self.taken[index] = Taken(self._again.pop(0) if again else self._new_group(), begun=self.rollout_id)
+            earlier = self._again.pop(0) if again else None
+            group, replays = (self._new_group(), 0) if earlier is None else (earlier.group, earlier.replays)
+            self.taken[index] = Taken(group, begun=self.rollout_id, replays=replays)
             if not again and self.on_new is not None:
                 self.on_new(index, self.taken[index].group)
         for sample in self.taken[index].group:

@@ -201,6 +201,8 @@ class Pipeline:
             "over_sampling_factor": settings.over_sampling_factor,
             "generate_fn": self.generate,
         }
+        if settings.in_flight is not None:
+            options["in_flight"] = settings.in_flight
         options |= self._limits()
         if settings.group_rm and not settings.scored_by_slime and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
@@ -390,7 +392,7 @@ class Pipeline:
         return record
 
     def reading(self, data: EvalSet | None = None) -> Reading:
-        """The requirements for slime's samples, of training or of a data set."""
+        """The expectations of the launch for samples of training or of a data set."""
         settings = self.settings
         if data is not None:
             return Reading(reward_key=settings.eval_reward_key, evaluation=True)

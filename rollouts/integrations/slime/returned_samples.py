@@ -33,7 +33,7 @@ __all__ = ["Reading", "SlimeRecord", "slime_sample_of", "versions_of", "view", "
 
 @attrs.frozen(kw_only=True)
 class Reading:
-    """The requirements of a launch for the samples of its functions."""
+    """The expectations of a launch for the samples of its functions."""
 
     reward_key: str | None = None
     """The entry of a dict reward that is trained on."""

@@ -153,7 +153,7 @@ class TrainerRollouts:
                 await self._record_version()
                 stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
                 for group in stale:
-                    self.buffer.play_again(group.group_index)
+                    self.buffer.play_again(group.group_index, stale=True)
                 await self._filter_waiting()
                 self.policy.resume()
                 samples = await self.manager.generate_batch()
@@ -415,7 +415,7 @@ class TrainerRollouts:
             if group.group_index not in self.buffer.taken:
                 continue  # a buffer filter took it out
             if group.reason == _STALE:
-                self.buffer.play_again(group.group_index)
+                self.buffer.play_again(group.group_index, stale=True)
             else:
                 self.buffer.pop(group.group_index)
 
@@ -431,6 +431,7 @@ class TrainerRollouts:
             **{f"rollout/dynamic_filter/drop_{reason}": count for reason, count in sorted(drops.items()) if count},
             **{f"rollouts/failed_groups/{kind}": count for kind, count in sorted(failures.items())},
             **{f"rollouts/{name}": value for name, value in self.manager.metrics.items()},
+            **({"rollouts/stale_prompts_given_up": self.buffer.given_up} if self.buffer.given_up else {}),
             "rollouts/groups_carried": len(self.manager.ready_groups) + self.manager.accounting.in_flight,
         }
 

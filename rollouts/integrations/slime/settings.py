@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.base.validators import is_number
+from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay
@@ -40,6 +40,7 @@ OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
     "rollouts_recipe_options": "keyword arguments for the recipe, as a mapping",
     "rollouts_over_sampling_factor": "groups in flight while a batch fills, as a multiple of the batch; 1.0 by default",
+    "rollouts_in_flight": "most rollouts that run at once, by default those of all groups in flight",
     "rollouts_carry_over": "true: groups left over by a batch serve the next one, with tokens of older weights",
     "rollouts_fully_async": "true: carry over, and continue to generate between calls, while the trainer works",
     "rollouts_max_staleness": "most policy versions that a trained token may be old, with any kind of carry-over",
@@ -123,6 +124,8 @@ class Settings:
     batch_size: int
     n_samples_per_prompt: int
     over_sampling_factor: float
+    in_flight: int | None
+    """``None`` for the recipe's."""
     wave: int
     """Groups that one request to the data source asks for: slime's ``--over-sampling-batch-size``."""
     endpoint: Endpoint
@@ -228,6 +231,7 @@ class Settings:
             batch_size=batch_size,
             n_samples_per_prompt=get("n_samples_per_prompt", 1),
             over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
+            in_flight=_in_flight(get("rollouts_in_flight")),
             wave=refill,
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
@@ -357,6 +361,12 @@ def _template_kwargs(value: Any) -> Mapping[str, Any]:
     if not isinstance(mapping, Mapping):
         raise ConfigError.of("args.apply_chat_template_kwargs", value, "a mapping of variables of the chat template")
     return mapping
+
+
+def _in_flight(count: Any) -> int | None:
+    if count is not None and not is_int(count, 1):
+        raise ConfigError.of("args.rollouts_in_flight", count, "an integer >= 1")
+    return count
 
 
 def _max_staleness(bound: Any, carry_over: bool) -> int | None:

@@ -375,6 +375,49 @@ def test_surplus_serves_the_next_call_within_its_bound(engine: str) -> None:
     assert {group[0].group_index for group in source.added} == set(source.given) - {index for index, _ in used}
 
 
+def test_a_prompt_that_is_always_stale_is_given_up() -> None:
+    """After three replays; it is counted, done at the data source, and the other prompts fill the batches."""
+    launch = Launch(batch_size=2, n=2, over_sampling_factor=2.0)
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        played.append(str(prompt.prompt))
+        return [made_sample(prompt, version="0" if prompt.prompt == "prompt 1" else "1")]
+
+    played: list[str] = []
+    launch.play = play
+    args, source = launch.args(rollouts_max_staleness=0), launch.source()
+    outputs = [generate_rollout_batch(args, rollout_id, source) for rollout_id in range(8)]
+    assert played.count("prompt 1") == 4 * launch.n
+    assert outputs[-1].metrics["rollouts/stale_prompts_given_up"] == 1
+    assert all(group[0].label != "1" for output in outputs for group in output.samples)
+    close_rollouts()
+    assert all(group[0].label != "1" for group in source.added)
+
+
+@pytest.mark.parametrize("carry_over", [True, False])
+def test_at_most_in_flight_rollouts_are_played(carry_over: bool) -> None:
+    """With and without leftovers; the batches are whole."""
+    launch = Launch(batch_size=2, n=3, over_sampling_factor=3.0)
+    alive = [0, 0]
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        alive[0] += 1
+        alive[1] = max(alive)
+        try:
+            await anyio.sleep(0.001 * (1 + (prompt.index or 0) % 5))
+        finally:
+            alive[0] -= 1
+        return [made_sample(prompt)]
+
+    launch.play = play
+    args, source = launch.args(rollouts_in_flight=4, rollouts_carry_over=carry_over), launch.source()
+    for rollout_id in range(4):
+        output = generate_rollout_batch(args, rollout_id, source)
+        assert [len(group) for group in output.samples] == [3, 3]
+        assert 0 <= output.metrics["rollouts/slots/running"] <= 4
+    assert alive[1] == 4
+
+
 def test_masked_tokens_are_not_stale() -> None:
     """If earlier versions are masked, only the trained tokens of a group count."""
     launch = Launch(batch_size=1, n=2, over_sampling_factor=1.0)

@@ -177,3 +177,12 @@ def test_contradictory_flags_are_refused(flags: dict[str, Any]) -> None:
     """A bound without carry-over, a bound that is not a number, over-sampling below the batch: each names the flag."""
     with pytest.raises(ConfigError, match=next(iter(flags))):
         read(**DEFAULT | flags)
+
+
+def test_the_number_of_rollouts_is_a_flag() -> None:
+    """Without it the recipe's number is used, or none; a wrong value is refused by name."""
+    assert read(**DEFAULT).in_flight is None
+    assert read(**DEFAULT, rollouts_in_flight=48).in_flight == 48
+    for wrong in (0, -3, 1.5, "48", True):
+        with pytest.raises(ConfigError, match=r"args\.rollouts_in_flight: got .*; expected an integer >= 1"):
+            read(**DEFAULT, rollouts_in_flight=wrong)

@@ -14,7 +14,15 @@ function runSummary(run, several) {
     el("p.facts", {}, visibleText(facts.join(" · "))),
     info.error ? el("p.bad", {}, visibleText(String(info.error))) : null,
     estimates.length ? el("table", {}, el("tbody", {}, estimates.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, `${shown(value.value)} [${shown(value.low)}, ${shown(value.high)}]`))))) : null,
+    lengthBias(run),
     accountingChart(run));
+}
+
+/** A warning where groups that were dropped for their age made the rollouts in batches shorter than all. */
+function lengthBias(run) {
+  const last = run.metrics[run.metrics.length - 1] || {};
+  if (!(last["staleness/length"] < 0.95)) return null;
+  return el("p.bad", {}, `max_staleness drops long groups: ${Math.round(100 * last["staleness/dropped"])} % of the groups were too old, and a rollout in a batch has ${shown(last["staleness/length"])} of the mean length of all`);
 }
 
 function accountingChart(run) {
@@ -53,6 +61,8 @@ const BATCH_CHARTS = [
   ["prefix cache", [["prefix_cache_hit_rate", "share of prompt tokens"]]],
   ["prompts that the sampler knows", [["sampler/tried", "tried"], ["sampler/always_passed", "always passed"], ["sampler/never_passed", "never passed"]]],
   ["policy versions in a batch", [["policy_versions", "versions"], ["staleness/max", "largest staleness"], ["staleness/mean", "mean staleness"]]],
+  ["groups dropped for their age", [["staleness/dropped", "share"], ["staleness/length", "length in batches over that of all"]]],
+  ["share of the slots that run a rollout", [["slots/busy", "share"]]],
   ["seconds of a batch", [["seconds", "batch"], ["episode/generation_seconds", "generation, of a rollout"], ["episode/environment_seconds", "environment, of a rollout"]]],
 ];
 
