@@ -29,6 +29,8 @@ class Taken:
     """slime's samples, unchanged."""
     begun: int = 0
     """slime's rollout_id of the call that took it."""
+    started: dict[int, float] = attrs.field(factory=dict)
+    """Unix time at which each rollout began, by its position in the group."""
     replays: int = 0
     """How often its rollouts were too old, and were played again."""
     sessions: dict[int, str] = attrs.field(factory=dict)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -254,6 +255,7 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
+            taken.started.setdefault(number, time.time())
         record = self._template(prompt, data) if taken is not None or self.rows else None
         if record is not None and self._custom(data, record) is None:
             check_media(record, recipe=self.recipe is not None)

@@ -75,7 +75,7 @@ def views_of_rollout(returned: Any, argument: Any, request: Prompt, reading: Rea
         returned: slime's sample, or a list of them.
         argument: the argument of the generate function; its indices fill missing ones.
         request: the prompt.
-        reading: what the launch expects.
+        reading: the requirements of the launch.
 
     Raises:
         ConfigError: an object is not a sample of slime, a sample is listed twice, there are several rollout ids, or

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
@@ -49,7 +50,7 @@ class SlimeReward:
         """Score a sample, or a group where ``--group-rm`` is set."""
         if isinstance(sample, list):
             group = [self.record_of(entry) for entry in sample]
-            await self._score_all(group)
+            await self._score_all(group, "group_reward_model")
             return [self._number(entry.reward) for entry in group]
         record = self.record_of(sample)
         if record.reward is None:
@@ -57,11 +58,13 @@ class SlimeReward:
             if isinstance(link, SlimeRecord) and link.rollout is not None:
                 await self._score_all([entry for entry in link.rollout if entry.reward is None])
             else:
-                record.reward = await self._call(record)
+                with _traced(record, "reward_model"):
+                    record.reward = await self._call(record)
         return self._number(record.reward)
 
-    async def _score_all(self, samples: list[Any]) -> None:
-        values = await self._call(samples)
+    async def _score_all(self, samples: list[Any], span: str = "reward_model") -> None:
+        with _traced(samples, span):
+            values = await self._call(samples)
         rewards = _listed(values)
         if rewards is None or len(rewards) != len(samples):
             raise RewardFailure(f"{self.path}: got {shortened(values)}; expected a list of {len(samples)} rewards")
@@ -152,6 +155,15 @@ class SlimeFilter:
         for sample in samples:
             self.read_reward(sample)
         return answer
+
+
+def _traced(samples: Any, name: str) -> AbstractContextManager[Any]:
+    """A span in the trace of slime's samples."""
+    if not (records().is_slime and family().traces):
+        return nullcontext()
+    module = importlib.import_module("slime.observability.trace_utils")
+    span: AbstractContextManager[Any] = module.trace_span(samples, name)
+    return span
 
 
 def _listed(values: Any) -> list[Any] | None:

@@ -32,9 +32,10 @@ from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
 from rollouts.integrations.slime.event_loop import event_loop
+from rollouts.integrations.slime.extras import add_group_spans
 from rollouts.integrations.slime.given_ids import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline
-from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
 from rollouts.integrations.slime.settings import Settings, load_function, stop_ids_of_params
 from rollouts.integrations.slime.single_turn import decoder_of
@@ -285,6 +286,8 @@ class TrainerRollouts:
         """The samples of a group in slime's shape, with a list for each rollout if any fans out."""
         rollouts = _by_number(samples, len(taken.group))
         played = [[self._record_of(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
+        if family().traces:
+            add_group_spans(played, [taken.started.get(number) for number in sorted(rollouts)])
         fans_out = fans_out or any(len(rollout) > 1 for rollout in played)
         return played if fans_out else [rollout[0] for rollout in played]
 

@@ -164,7 +164,7 @@ async def generate_with_slime(
         params: slime's sampling parameters, passed to the function.
         calls: limits and stops the calls.
         policy: the policy whose pauses and limit hold for the function, too.
-        reading: what the launch expects of the samples; whether it is an evaluation is passed to a function that has
+        reading: the requirements for the samples; whether it is an evaluation is passed to a function that has
             this parameter.
         on_abort: what follows a sample that the function returned as aborted: ``"fail"`` loses the attempt,
             ``"resume"`` calls the function again with the sample, as with partial rollouts, ``"restart"`` begins again.

@@ -409,6 +409,26 @@ def test_rewards_of_a_list_have_slimes_effect(bench: Bench, manager_class: Any, 
     check_train_data(manager_class, bench, ours, theirs, group_rm=group_rm, **flags)
 
 
+def spans(sample: Any) -> list[tuple[Any, ...]]:
+    """The names of a sample's spans, each with that of its parent, in order of their start; every span ends."""
+    events = sample.trace["events"]
+    begun = {event["span_id"]: event for event in events if event["type"] == "span_start"}
+    assert sorted(begun) == sorted(event["span_id"] for event in events if event["type"] == "span_end")
+    ends = {event["span_id"]: event["ts"] for event in events if event["type"] == "span_end"}
+    for name, event in begun.items():
+        parent = event.get("parent_span_id")
+        assert parent is None or begun[parent]["ts"] <= event["ts"] <= ends[name] <= ends[parent] + 1e-6
+    return [(event["name"], begun.get(event.get("parent_span_id"), {}).get("name")) for event in begun.values()]
+
+
+@pytest.mark.parametrize("flags", [{}, {"group_rm": True}], ids=["reward", "group reward"])
+def test_the_trace_has_slimes_spans(bench: Bench, flags: dict[str, Any]) -> None:
+    """Of the group, the rollout, its requests and the reward, one in the other as in slime."""
+    theirs, ours = bench.both(evaluation=False, **flags)
+    assert [spans(sample) for sample in ours.samples] == [spans(sample) for sample in theirs.samples]
+    assert ("generate_and_rm", "generate_and_rm_group") in spans(ours.samples[0])
+
+
 # -- one event loop ---------------------------------------------------------------------------------------------------
 
 
