@@ -198,6 +198,8 @@ class RecipeOptions(TypedDict, total=False):
     """As for :func:`~rollouts.training.agent_rollout_to_samples`."""
     epochs: int | None
     batches: int
+    lora: str | None
+    """The family of LoRA adapters that sample the replies, see :class:`Endpoint`; ``None``: as the endpoint says."""
 
 
 OPTION_DEFAULTS: RecipeOptions = {
@@ -213,6 +215,7 @@ OPTION_DEFAULTS: RecipeOptions = {
     "history": "append",
     "epochs": None,
     "batches": 1,
+    "lora": None,
 }
 
 
@@ -323,6 +326,7 @@ def assembled_recipe(
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
     endpoint = _with_sampling(endpoint, **named_options(**of_sampling))
     values: dict[str, Any] = {**OPTION_DEFAULTS, "shuffled": True, **options}
+    endpoint = attrs.evolve(endpoint, **named_options(lora=values["lora"]))
     seed, tokenizer = values.get("seed") or 0, values.get("tokenizer")
     tokenizer = endpoint.model if tokenizer is None else tokenizer
     bound = {"endpoint": endpoint, "tokenizer": tokenizer, "history": values["history"], **of_renderer}

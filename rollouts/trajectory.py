@@ -180,11 +180,6 @@ class Trajectory:
         return frozen(mask), frozen(logprobs)
 
     @property
-    def last_version(self) -> str:
-        """The version of the last sampled token; empty if there is none."""
-        return next((segment.version for segment in reversed(self.segments) if segment.version is not None), "")
-
-    @property
     def versions(self) -> tuple[VersionSpan, ...]:
         """The version of each range of sampled tokens; together they cover exactly the mask."""
         return tuple(

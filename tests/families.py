@@ -456,3 +456,6 @@ SMALL = {
 }
 
 FAMILIES = {**REAL, **SMALL}
+
+UNCHECKED = {"SmolLM3": "hermes", "OLMo": "olmo3", "content in parts": "hermes", "marks for training": "xlam"}
+"""Families whose templates write no calls, and a dialect that reads replies all the same."""

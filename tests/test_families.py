@@ -33,7 +33,7 @@ from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import Status, trajectory_to_samples
 from rollouts.trajectory import Trajectory
 from tests.families import FAMILIES as REAL_AND_SMALL
-from tests.families import TOOLS, Family
+from tests.families import TOOLS, UNCHECKED, Family
 from tests.structures import STRUCTURES
 from tests.worlds import some_text
 
@@ -325,9 +325,6 @@ def test_a_stop_token_stands_for_the_mark_that_ends_a_complete_call(request: pyt
         assert renderer.parse(whole, tools=TOOLS).tool_calls[0].fault == "unclosed"
         half = renderer.encode(text[:-2]).tolist()
         assert renderer.parse([*half, *end], tools=TOOLS).tool_calls[0].error is not None
-
-
-UNCHECKED = {"SmolLM3": "hermes", "OLMo": "olmo3", "content in parts": "hermes", "marks for training": "xlam"}
 
 
 @pytest.mark.parametrize("name", UNCHECKED)

@@ -241,9 +241,9 @@ class Episode:
         return ReplyRequest(self.budget.sampling_of(tokens, seed), limit, now())
 
     def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
-        trajectory, stops = self.trajectory, self.renderer.stop_token_ids
-        images, version = trajectory.images, trajectory.last_version
-        return CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=images, version=version)
+        tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
+        images, version = self.trajectory.images, _last_version(self.trajectory)
+        return CompletionRequest(tokens, sampling, stops, self.session, images=images, version=version)
 
     def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
         """Append the sampled tokens, and parse the reply that they complete."""
@@ -357,6 +357,11 @@ class Episode:
             session=self.session,
             replies=replies.count,
         )
+
+
+def _last_version(trajectory: Trajectory) -> str:
+    """The version of the last sampled token; empty if there is none."""
+    return next((segment.version for segment in reversed(trajectory.segments) if segment.version is not None), "")
 
 
 def _add_times(trajectory: Trajectory, completion: Completion, began: float) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from rollouts.base.validators import is_int, is_number
 from rollouts.errors import ConfigError
 
-__all__ = ["PeftAdapter", "checksum_of", "read_adapter"]
+__all__ = ["CONFIG", "PeftAdapter", "checksum_of", "read_adapter"]
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")

@@ -55,9 +55,8 @@ from rollouts.inference.shared import shared_policies, shared_policy
 from rollouts.observability.run_logger import RunLogger
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe_files import absolute, file_of
-from rollouts.runs.folder import read_info
+from rollouts.runs.folder import RECORDING, read_info
 from rollouts.runs.journal import Journal
-from rollouts.runs.recording import RECORDING, check_recordable, recorded
 from rollouts.runs.resume import begin, reopen
 from rollouts.runs.run import RunResult, Stop, Watch, abandon, observe, run
 from rollouts.runs.run_journal import RunJournal
@@ -169,6 +168,8 @@ async def launch(
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     await rehearse(recipe)
                 if recording:
+                    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
+
                     recipe.environment_for("--record")
                     check_recordable(recipe.config.generate_fn)
                 played = recipe
@@ -297,12 +298,17 @@ def _resumed(
 
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
     """The recipe with a generate function that records everything its rollouts receive from outside."""
+    from rollouts.runs.recording import recorded
+
     config = recipe.config
     bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
     policy = bound.get("policy")
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
+    endpoint = bound.get("endpoint", recipe.endpoint)
+    if endpoint.lora is not None:
+        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
     if policy is None:
-        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
+        policy = shared_policy(endpoint, renderer.vocab_size)
     environment_cls = bound.get("environment_cls") or recipe.environment_for("--record")
     generate_fn = recorded(config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
     return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))

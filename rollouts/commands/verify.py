@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.base.extras import install_command
+from rollouts.base.peft import CONFIG
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
 from rollouts.errors import ConfigError
@@ -35,6 +36,13 @@ def add(verbs: Any) -> None:
         help="compare every logprob with these weights (law 8); without VERSION, for all versions that have no other",
     )
     parser.add_argument(
+        "--lora",
+        nargs="+",
+        default=[],
+        metavar="VERSION=DIR",
+        help="LoRA adapters of the run, for the base model of --model DIR",
+    )
+    parser.add_argument(
         "--dtype", choices=tuple(TOLERANCES), help="of the comparison (default: that of the weights in the first DIR)"
     )
     defaults = ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
@@ -44,7 +52,7 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    models = _models(args.model)
+    models = {**_models(args.model), **_adapters(args.lora, args.model)}
     check_run(args.run)
     report = verify_run(args.run)
     say(report)
@@ -79,6 +87,19 @@ def _models(texts: Sequence[str]) -> dict[str | None, Path]:
     if models and missing:
         raise ConfigError(f"--model needs {', '.join(missing)}: {install_command('engine')}")
     return models
+
+
+def _adapters(texts: Sequence[str], models: Sequence[str]) -> dict[str | None, Path]:
+    """The folder of each adapter."""
+    found: dict[str | None, Path] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not (equals and (Path(folder) / CONFIG).is_file()) or name in found:
+            raise ConfigError.of("--lora", text, f"VERSION=folder with {CONFIG}, one for each version")
+        found[name] = Path(folder)
+    if found and None not in _models(models):
+        raise ConfigError.of("--model", " ".join(models), "DIR, the base model of the adapters of --lora")
+    return found
 
 
 def _tolerance(text: str) -> float:

@@ -28,12 +28,14 @@ from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, served_version
-from rollouts.inference.wire_errors import error_of, loads, message_of
+from rollouts.inference.wire_errors import Overloaded, error_of, loads, message_of
 
 __all__ = ["FREE", "Probe", "Reply", "listed", "opened"]
 
 FREE = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
 """A reply of 24 tokens from the full distribution."""
+_QUEUE_SECONDS = 60.0
+"""How long a full queue, or requests that still run, are waited for."""
 
 
 @attrs.frozen
@@ -97,17 +99,28 @@ class Probe:
         return await self.client.post(f"{self.url}/generate", data, headers, new_connection=True)
 
     async def reply(self, prompt: Sequence[int], *, session: str = "", rid: str = "", **fields: Any) -> Reply:
-        """Generate; ``sampling_params`` are added to ``FREE``.
+        """Generate; ``sampling_params`` are added to ``FREE``. A full queue is waited for.
 
         Raises:
             EndpointError: a status other than 200.
         """
         sampling = {**FREE, "skip_special_tokens": False, "no_stop_trim": True, **fields.pop("sampling_params", {})}
         body = {"input_ids": prompt, "return_logprob": True, "rid": rid or uuid.uuid4().hex, **fields}
-        status, payload = await self.post({**body, "sampling_params": sampling}, session or str(body["rid"]))
-        if status != 200:
-            raise error_of(status, message_of(payload))
-        return self.read(prompt, msgspec.json.decode(payload))
+        until = anyio.current_time() + _QUEUE_SECONDS
+        while True:
+            status, payload = await self.post({**body, "sampling_params": sampling}, session or str(body["rid"]))
+            if status == 200:
+                return self.read(prompt, msgspec.json.decode(payload))
+            error = error_of(status, message_of(payload))
+            if not isinstance(error, Overloaded) or anyio.current_time() > until:
+                raise error
+            await anyio.sleep(0.1)
+
+    async def until_idle(self) -> None:
+        """Wait until nothing runs on the servers, for :data:`_QUEUE_SECONDS` at most."""
+        with anyio.move_on_after(_QUEUE_SECONDS, shield=True):
+            while await self.running():  # noqa: ASYNC110 - another process
+                await anyio.sleep(0.05)
 
     def read(self, prompt: Sequence[int], answer: Any) -> Reply:
         """A decoded response as a reply."""

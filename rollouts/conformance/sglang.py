@@ -104,9 +104,12 @@ async def _at_once(probe: Probe) -> Finding:
         prompt = probe.prompt(f"at once {number}", 8 + number)
         findings.append(_whole(await probe.reply(prompt, rid=rid, sampling_params={"max_new_tokens": 8}), rid, 8))
 
-    async with first_error() as tasks:
-        for number in range(64):
-            tasks.start_soon(one, number)
+    try:
+        async with first_error() as tasks:
+            for number in range(64):
+                tasks.start_soon(one, number)
+    finally:
+        await probe.until_idle()  # else a server with a short queue refuses the requests of the next points
     wrong = [finding for finding in findings if not finding.ok]
     return wrong[0] if wrong else Finding(True, "64 whole replies")
 
@@ -216,6 +219,19 @@ async def _stop_string(probe: Probe) -> Finding:
         and reply.finish.get("type") == "stop"
     )
     return Finding(ok, f"{len(reply.ids)} of {len(greedy.ids)} ids, finish {reply.finish}")
+
+
+async def _stop_at_the_end(probe: Probe) -> Finding:
+    prompt = probe.prompt("stop at the end")
+    greedy = await probe.reply(prompt, sampling_params={"temperature": 0, "max_new_tokens": 8})
+    stop = greedy.ids[0]
+    budget = {"temperature": 0, "max_new_tokens": 1}
+    ended = [await probe.reply(prompt, sampling_params={**budget, "ignore_eos": False, "stop_token_ids": [stop]})]
+    text = await probe.text(await probe.reply(prompt, sampling_params=budget))
+    if text.strip():
+        ended.append(await probe.reply(prompt, sampling_params={**budget, "stop": [text]}))
+    found = [str(reply.finish.get("type")) for reply in ended]
+    return Finding(set(found) == {"stop"}, f"finish of a stop id and a stop string: {', '.join(found)}")
 
 
 async def _abort(probe: Probe) -> Finding:
@@ -473,6 +489,8 @@ POINTS: Sequence[Point[Probe]] = (
     Point("stop ids stay", "a stop id ends the reply and is its last id", "the end of a turn is trained", _stop_id),
     Point("stop strings stay", "a stop string ends the reply, and its ids stay",
           "SamplingParams.stop: the stored ids are what was sampled", _stop_string),
+    Point("a stop on the last token", "a stop id or string is the last token of the budget: finish stop, not length",
+          "an episode is completed, not truncated", _stop_at_the_end, relied=False),
     Point("abort", "POST /abort_request by rid: the reply so far, with its logprobs",
           "cancelled and late rollouts; pauses of the policy", _abort),
     Point("abort of an unknown rid", "POST /abort_request: 200", "an abort that comes late", _abort_unknown),

@@ -16,6 +16,7 @@ from rollouts.dtypes.columns import (
 )
 from rollouts.dtypes.images import Image, ImageSpan
 from rollouts.dtypes.inference import (
+    CONSTRAINTS,
     MAX_MESSAGE_BYTES,
     Completion,
     Concurrency,
@@ -51,6 +52,7 @@ from rollouts.dtypes.messages import (
 )
 
 __all__ = [
+    "CONSTRAINTS",
     "LOGPROB_TOLERANCE",
     "MAX_MESSAGE_BYTES",
     "ChatDict",

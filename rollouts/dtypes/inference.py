@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
+import msgspec
 import numpy as np
 
 from rollouts.base.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
@@ -18,6 +19,7 @@ from rollouts.dtypes.columns import LogprobColumn, TokenColumn, are_logprobs, pa
 from rollouts.errors import ConfigError
 
 __all__ = [
+    "CONSTRAINTS",
     "MAX_MESSAGE_BYTES",
     "Completion",
     "Concurrency",
@@ -65,10 +67,10 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 _FINISH_REASONS = get_args(FinishReason)
 
-LogprobsOf: TypeAlias = Literal["raw", "tempered", "processed"]
+LogprobsOf: TypeAlias = Literal["raw", "tempered", "processed", "constrained"]
 """The distribution of a logprob. ``raw``: the distribution of the weights. ``tempered``: after temperature and
 penalties, before top-k, top-p and min-p; for a greedy token, at temperature 1. ``processed``: after all of them; the
-token was drawn from it."""
+token was drawn from it. ``constrained``: as ``tempered``, over the ids that a grammar allowed."""
 _LOGPROBS_OF = get_args(LogprobsOf)
 
 OnRewrite: TypeAlias = Literal["append", "fork", "error"]
@@ -88,6 +90,21 @@ class VersionSpan:
     version: str
     start: int
     stop: int
+
+
+CONSTRAINTS = ("json_schema", "regex", "ebnf")
+"""The sampling parameters that constrain a reply."""
+
+
+def _is_json_object(value: Any) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(value), dict)
+    except (msgspec.DecodeError, TypeError):
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 @attrs.frozen
@@ -122,6 +139,23 @@ class SamplingParams:
         default=1.0, validator=check("a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
     )
     """Logprobs belong to the penalised distribution."""
+    json_schema: str | None = attrs.field(
+        default=None, validator=check("a JSON schema, as text", _is_json_object, optional=True)
+    )
+    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the three.
+    Logprobs belong to the distribution over the ids that it allows, and a trainer computes others."""
+    regex: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
+    ebnf: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
+
+    def __attrs_post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError.of("SamplingParams", " and ".join(given), "at most one of json_schema, regex and ebnf")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a grammar limits the ids of a reply."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def greedy(self) -> bool:
@@ -136,9 +170,6 @@ class SamplingParams:
         request in it is not greedy, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
         """
         return 0.0 if self.greedy else self.temperature
-
-
-_FAMILY = re.compile(r"(?!.*-v\d+\Z)[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def without_password(text: str) -> str:
@@ -170,8 +201,7 @@ class Endpoint:
         model: name or folder of the model; also the default source of the tokenizer.
         base_url: one URL, or the URLs of several servers of the same model.
         api_key: sent as a bearer token; never printed.
-        lora: the family of LoRA adapters that replies are sampled with: the newest loaded adapter named ``lora`` or
-            ``lora-vN``, see :func:`~rollouts.inference.weights.update_weights`. ``None``: the base model.
+        lora: the family of LoRA adapters: replies are sampled with the newest adapter named ``lora`` or ``lora-vN``.
         admin_key: sent instead with aborts and weight updates, to servers with ``--admin-api-key``; never printed.
     """
 
@@ -190,8 +220,8 @@ class Endpoint:
     lora: str | None = attrs.field(
         default=None,
         validator=check(
-            "letters, digits, '.', '_' and '-', without a version: update_weights adds -v and a number",
-            lambda v: isinstance(v, str) and bool(_FAMILY.fullmatch(v)),
+            "a name of letters, digits, '.', '_' and '-', without a version",
+            lambda v: isinstance(v, str) and bool(re.fullmatch(r"(?!.*-v\d+\Z)[A-Za-z0-9][\w.-]*", v, re.ASCII)),
             optional=True,
         ),
     )

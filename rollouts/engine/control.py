@@ -231,6 +231,7 @@ class _Control:
                 "max_queued_requests": self._frontend.max_queued,
                 "device": str(scheduler.model.device),
                 "dtype": self._loaded.dtype,
+                "grammar_backend": "none",
                 "uptime_s": time.time() - self._frontend.started,
                 "internal_states": [{"paused": scheduler.paused, "generated_tokens": scheduler.generated}],
             }

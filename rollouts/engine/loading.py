@@ -8,6 +8,7 @@ This module does not know slots or requests.
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -113,6 +114,17 @@ def load_weights(path: Path, dtype: str) -> Any:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
             )
+    except ImportError as error:
+        causes = [str(error).splitlines()[0]]
+        cause = error.__cause__ or error.__context__
+        while cause is not None:
+            causes.append(f"{type(cause).__name__}: {cause}".splitlines()[0])
+            cause = cause.__cause__ or cause.__context__
+        raise ConfigError(
+            f"model: transformers {transformers.__version__} cannot import the classes of {str(path)!r} in this Python"
+            f" environment ({sys.prefix}): {'; '.join(dict.fromkeys(causes))}. A torchvision of another build than"
+            " torch is a usual cause: use an environment with rollouts[engine] alone"
+        ) from error
     except Exception as error:  # transformers raises many types for an invalid folder
         raise ConfigError(f"model: got {str(path)!r}; expected {_EXPECTED}; {type(error).__name__}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

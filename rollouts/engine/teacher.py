@@ -8,8 +8,10 @@ This module does not know requests or stored runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,6 +19,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import DynamicCache
 
+from rollouts.base.peft import CONFIG
+from rollouts.engine.adapters import Adapter, load_adapter
 from rollouts.engine.loading import load_weights, stop_ids_of
 from rollouts.errors import ConfigError
 
@@ -39,19 +43,36 @@ def dtype_of(folder: Path) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
+def _adapt(model: Any, adapter: Adapter) -> None:
+    """Add the changes of an adapter to a model."""
+
+    def changed(name: str, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        return output + adapter.change(name, inputs[0])
+
+    for name in adapter.factors:
+        model.get_submodule(name).register_forward_hook(functools.partial(changed, name))
+
+
 class Teacher:
-    """The model of a folder.
+    """The model of a folder, or of a LoRA adapter.
 
     Args:
-        folder: a causal language model of transformers.
+        folder: a causal language model of transformers, or an adapter of ``base`` in PEFT's format.
         dtype: for its weights and the computation.
+        base: folder of the model to which an adapter belongs.
 
     Raises:
-        ConfigError: the folder does not load.
+        ConfigError: the folder does not load, or is an adapter and has no ``base``.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self._model = load_weights(folder, dtype)
+    def __init__(self, folder: Path, dtype: str, base: Path | None = None) -> None:
+        if not (folder / CONFIG).is_file():
+            self._model = load_weights(folder, dtype)
+        elif base is None:
+            raise ConfigError.of("model", str(folder), "a model: this is a LoRA adapter, whose base model is not given")
+        else:
+            self._model = load_weights(base, dtype)
+            _adapt(self._model, load_adapter(folder, self._model))
         self.vocab_size = int(self._model.config.vocab_size)
         self._stop_ids = stop_ids_of(self._model)
 

@@ -5,7 +5,7 @@ raises, the adapter before it stays the newest, and the error lists which server
 until no rollout of this process names the old one; it is unloaded by the first update after that.
 
 A server may read a folder again: SGLang 0.5.23 for a request that names an unloaded adapter
-(managers/tokenizer_manager.py: _resolve_lora_path), vLLM 0.32.0 for one that its cache has dropped
+(managers/tokenizer_manager.py: _resolve_lora_path), vLLM 0.32.0 for an adapter that its cache has dropped
 (lora/worker_manager.py: LRUCacheWorkerLoRAManager). So each version needs a folder that never changes, and a folder
 that was used before is refused.
 """

@@ -60,7 +60,7 @@ class Family:
     name: str
     versions: dict[str, AdapterVersion] = attrs.field(factory=dict)
     current: str = ""
-    """The newest one that this process has loaded on all servers."""
+    """The newest that this process has loaded on all servers."""
     present: dict[str, set[str]] = attrs.field(factory=lambda: defaultdict(set))
     """Adapters that the server at each URL is known to have."""
     base: str | None = None

@@ -41,6 +41,8 @@ class ServerInfo:
     """Processes of one server that take requests: each stores a separate weight version (SGLang)."""
     has_tokenizer: bool | None = None
     """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
+    has_grammars: bool | None = None
+    """Whether the server can constrain replies to a grammar."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 

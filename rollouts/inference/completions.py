@@ -75,6 +75,8 @@ class SentRequest:
     """Columns requested beyond tokens and logprobs."""
     images: int = 0
     """Number of images of the prompt."""
+    constrained: bool = False
+    """Whether a grammar limited the ids."""
     adapter: str = ""
     """Requested LoRA adapter; empty for the base model."""
     expanded: TokenColumn | None = None
@@ -216,7 +218,7 @@ def completion_of(
             seconds=request.seconds,
             waited=request.waited,
             server=request.server,
-            logprobs_of="tempered",
+            logprobs_of="constrained" if request.constrained else "tempered",
             extras=extras,
         )
     except ValueError as error:

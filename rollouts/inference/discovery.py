@@ -83,6 +83,9 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         max_context=_max_context(models, server),
         http_workers=workers,
         has_tokenizer=not skips_tokenizer if isinstance(skips_tokenizer, bool) else None,
+        has_grammars=None
+        if not isinstance(server.get("grammar_backend"), str)
+        else server["grammar_backend"] != "none",
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
 
@@ -146,6 +149,7 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         max_context=min(contexts, default=None),
         http_workers=max((info.http_workers for info in infos if info.http_workers is not None), default=None),
         has_tokenizer=_all_of(info.has_tokenizer for info in infos),
+        has_grammars=_all_of(info.has_grammars for info in infos),
         honours_seeds=_all_of(info.honours_seeds for info in infos),
     )
 

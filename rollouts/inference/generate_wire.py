@@ -21,6 +21,7 @@ import numpy as np
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import (
+    CONSTRAINTS,
     Completion,
     Extras,
     LogprobColumn,
@@ -159,6 +160,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         if not -(2**63) <= sampling.seed < 2**63:
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["sampling_seed"] = sampling.seed
+    params |= {name: value for name in CONSTRAINTS if (value := getattr(sampling, name)) is not None}
     if top_p_sets:
         params["custom_params"] = {"return_top_p_token_ids": True}
     encoded = msgspec.json.encode(params)

@@ -1,8 +1,9 @@
 """A policy that resumes interrupted completions, after its own pauses and after aborts by the server.
 
-Invariant: an interrupted completion is continued from exactly its own ids. The result is one sequence, each token with
-the logprob and the version with which it was sampled, and has the distribution of an uninterrupted one (law 10, see
-``reply_parts.py``). While the policy is paused nothing is sampled, and the deadlines of waiting calls are paused.
+Invariant: an interrupted completion is continued from exactly its own ids; a reply with a grammar starts again. The
+result is one sequence, each token with the logprob and the version with which it was sampled, and has the distribution
+of an uninterrupted one (law 10, see ``reply_parts.py``). While the policy is paused nothing is sampled, and the
+deadlines of waiting calls are paused.
 
 It does not know trainers, messages or samples.
 """
@@ -158,6 +159,8 @@ class ResumablePolicy(PolicyWrapper):
             sampled += len(part.tokens)
             if part.finish_reason != "abort":
                 break
+            if sampling.constrained:  # a server would begin its grammar in the middle of the reply
+                parts, sampled = [], 0
             self.resumed += 1
             empty = 0 if len(part.tokens) or self.paused else empty + 1
             if empty:

@@ -126,7 +126,7 @@ class Sender:
         return completion
 
     def _named(self, completion: Completion, call: Call) -> Completion:
-        """The completion with the versions that its tokens get; records those that the server reported.
+        """The completion with the versions that its tokens get; records the versions that the server reported.
 
         Raises:
             EndpointRefused: the server has other weights than the call expects.
@@ -143,7 +143,8 @@ class Sender:
 
     def _refusal(self, call: Call, worker: Worker, status: int, payload: bytes) -> EndpointError:
         """Return the error for a response without a completion; unset ``running`` unless the generation may run."""
-        error = error_of(status, f"{message_of(payload)} (POST {worker.name}{self._protocol.ROUTE})")
+        key = ". Check Endpoint.api_key" if status in (401, 403) else ""
+        error = error_of(status, f"{message_of(payload)} (POST {worker.name}{self._protocol.ROUTE}){key}")
         if not isinstance(error, MayStillRun):
             call.running = None
         return error
@@ -160,6 +161,7 @@ class Sender:
             vocab_size=call.vocab_size,
             extras=request.extras,
             images=len(request.images),
+            constrained=request.sampling.constrained,
             adapter=call.adapter,
             expanded=request.tokens if request.images else None,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 
-from rollouts.dtypes import SamplingParams
+from rollouts.dtypes import CONSTRAINTS, SamplingParams
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ServerInfo
 
@@ -17,6 +17,8 @@ __all__ = ["OLDEST_SGLANG", "check_flags"]
 
 OLDEST_SGLANG = (0, 5, 22)
 """Earlier versions do not report which tokens are of which weights, or that an update did not flush the cache."""
+
+_NO_GRAMMARS = "none: the server has no grammar backend (--grammar-backend none, or the embedded engine)"
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +31,9 @@ def check_flags(server: ServerInfo, sampling: SamplingParams) -> None:
     """
     if server.has_tokenizer is False:
         _check_without_tokenizer(sampling)
+    if server.has_grammars is False and sampling.constrained:
+        given = next(name for name in CONSTRAINTS if getattr(sampling, name) is not None)
+        raise ConfigError.of(f"SamplingParams.{given}", getattr(sampling, given), _NO_GRAMMARS)
     if server.http_workers is not None and server.http_workers > 1:
         _LOG.warning(
             "the server has --tokenizer-worker-num %d: weight updates retract running requests in every mode but in"

@@ -95,6 +95,9 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         if not -(2**63) <= sampling.seed < 2**63:
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["seed"] = sampling.seed
+    grammars = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
+    if sampling.constrained:
+        params["structured_outputs"] = {name: value for name, value in grammars.items() if value is not None}
     encoded = msgspec.json.encode(params)
     return b"".join((b'],"return_token_ids":true,"stream":false,"sampling_params":', encoded, b"}"))
 
@@ -186,12 +189,14 @@ def check_mode(mode: LogprobsMode, sampling: SamplingParams, where: str) -> None
             " temperature 1, one with --logprobs-mode raw_logprobs has the logprobs of the whole distribution"
         )
     else:
-        if (sampling.greedy or sampling.temperature == 1) and sampling.repetition_penalty == 1:
+        plain = sampling.greedy or sampling.temperature == 1
+        if plain and sampling.repetition_penalty == 1 and not sampling.constrained:
             return
         got = f"temperature {sampling.temperature:g}, repetition_penalty {sampling.repetition_penalty:g}"
+        got += ", a grammar" if sampling.constrained else ""
         expected = (
-            "temperature 0 or 1 and no penalty: the server reports logprobs before both (--logprobs-mode raw_logprobs)."
-            " Start it with --logprobs-mode processed_logprobs"
+            "temperature 0 or 1, no penalty and no grammar: the server reports logprobs before all of them"
+            " (--logprobs-mode raw_logprobs). Start it with --logprobs-mode processed_logprobs"
         )
     raise ConfigError.of(f"SamplingParams for {where}", got, expected)
 

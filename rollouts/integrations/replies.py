@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 
-from rollouts.dtypes import Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import CONSTRAINTS, Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
 from rollouts.trajectory import digest
@@ -80,7 +80,7 @@ class TrainerPolicy:
         tokens, sampling = request.tokens, request.sampling
         if request.images:
             check_takes_images(self)
-        for name in self.unsupported:
+        for name in (*self.unsupported, *CONSTRAINTS):
             value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
             if value != default:
                 raise ConfigError.of(

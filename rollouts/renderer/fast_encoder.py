@@ -1,16 +1,18 @@
 """Encoding with ``fastokens`` instead of ``tokenizers``, where both give the same ids.
 
-Invariant: its ids equal the tokenizer's ids. A tokenizer that ``fastokens`` does not load, or whose ids for a list of
-hard texts differ, has no fast encoder; text on which it raises is encoded by the tokenizer.
+Invariant: its ids equal the tokenizer's ids. A tokenizer that ``fastokens`` does not load, or whose ids for hard and
+random texts differ, has no fast encoder; text on which it raises is encoded by the tokenizer.
 
 This module does not know messages or templates.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import unicodedata
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -53,7 +55,8 @@ class FastEncoder:
         except Exception:  # noqa: BLE001 - it raises several types for a tokenizer that it cannot load
             return None
         marks = [token.content for token in raw.get_added_tokens_decoder().values()]
-        texts = hard_texts([mark for mark in marks if mark][:_MAX_MARKS])
+        marks = [mark for mark in marks if mark][:_MAX_MARKS]
+        texts = [*hard_texts(marks), *random_texts(raw, marks)]
         for text, expected in zip(texts, raw.encode_batch_fast(texts, add_special_tokens=False), strict=True):
             found = made.encode(text)
             if found is None or found.tolist() != expected.ids:
@@ -130,6 +133,58 @@ def hard_texts(marks: list[str]) -> list[str]:
     around = [text for mark in marks for text in (mark, f" {mark} ", f"x{mark}\n", f"{mark[:-1]} {mark[1:]}")]
     return [*_HARD, *between, *around]
 
+
+def random_texts(raw: Any, marks: list[str]) -> list[str]:
+    """200 texts of vocabulary, scripts, combining signs and added tokens; the same for the same tokenizer.
+
+    Half of them have one token a line, so that a lost merge is noticed: all tokens of a vocabulary of up to 5,000, and
+    a sample of a larger one. In the others, tokens are mixed with scripts, signs and marks.
+    """
+    rng = random.Random(0)
+    ids = list(range(raw.get_vocab_size(False)))
+    rng.shuffle(ids)
+    words = raw.decode_batch([[id] for id in ids[: _ALONE * _WORDS]], skip_special_tokens=False)
+    pieces = [words[number::_ALONE] for number in range(_ALONE)]
+    alone = ["\n".join(piece) for piece in pieces]
+    return [*alone, *("".join(_mixed(rng, piece[:_MIXED], marks)) for piece in pieces)]
+
+
+def _mixed(rng: random.Random, words: list[str], marks: list[str]) -> Iterator[str]:
+    """Each word with what may follow it: letters of a script with combining signs, white space, a mark."""
+    for word in words or [""] * _MIXED:
+        yield word
+        kind = rng.random()
+        if kind < 0.3:
+            yield rng.choice((" ", "\n", "  ", " \n", "\t", "'", "1"))
+        elif kind < 0.6:
+            first, last = rng.choice(_SCRIPTS)
+            for _ in range(rng.randint(1, 4)):
+                yield chr(rng.randint(first, last))
+                if rng.random() < 0.4:
+                    yield chr(rng.randint(*rng.choice(_COMBINING)))
+        elif kind < 0.7 and marks:
+            yield rng.choice(marks)
+
+
+_ALONE, _WORDS, _MIXED = 100, 50, 25
+_SCRIPTS = (
+    (0x41, 0x7A),
+    (0xC0, 0x24F),
+    (0x370, 0x3FF),
+    (0x400, 0x52F),
+    (0x5D0, 0x5EA),
+    (0x620, 0x6D3),
+    (0x904, 0x96F),
+    (0xE01, 0xE5B),
+    (0x1100, 0x11FF),
+    (0x3041, 0x30FF),
+    (0x4E00, 0x9FFF),
+    (0xAC00, 0xD7A3),
+    (0x1F300, 0x1F6FF),
+    (0x2000, 0x2BFF),
+)
+_COMBINING = ((0x300, 0x36F), (0x591, 0x5BD), (0x64B, 0x65F), (0x93E, 0x94D), (0xE31, 0xE3A), (0x20D0, 0x20DC))
+"""The first and the last character of scripts, and of signs that combine with the letter before them."""
 
 _LETTERS = "".join(chr(code) for code in range(0xA0, 0x250))
 _HARD = [

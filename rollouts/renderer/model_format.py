@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import attrs
 
@@ -17,11 +17,14 @@ from rollouts.dtypes import Image, Message, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect
 from rollouts.renderer.dialects.response_template import DeclaredDialect
-from rollouts.renderer.images import ImageProcessor, example_images, load_processor
+from rollouts.renderer.python_template import PythonTemplate, template_function
 from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
 from rollouts.renderer.tokenizer import Codec, response_template_of, stop_ids_of
+
+if TYPE_CHECKING:
+    from rollouts.renderer.images import ImageProcessor
 
 __all__ = ["ModelFormat", "images_of"]
 
@@ -63,15 +66,22 @@ class ModelFormat:
         Raises:
             ConfigError: as ``Renderer``.
         """
-        source = _template_source(tokenizer, chat_template, name)
-        template = ChatTemplate(
-            source,
-            name=name,
-            variables={**tokenizer.special_tokens_map, **template_kwargs},
-            moment=moment,
-            tells_tools=tells_tools,
-            shows_images=bool(images),
-        )
+        variables = {**tokenizer.special_tokens_map, **template_kwargs}
+        function = template_function(chat_template)
+        if function is not None:
+            template: ChatTemplate = PythonTemplate(
+                function, name=name, variables=variables, tells_tools=tells_tools, shows_images=bool(images)
+            )
+        else:
+            template = ChatTemplate(
+                _template_source(tokenizer, chat_template, name),
+                name=name,
+                variables=variables,
+                moment=moment,
+                tells_tools=tells_tools,
+                shows_images=bool(images),
+            )
+        source = template.source
         _check_read(template, template_kwargs, tokenizer.special_tokens_map)
         codec = Codec(tokenizer)
         stop_ids = stop_ids_of(tokenizer) if stop_token_ids is None else dict.fromkeys(int(i) for i in stop_token_ids)
@@ -143,6 +153,8 @@ def images_of(messages: Iterable[Message]) -> list[Image]:
 
 
 def _image_processor(given: Any, template: ChatTemplate, codec: Codec) -> ImageProcessor:
+    from rollouts.renderer.images import ImageProcessor, example_images, load_processor  # here: few runs have images
+
     processor = load_processor(str(given)) if isinstance(given, str | Path) else given
     written = template.render([Message("user", (next(example_images()),))])
     return ImageProcessor(processor, written, codec.encode_uncounted, codec.decode)
@@ -172,7 +184,7 @@ def _template_source(tokenizer: Any, chosen: str | Path | None, name: str) -> st
             raise ConfigError.of("chat_template", None, f"the name of a template of {name!r}: {names}")
     source = chosen or declared
     if not isinstance(source, str) or not source:
-        expected = f"template text (--chat-template FILE): the tokenizer {name!r} has no chat template"
+        expected = f"template text or a function (--chat-template): the tokenizer {name!r} has no chat template"
         raise ConfigError.of("chat_template", source, expected)
     return source
 

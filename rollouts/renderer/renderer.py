@@ -16,14 +16,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.dtypes import ImageSpan, Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge_ids import Bridges
 from rollouts.renderer.call_check import CallCheck
 from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
-from rollouts.renderer.images import ImageProcessor
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.model_format import ModelFormat, images_of
 from rollouts.renderer.openings import Openings
@@ -33,6 +32,9 @@ from rollouts.renderer.selftest import SelfTest
 from rollouts.renderer.special_text import GUARD, SpecialText
 from rollouts.renderer.startup_tests import SYSTEM, StartupTests
 from rollouts.renderer.tokenizer import load_tokenizer, vocab_size_of
+
+if TYPE_CHECKING:
+    from rollouts.renderer.images import ImageProcessor
 
 __all__ = ["Renderer", "renderer_for"]
 
@@ -45,8 +47,8 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer; read during construction, not stored.
-        chat_template: template text, the name of one of the tokenizer's templates, or the path of a file; by default
-            the tokenizer's own.
+        chat_template: template text, the name of one of the tokenizer's templates, the path of a file, or a function in
+            Python, as ``package.module:function`` or by its entry point; by default the tokenizer's own.
         stop_token_ids: ids that end a turn; by default those of the tokenizer's generation_config.json, and its EOS.
         dialect: the notation of tool calls, by name or as an object; by default, found in the template. With
             ``"plain"``, tool calls are not parsed, and runs with tools start anyway.

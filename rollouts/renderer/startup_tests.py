@@ -20,7 +20,6 @@ from rollouts.renderer.call_check import CallCheck, Calls, Reader, dialect_reads
 from rollouts.renderer.dialects import DIALECTS, Dialect
 from rollouts.renderer.model_format import ModelFormat
 from rollouts.renderer.selftest import ONE_CALL, SelfTest, run_self_test
-from rollouts.renderer.selftest_images import run_image_steps
 from rollouts.renderer.switches import PROBE
 
 __all__ = ["SYSTEM", "StartupTests"]
@@ -81,6 +80,8 @@ class StartupTests:
                     note = f"the template takes no system prompt: {result.steps[0].reason}"
                     result = attrs.evolve(without, notes=(note, *without.notes))
             if self._model.images is not None:
+                from rollouts.renderer.selftest_images import run_image_steps  # here: few runs have images
+
                 image_steps = run_image_steps(self._model, self._model.images, self.strategy, tools)
                 result = attrs.evolve(result, steps=(*result.steps, *image_steps))
             if tools:

@@ -105,7 +105,7 @@ class ChatTemplate:
             raise ConfigError(f"chat template {self.name}: {problem}")
         environment = TemplateSandbox.for_chat(moment)
         environment.filters["tojson"] = self._to_json
-        self._tools = _ToolForms(())
+        self._set_tools(())
         try:
             self._compiled = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -161,7 +161,7 @@ class ChatTemplate:
     def _forms_of(self, tools: Sequence[Tool]) -> _ToolForms:
         forms = self._tools
         if len(forms.tools) != len(tools) or not all(map(operator.is_, forms.tools, tools)):
-            forms = self._tools = _ToolForms(tools)
+            return self._set_tools(tools)
         return forms
 
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
@@ -234,9 +234,16 @@ class ChatTemplate:
         except ConfigError:
             return None
 
+    def _set_tools(self, tools: Sequence[Tool]) -> _ToolForms:
+        self._tools = _ToolForms(tools)
+        return self._tools
+
+    def _write(self, **given: Any) -> str:
+        return self._compiled.render(**given)
+
     def _render(self, messages: list[ChatDict], tools: Sequence[Tool], generation_prompt: bool) -> str:
         try:
-            return self._compiled.render(
+            return self._write(
                 messages=messages,
                 tools=(list(self._forms_of(tools).chats) if self._tells_tools else None) or None,
                 documents=None,

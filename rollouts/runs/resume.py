@@ -135,7 +135,8 @@ def _compared(
         ConfigError: a setting differs, and changes are not allowed.
     """
     stored = next((record[SETTINGS] for record in reversed(history.runs) if SETTINGS in record), None)
-    then = {"sampler": {}, **(recorded_settings(info) if stored is None else stored)}  # older runs had none
+    then = recorded_settings(info) if stored is None else stored
+    then = {"sampler": info.get("sampler") or {}, **then}  # older runs had none
     changed = tuple(changes(then, settings))
     if changed and not allow_changes:
         listed = " · ".join(map(str, changed))

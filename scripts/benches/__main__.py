@@ -17,6 +17,7 @@ SUITE = "targets"
 
 
 def _suite(argv: list[str]) -> None:
+    from scripts.benches.calls import bench_calls
     from scripts.benches.lines import COLUMNS, machine, page
     from scripts.benches.suite import BENCHES, run
     from scripts.benches.workloads import default_tokenizer
@@ -38,13 +39,14 @@ def _suite(argv: list[str]) -> None:
     else:
         _print([dict(zip(COLUMNS, line.cells(), strict=True)) for line in lines], "Targets")
     if given.page:
-        given.page.write_text(page(lines, machine(), Path(tokenizer).name))
+        calls = bench_calls(argparse.Namespace(tokenizer=tokenizer))
+        given.page.write_text(page(lines, machine(), Path(tokenizer).name, calls))
     short = [f"{line.name}: {line.value:.2f}, {line.sense} {line.target:g}" for line in lines if not line.ok]
     if short:
         sys.exit("missed targets: " + "; ".join(short))
 
 
-OTHERS = ("fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "slots", "workers")
+OTHERS = ("calls", "fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "slots", "workers")
 """Modules with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
 
 

@@ -70,7 +70,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str) -> str:
+def calls_section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The section of the page with the rows of ``scripts/bench calls``."""
+    cells = [f"| {row['part']} | {row['calls an episode']:,.0f} | {row['share']} |" for row in rows]
+    return f"""## An episode by part
+
+Calls of functions in an episode of three turns of 256 tokens with a calculator, by folder of the package and by
+library; a function written in C counts for its caller. `scripts/bench calls` prints it, and `tests/test_costs.py` has
+the limits.
+
+| part | calls | share |
+|---|---|---|
+{chr(10).join(cells)}
+"""
+
+
+def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str, calls: Sequence[Mapping[str, Any]]) -> str:
     """Build ``docs/performance.md``."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     rows += ["| " + " | ".join(line.cells()) + " |" for line in lines]
@@ -109,4 +124,5 @@ machine; the absolute times in the last column are valid for this machine and th
 - `docs/programs.md` has what a call of a program costs the gateway.
 - `docs/peers.md` compares the same jobs in strands-sglang and verifiers, and calls of slime's manager.
   `docs/internals.md` has what single parts save.
-"""
+
+{calls_section(calls)}"""

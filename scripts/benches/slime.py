@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import pstats
+import shutil
 import statistics
 import sys
 import tempfile
@@ -249,16 +250,26 @@ def bench_slime(options: argparse.Namespace) -> list[Row]:
     if options.slime is None:
         raise SystemExit("scripts/bench slime: --slime DIR (or SLIME_PATH) names a checkout of slime")
     manager_class = _manager_class(options.slime)
-    job = Job.of(str(options.tokenizer or default_tokenizer()))
     run = _profile if options.profile else _measure
     rows: list[Row] = []
+    models = tempfile.TemporaryDirectory()
+    job = Job.of(str(options.tokenizer or _text_model(Path(models.name) / "model")))
     for name in options.jobs:
         canned = attrs.evolve(_canned(name, job), latency=Latency(options.median, sigma=options.sigma))
         with canned_server(canned) as url, tempfile.TemporaryDirectory() as folder:
             rows += run(
                 name, functools.partial(_trainer, manager_class, job, name, url, Path(folder), options), options
             )
+    models.cleanup()
     return rows
+
+
+def _text_model(folder: Path) -> Path:
+    """The default tokenizer without an image processor: slime's data set takes no text prompts with one."""
+    shutil.copytree(
+        default_tokenizer(), folder, ignore=shutil.ignore_patterns("*.safetensors", "processor_config.json")
+    )
+    return folder
 
 
 def _canned(name: str, job: Job) -> Canned:

@@ -9,13 +9,17 @@ import functools
 import os
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ConfigError
 from rollouts.renderer import SelfTest, load_tokenizer
-from tests.families import REAL, SMALL, TOOLS, Family
+from rollouts.renderer.dialects import dialect_of_template
+from tests.dialects import TEMPLATES
+from tests.families import REAL, SMALL, TOOLS, UNCHECKED, Family, small
+from tests.integration.test_vllm_parsers import DISAGREEMENTS
 from tests.structures import STRUCTURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +31,8 @@ the same for any model.
 
 Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments,
 after text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run
-with tools starts only with `dialect="plain"`, which parses no calls.
+with tools starts only with `dialect="plain"`, which parses no calls, or with a dialect that is named together with
+`calls="unchecked"`, which reads the replies whatever the template writes into the history.
 
 Each step of a synthetic conversation (opening, two rounds of tools, two user turns) is **exact** (the appended ids
 equal the template's own rendering), **forks** (the bridge is right, but the template rewrites earlier messages;
@@ -47,6 +52,31 @@ These families are tested with small templates of the same structure, because th
 
 | family | template | dialect | calls | stops at | verdict | forks | refused | known for |
 |---|---|---|---|---|---|---|---|---|
+"""
+UNCHECKED_HEAD = """
+## Refused templates that are played by name
+
+With `dialect=…` and `calls="unchecked"`; `run.json`, `rollouts show` and `rollouts verify` say so.
+
+| family | options | calls | verdict |
+|---|---|---|---|
+"""
+NOTATIONS_HEAD = """
+## Notations of calls
+
+Each dialect reads the calls of a small template that writes its notation.
+
+| dialect | found in its template | calls |
+|---|---|---|
+"""
+JUDGED_HEAD = """
+## Compared with vLLM's parsers
+
+`scripts/test --extras` runs vLLM's own tests of its parsers on the dialects, and prints for each file how many agree.
+Names and arguments are equal in all tests but these:
+
+| test file | tests that differ | why |
+|---|---|---|
 """
 WHY_HEAD = """
 ## Why
@@ -112,12 +142,47 @@ def rows(families: dict[str, Family], assets: Assets) -> tuple[str, str]:
     return "".join(table), "".join(why)
 
 
+def unchecked_rows(assets: Assets) -> str:
+    table = []
+    for name, dialect in UNCHECKED.items():
+        test = {**REAL, **SMALL, **STRUCTURES}[name].make(assets, dialect=dialect, calls="unchecked").self_test(TOOLS)
+        options = f'`dialect="{dialect}", calls="unchecked"`'
+        table.append(f"| {name} | {options} | {test.calls} | **{test.verdict}** |\n")
+    return "".join(table)
+
+
+def notation_rows() -> str:
+    table = []
+    for name, template in sorted(TEMPLATES.items()):
+        make = small(template, ("<|im_start|>",), ("<|im_end|>",))
+        found = "yes" if dialect_of_template(template) == name else "by name"
+        table.append(f"| {name} | {found} | {make(None, dialect=name).self_test(TOOLS).calls} |\n")
+    return "".join(table)
+
+
+def judged_rows() -> str:
+    counts = Counter((name.partition("::")[0], reason) for name, reason in DISAGREEMENTS.items())
+    return "".join(f"| {file} | {count} | {cell(reason)} |\n" for (file, reason), count in sorted(counts.items()))
+
+
 def page(folder: Path) -> str:
     with tempfile.TemporaryDirectory() as unpacked:
         assets = Assets(folder, Path(unpacked))
         real, real_why = rows(REAL, assets)
-        small, small_why = rows({**SMALL, **STRUCTURES}, assets)
-    return HEAD + REAL_HEAD + real + SMALL_HEAD + small + WHY_HEAD + real_why + small_why
+        others, others_why = rows({**SMALL, **STRUCTURES}, assets)
+        unchecked = UNCHECKED_HEAD + unchecked_rows(assets)
+    tables = (
+        REAL_HEAD
+        + real
+        + SMALL_HEAD
+        + others
+        + unchecked
+        + NOTATIONS_HEAD
+        + notation_rows()
+        + JUDGED_HEAD
+        + judged_rows()
+    )
+    return HEAD + tables + WHY_HEAD + real_why + others_why
 
 
 def pages() -> dict[Path, str]:

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import attrs
 
@@ -39,6 +40,7 @@ def recipe(
     witness: Path,
     programs: bool = False,
     in_flight: int | None = None,
+    sampler: Literal["uniform", "pass_rate", "pools"] = "uniform",
     batch_size: int = 4,
     n_samples_per_prompt: int = 4,
     prompts: int = 300,
@@ -51,6 +53,7 @@ def recipe(
         n_samples_per_prompt=n_samples_per_prompt,
         over_sampling_factor=1.5 if in_flight is None else 3.0,
         in_flight=in_flight,
+        sampler=sampler,
         prompts=prompts,
         epochs=None,
     )

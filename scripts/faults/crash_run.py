@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -47,6 +48,8 @@ from scripts.faults.harness import Engine
 BIASED = 0.001
 """An unbiased run fails by chance once in 500: each of the two tests once in 1,000."""
 
+_PROMPTS_OF_SAMPLERS = 6
+"""So few that a sampler knows them after some kills."""
 DAMAGED = 0.5
 """Share of the kills after which the tail of the journal is changed."""
 
@@ -162,6 +165,7 @@ def main() -> int:
     parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
     parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
     parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
+    parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among six prompts by their rewards")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
     args.longest = args.longest or (15.0 if args.programs else 2.5)
@@ -273,6 +277,8 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     base += ["--set", f"programs={args.programs}"]
     if args.in_flight is not None:
         base += ["--set", f"in_flight={args.in_flight}"]
+    if args.sampler is not None:
+        base += ["--set", f"sampler={args.sampler}", "--set", f"prompts={_PROMPTS_OF_SAMPLERS}"]
     options = ["--set", f"witness={witness}"]
     os.environ["TMPDIR"] = str(folder / "tmp")  # a killed run leaves the folders of its programs
     (folder / "tmp").mkdir(exist_ok=True)
@@ -302,10 +308,11 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     print(f"{kills.done} kills in {seconds:.0f} s, {kills.torn} with a half-written record added; {batches} batches")
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(kills.damaged.items())) or "none"
     print(f"tails changed behind the last seal: {kinds}; they had {kills.removed} finished rollouts, which began again")
-    bad = compare(kills, reference, witness, programs=args.programs)
+    bad = compare(kills, reference, witness, programs=args.programs, sampled=args.sampler is not None)
     if args.programs:
         bad += compare_programs(run, kills.begun, folder / "tmp")
-    bad += compare_lengths(run, other, kills.caught)
+    if args.sampler is None:  # else the groups of two runs have different prompts
+        bad += compare_lengths(run, other, kills.caught)
     print("FAILED" if bad else "passed")
     return 1 if bad else 0
 
@@ -320,7 +327,7 @@ def taken_in_the_last_life(run: Path) -> set[int]:
     return taken
 
 
-def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool) -> int:
+def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sampled: bool) -> int:
     """Compare the killed run with its journals, its witness, its data and the run without a kill."""
     run, finished = kills.run, kills.finished
     rows = list(read_rows(run, "all"))
@@ -341,8 +348,18 @@ def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool) -> 
     report_count("finished rollouts generated again", again)
     print(f"  ({window} were scored a second time, because the kill came between their reward and their record)")
     groups = {row.data["group_index"]: row.data["prompt"] for row in rows}
-    buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness, programs=programs).data_buffer
-    expected = {prompt.group_index: prompt.prompt for prompt in buffer.get_prompts(history.groups)}
+    sizes: dict[str, Any] = {"prompts": _PROMPTS_OF_SAMPLERS} if sampled else {}
+    buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness, programs=programs, **sizes).data_buffer
+    expected: dict[int | None, Any] = {
+        prompt.group_index: prompt.prompt for prompt in buffer.get_prompts(history.groups)
+    }
+    if sampled:
+        drawn = {number: position for number, position, rewards in history.draws if rewards is None}
+        prompts = buffer.prompts
+        chosen: dict[int | None, Any] = {number: prompts[at].prompt for number, at in drawn.items() if at is not None}
+        others = sum(prompt != expected[number] for number, prompt in chosen.items())
+        print(f"{others} of {history.groups} draws are others than those of the epochs")
+        expected = chosen
     settled = set(expected) - set(history.unsettled)
     # The last life must have taken unsettled prompts again: they were in flight when the last batch was full.
     report_count(

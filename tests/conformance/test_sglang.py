@@ -74,6 +74,17 @@ def test_a_server_that_invents_logprobs_fails(capsys: pytest.CaptureFixture[str]
     assert "leans on it: law 8" in out
 
 
+async def test_a_short_queue_fails_no_point() -> None:
+    """A full queue is waited for, and a burst ends before the next point."""
+    from rollouts.engine import DEMO_MODEL, running_server
+
+    asked = [point for point in POINTS if point.name in ("64 replies at once", "temperature scales logprobs")]
+    async with running_server(DEMO_MODEL, slots=2, max_queued=4) as url:
+        async with opened(Probe, Endpoint(base_url=url)) as probe:
+            results = await ask_all(asked, probe)
+    assert [result.verdict for result in results] == ["yes", "yes"], results
+
+
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"stale_cache": True}, "update", "FAIL"),
     ({"shared_prefixes": True}, "extra_key", "FAIL"),

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,23 @@ def test_a_context_beyond_the_positions_is_refused(tiny_folder: Path) -> None:
     """``max_context`` can only narrow."""
     with pytest.raises(ConfigError, match="max_context: got 513; expected 8 to 512"):
         load_folder(tiny_folder, max_context=513)
+
+
+def test_a_broken_torchvision_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    """An environment whose torchvision does not import is the cause, and not the model's folder."""
+    module, metadata = tmp_path / "torchvision", tmp_path / "torchvision-0.28.0.dist-info"
+    module.mkdir()
+    metadata.mkdir()
+    (module / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    code = "import sys, pathlib, rollouts.engine.loading as x; x.load_weights(pathlib.Path(sys.argv[1]), 'float32')"
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_folder)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "operator torchvision::nms does not exist. A torchvision of another build than torch" in ended.stderr
+    assert f"in this Python environment ({sys.prefix})" in ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from rollouts.concurrency.deadlines import pauses
 from rollouts.dtypes import Completion, Endpoint, SamplingParams
 from rollouts.engine import running_server
 from rollouts.engine.teacher import Teacher
@@ -30,10 +28,10 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import policy_of
 from rollouts.inference.weights import update_weights
 from rollouts.testing.server import StubServer
+from tests.adapters_under_load import PROMPT, Load, rollout_of, worst
 from tests.peft_folders import merged_folder, small_model, write_adapter
 from tests.vllm_server import vllm_server
 
-PROMPT = np.array([(17 * number) % 500 for number in range(60)], np.int32)
 SHORT = SamplingParams(max_new_tokens=12, seed=1)
 LONG = SamplingParams(max_new_tokens=500, temperature=2.0, seed=1)
 """Of so high a temperature that a stop id comes late."""
@@ -68,28 +66,12 @@ def judges(adapters: list[Path], tmp_path: Path) -> list[Teacher]:
     return [Teacher(folder, "float64") for folder in folders]
 
 
-def rollout_of(policy: ServerPolicy) -> ResumablePolicy:
-    """The policy of one rollout, as an episode gets it."""
-    return ResumablePolicy(policy.of_rollout(), decode=str, backoff_seconds=0.01)
-
-
 def request(tokens: Any = PROMPT, sampling: SamplingParams = SHORT, **fields: Any) -> CompletionRequest:
     return CompletionRequest(np.asarray(tokens, np.int32), sampling, **fields)
 
 
 def versions(completion: Completion) -> list[str]:
     return [span.version for span in completion.versions]
-
-
-def worst(prompt: Any, completion: Completion, judges: dict[str, Teacher], temperature: float = 1.0) -> float:
-    """The largest difference of a logprob to the forward pass of the adapter that its token names."""
-    tokens = np.concatenate([prompt, completion.tokens])
-    found = 0.0
-    for span in completion.versions:
-        positions = np.arange(len(prompt) + span.start, len(prompt) + span.stop)
-        exact = judges[span.version].logprobs(tokens, positions, temperature)
-        found = max(found, float(np.abs(exact - completion.logprobs[span.start : span.stop]).max()))
-    return found
 
 
 async def loaded(endpoint: Endpoint) -> list[str]:
@@ -173,46 +155,20 @@ async def test_six_updates_under_load(
 ) -> None:
     """Three adapters in six versions while eight rollouts of several turns play: none fails, nothing pauses."""
     of = {f"math-v{number}": judges[number % 3] for number in range(7)}
-    paused: list[Any] = []
-    results: list[tuple[Any, Completion]] = []
-    over = False
-
-    async def play(policy: ServerPolicy, number: int) -> None:
-        began = 0
-        while not over:
-            rollout, tokens, began = rollout_of(policy), PROMPT[: 30 + number], began + 1
-            for turn in range(3):
-                sampling = SamplingParams(max_new_tokens=40, seed=1000 * number + 10 * began + turn)
-                session = f"{number}-{began}"
-                reply = await rollout.complete(request(tokens, sampling, session=session))
-                results.append((tokens, reply))
-                tokens = np.concatenate([tokens, reply.tokens, [7, number]])
-
     async with served(provider) as endpoint, policy_of(endpoint) as policy:
-        await update_weights(endpoint, lora=adapters[0], name="math-v0")
-        async with anyio.create_task_group() as tasks:
-            for number in range(8):
-                tasks.start_soon(play, policy, number)
-            for number in range(1, 7):
-                before = len(results)
-                while len(results) < before + 12:
-                    paused += pauses()
-                    await anyio.sleep(0.01)
-                folder = tmp_path / f"version{number}"
-                shutil.copytree(adapters[number % 3], folder)
-                await update_weights(endpoint, lora=folder, name=f"math-v{number}", while_running=while_running)
-            over = True
+        load = Load(policy)
+        await load.play_over_updates(endpoint, adapters, tmp_path, while_running)
         gc.collect()
-        await update_weights(endpoint, lora=adapters[0], name="math-v7")
+        await update_weights(endpoint, lora=adapters[1], name="math-v7")
         assert await loaded(endpoint) == ["math-v7"]
-    assert paused == []
-    assert {name for _, reply in results for name in versions(reply)} >= {f"math-v{number}" for number in range(6)}
-    assert max(worst(tokens, reply, of) for tokens, reply in results) <= TOLERANCE
+    assert load.paused == []
+    assert load.versions == of.keys()
+    assert load.worst(of) <= TOLERANCE
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 async def test_an_old_adapter_is_unloaded_when_no_rollout_names_it(provider: str, adapters: list[Path]) -> None:
-    """By the first update after its last rollout; one that a rollout names stays."""
+    """By the first update after its last rollout; an adapter that a rollout names stays."""
     async with served(provider) as endpoint, policy_of(endpoint) as policy:
         await update_weights(endpoint, lora=adapters[0], name="math-v0")
         rollout: ResumablePolicy | None = rollout_of(policy)

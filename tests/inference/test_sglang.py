@@ -227,7 +227,7 @@ async def test_a_reply_that_cannot_be_trained_is_refused(client: Client, reply: 
         ("error_type", "bad request"),
         ("no_logprobs", "without the requested output_token_logprobs"),
         ("wrong_rid", "renames requests"),
-        (Answer(401, b'{"detail":"who?"}'), "status 401: who"),
+        (Answer(401, b'{"detail":"who?"}'), r"status 401: who.*Check Endpoint\.api_key"),
         (Answer(403, b"<h1>no</h1>"), "status 403: <h1>no</h1>"),
         (Answer(404, b""), r"status 404: \(empty body\)"),
         (Answer(422, b'{"detail":[1]}'), "status 422"),

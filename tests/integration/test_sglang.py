@@ -12,6 +12,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import anyio
@@ -29,6 +30,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info
 from scripts.servers.sglang_server import READY
+from tests.integration.real_adapters import check_adapters
 from tests.integration.real_servers import (
     ROOT,
     RealServer,
@@ -43,6 +45,7 @@ from tests.integration.real_servers import (
 from tests.integration.real_servers import proven as proven_within
 from tests.integration.routers import SGLANG_ROUTER, get, router, until_ready
 from tests.integration.sampling_load import FaultyProxy, SamplingLoad
+from tests.peft_folders import TARGETS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -411,3 +414,27 @@ async def test_the_command_proves_law_8(server: SGLangServer, weights: dict[str,
     """``rollouts verify --model`` exits 0 for a run on the real server, and 1 for weights that it did not have."""
     await play(tmp_path / "run", server, options={"groups": "5"})
     await check_the_command(tmp_path / "run", weights, tolerance=TOLERANCE)
+
+
+# -- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("while_running", ["finish", "switch"])
+async def test_adapters_are_updated_under_load(
+    python: Path, tmp_path: Path, while_running: Literal["finish", "switch"]
+) -> None:
+    """Three adapters in six versions: no rollout fails, nothing pauses, and each token is of the adapter it names."""
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native", "--max-loras-per-batch", "4"]
+    flags += ["--lora-target-modules", *TARGETS]
+    server = SGLangServer(python, DEMO_MODEL, tmp_path / "server.log", *flags)
+    try:
+        server.start()
+    except AssertionError:
+        if "pin_memory=True requires" not in server.log.read_text(errors="replace"):
+            raise
+        server.stop()
+        pytest.skip("SGLang 0.5.23 pins memory for LoRA also on a CPU, where torch cannot (lora/layers.py)")
+    try:
+        await check_adapters(server.endpoint, tmp_path, while_running, TOLERANCE)
+    finally:
+        server.stop()

@@ -13,8 +13,9 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -34,6 +35,7 @@ from rollouts.inference.vllm import VLLMPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.folder import read_info
 from scripts.servers.widened_model import widen
+from tests.integration.real_adapters import check_adapters
 from tests.integration.real_servers import (
     ROOT,
     RealServer,
@@ -59,6 +61,7 @@ class VLLMServer(RealServer):
     """vLLM on one port, which can be killed and started again."""
 
     provider = "vllm"
+    flags: Sequence[str] = ()
 
     def start(self) -> None:
         command = [
@@ -67,6 +70,7 @@ class VLLMServer(RealServer):
             str(self.model),
             "--port",
             str(self.port),
+            *self.flags,
         ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -166,7 +170,7 @@ async def test_other_updates(
 
     async def update() -> None:
         for number in (1, 2):
-            await completions(60 * number)
+            await completions(40 * number)  # early: "wait" takes as long as the longest reply
             await update_weights(server.endpoint, weights[f"v{number}"], f"v{number}", while_running=mode)
 
     options = {"groups": "15", "max_new_tokens": "128"}
@@ -302,3 +306,17 @@ async def test_the_command_proves_law_8(server: VLLMServer, weights: dict[str, P
     """``rollouts verify --model`` exits 0 for a run on the real server, and 1 for weights that it did not have."""
     await play(tmp_path / "run", server, options={"groups": "5"})
     await check_the_command(tmp_path / "run", weights, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("while_running", ["finish", "switch"])
+async def test_adapters_are_updated_under_load(
+    python: Path, weights: dict[str, Path], tmp_path: Path, while_running: Literal["finish", "switch"]
+) -> None:
+    """Three adapters in six versions: no rollout fails, nothing pauses, and each token is of the adapter it names."""
+    server = VLLMServer(python, weights["default"], tmp_path / "server.log")
+    server.flags = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
+    server.start()
+    try:
+        await check_adapters(server.endpoint, tmp_path, while_running, TOLERANCE)
+    finally:
+        server.kill()

@@ -22,6 +22,21 @@ FOLDER = Path(sys.prefix) / "parser-tests" / "vllm"
 
 DIALECTS = {
     "apertus_tool_parser": "apertus",
+    "deepseekv41_engine_tool_parser": "deepseek_v4_1",
+    "dots": "dots",
+    "dots_tool_parser": "dots",
+    "functiongemma": "functiongemma",
+    "functiongemma_tool_parser": "functiongemma",
+    "hy_v4_tool_parser": "hunyuan_v4",
+    "inkling_tool_parser": "inkling",
+    "k2_horizon_tool_parser": "k2_horizon",
+    "kimi_k3_tool_parser": "kimi_k3",
+    "longcat": "longcat",
+    "longcat_tool_parser": "longcat",
+    "muse_glimmer_tool_parser": "muse",
+    "muse_tool_parser": "muse",
+    "step3": "step3",
+    "step3_tool_parser": "step3",
     "deepseek_v3": "deepseek_v3",
     "deepseekv31_tool_parser": "deepseek_v3_1",
     "deepseekv32_engine_tool_parser": "deepseek_v3_2",
@@ -61,6 +76,8 @@ REPAIR = "vLLM repairs a malformed call; here it is malformed, and the model see
 CUT = "a call without its closing mark is malformed here; vLLM takes it"
 SCHEMA = "vLLM drops or refuses calls by the tool's schema; here the tool itself answers them"
 CONTENT = "vLLM drops or joins text around calls in another way; here all text is content"
+FORMAT = "vLLM reads only the one of three formats that the request asks for; here each is read"
+SECTION = "vLLM wants the mark that ends a section of calls; here each closed call counts"
 INTERNAL = "the test needs a real class of vLLM"
 
 BY_REASON: dict[str, dict[str, str]] = {
@@ -73,8 +90,7 @@ BY_REASON: dict[str, dict[str, str]] = {
         "test_malformed_then_well_formed test_bare_malformed_then_well_formed test_three_mixed_calls "
         "test_colon_in_content_not_broken test_bare_opener_empty_args",
         "kimi_k2": "test_invalid_json_still_extracted",
-        "lfm2": "test_tool_call[set_arg_nonstreaming] test_tool_call[nested_quote_nonstreaming] "
-        "test_tool_call[nested_python_c_nonstreaming]",
+        "dots": "test_non_stream_supports_multiple_invokes_and_json_fallback",
         "llama3_json": "test_extract_tool_calls_with_arguments_key",
         "minicpm5xml": "test_tokenizer_space_marker test_collapsed_function_and_param_tags "
         "test_collapsed_param_tags_with_tokenizer_space_function test_collapsed_tags_current_weather "
@@ -88,11 +104,12 @@ BY_REASON: dict[str, dict[str, str]] = {
         "step3p5": "test_extract_tool_calls_fallback_no_tags test_extract_tool_calls_missing_closing_parameter_tag",
     },
     CUT: {
-        "apertus": "test_incomplete_tool_call test_missing_tool_suffix",
+        "apertus": "test_incomplete_tool_call",
         "gemma4": "test_incomplete_tool_call",
-        "hermes": "test_hermes_parser_non_streaming_tool_call_until_eos[llama]",
     },
     SCHEMA: {
+        "dots": "test_non_stream_unknown_tool_is_left_as_content",
+        "k2_horizon": "test_unknown_or_wrong_named_tool_fails_closed",
         "minicpm5xml": "test_unknown_tool_block_preserved test_case_sensitive_param_name_invalid "
         "test_wrapped_arguments_still_validate_schema test_extra_arguments_ignored_when_required_present "
         "test_extra_arguments_do_not_satisfy_required test_zero_arg_tool_ignores_extra_arguments",
@@ -114,12 +131,25 @@ BY_REASON: dict[str, dict[str, str]] = {
         "glm47_moe": "test_namespace_tool_call_round_trip_to_responses_output",
     },
 }
+_PING, _LOOKUP = "<ifm|tool_call>ping</ifm|tool_call>", '<ifm|tool_call>{"name": "lookup", "arguments": {"limit": "2"}}'
+_MISMATCHED = (
+    'tool_request0-<ifm|tool_call>{"name": "ping", "arguments": {}}</ifm|tool_call>',
+    f"tool_request1-{_PING}",
+    "tool_request2-call2",
+    "tool_request3-call3",
+)
+K2_HORIZON = {
+    FORMAT: tuple(f"test_mismatched_formats_fail_closed[{name}]" for name in _MISMATCHED),
+    SECTION: (f"test_malformed_and_incomplete_input_is_content[<ifm|tool_calls>{_PING}]",),
+    REPAIR: (f"test_request_level_format_overrides[json-{_LOOKUP}</ifm|tool_call>-expected0]",),
+}
+"""Tests of one file whose names have spaces, by the reason."""
 DISAGREEMENTS = {
     f"test_{file}_tool_parser.py::{name}": reason
     for reason, files in BY_REASON.items()
     for file, names in files.items()
     for name in names.split()
-}
+} | {f"test_k2_horizon_tool_parser.py::{name}": reason for reason, names in K2_HORIZON.items() for name in names}
 """The file and the name of each test of vLLM with another outcome: the reason."""
 
 

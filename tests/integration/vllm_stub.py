@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from rollouts.dtypes import Tool
-from rollouts.renderer.dialects import get_dialect
+from rollouts.renderer.dialects import get_dialect, parse_stopped
 
 NAMES = json.loads(os.environ.get("JUDGE_DIALECTS", "{}"))
 """Module or name of a vLLM parser: the name of our dialect."""
@@ -124,7 +124,8 @@ def parser_for(dialect):
         def extract_tool_calls(self, model_output, request=None):
             PARSED.append(model_output)
             tools = tools_of(self.tools, getattr(request, "tools", None))
-            reply = get_dialect(dialect).parse(model_output, tools=tools, reasoning_open=False)
+            # A server's text ends at a stop token, which it removes.
+            reply = parse_stopped(get_dialect(dialect), model_output, "<|stop|>", tools=tools, reasoning_open=False)
             sound = [call for call in reply.tool_calls if call.error is None]
             calls = [
                 Call(

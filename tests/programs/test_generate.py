@@ -20,10 +20,11 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollouts.dtypes import Completion, Endpoint, Message, StopReason, VersionSpan
-from rollouts.engine import DEMO_MODEL
+from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, at, current_place
 from rollouts.inference.base import CompletionRequest
+from rollouts.inference.weights import update_weights
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch, normalise_rewards
 from rollouts.integrations.trl import to_row
 from rollouts.programs.gateway import server as gateway_server
@@ -59,6 +60,7 @@ from rollouts.training import (
 from rollouts.training.batch import group_advantages, loss_weights
 from rollouts.training.metrics import RunMetrics, batch_metrics
 from tests.integrations.slime.launches import Launch
+from tests.peft_folders import write_adapter
 from tests.programs.gateway.programs import demo_renderer, replies, spoken
 from tests.programs.programs import Chat, FakeSandbox, program
 from tests.sandboxes.machines import FolderSandbox
@@ -608,6 +610,30 @@ async def test_a_function_returns_the_reward_or_metadata(returned: Any, reward: 
     assert samples[-1].metadata == {"row": 1, **added}
     assert {sample.status for sample in samples} == {Status.COMPLETED}
     assert [violation for sample in samples for violation in check_sample(sample)] == []
+
+
+async def test_a_session_keeps_its_adapter(tmp_path: Path) -> None:
+    """All conversations of a program have the LoRA adapter with which it began; the next program has the newest."""
+    async with running_server(DEMO_MODEL) as url:
+        endpoint = attrs.evolve(ENDPOINT, base_url=url, lora="math")
+
+        async def load(number: int) -> None:
+            folder = write_adapter(tmp_path / str(number), number)
+            await update_weights(endpoint, lora=folder, name=f"math-v{number}")
+
+        async def agent(server: ModelServer, prompt: Prompt) -> None:
+            await chat_of(server, "one")
+            await load(1)
+            await chat_of(server, "two")
+
+        async def short(server: ModelServer, prompt: Prompt) -> None:
+            await chat_of(server, "one")
+
+        await load(0)
+        first = await by_function(agent, endpoint=endpoint, policy=None)
+        second = await by_function(short, endpoint=endpoint, policy=None)
+    versions = [{span.version for sample in samples for span in sample.versions} for samples in (first, second)]
+    assert versions == [{"math-v0"}, {"math-v1"}]
 
 
 @pytest.mark.parametrize(

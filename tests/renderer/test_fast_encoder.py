@@ -224,3 +224,73 @@ def test_a_text_that_cannot_be_encoded_has_the_tokenizers_error() -> None:
     with pytest.raises(TypeError, match="must be str"):
         codec.encode("\ud800")
     assert len(codec.encode("plums")) == 5
+
+
+# -- encoders that differ ---------------------------------------------------------------------------------------------
+
+_SPLIT = r"'s|\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+class Mutant:
+    """A tokenizer whose description, which the fast encoder loads, differs from it."""
+
+    def __init__(self, raw: Any, change: Callable[[dict[str, Any]], None]) -> None:
+        self._raw, self._change = raw, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def to_str(self) -> str:
+        description = json.loads(self._raw.to_str())
+        self._change(description)
+        return json.dumps(description)
+
+
+_WITH_SIGNS = _SPLIT.replace(r"\p{L}\p{N}", r"\p{L}\p{M}\p{N}").replace(r"|\p{L}+|", r"|[\p{L}\p{M}]+|")
+
+
+def split_by(pattern: str) -> Any:
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    of_text = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizers.pre_tokenizers.Sequence([split, of_text])
+
+
+def tiny(pattern: str, *more: str) -> Any:
+    """A byte-level tokenizer of 900 tokens, trained on source code, hard texts and more."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = split_by(pattern)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    sources = [inspect.getsource(random), inspect.getsource(datetime)]
+    made.train_from_iterator([*hard_texts([]), *sources, *more], trainer)
+    return made
+
+
+def test_a_rule_for_letters_that_takes_combining_signs_is_noticed() -> None:
+    """``\\p{L}`` and ``[\\p{L}\\p{M}]`` differ only where a sign follows a letter, in a vocabulary that has both."""
+    signed = [f"{chr(letter)}{chr(sign)} " for letter in range(0x61, 0x7B) for sign in range(0x300, 0x320)]
+    raw = tiny(_WITH_SIGNS, *signed * 3)
+    raw.pre_tokenizer = split_by(_SPLIT)
+    assert FastEncoder.of(raw) is not None
+
+    def change(description: dict[str, Any]) -> None:
+        description["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = _WITH_SIGNS
+
+    assert FastEncoder.of(Mutant(raw, change)) is None
+
+
+def test_every_lost_merge_of_a_small_vocabulary_is_noticed() -> None:
+    """60 of 60 merges, each removed alone."""
+    raw = tiny(_SPLIT)
+    assert FastEncoder.of(raw) is not None
+    merges = json.loads(raw.to_str())["model"]["merges"]
+    unnoticed = []
+    for number in random.Random(0).sample(range(len(merges)), 60):
+
+        def change(description: dict[str, Any], number: int = number) -> None:
+            del description["model"]["merges"][number]
+
+        if FastEncoder.of(Mutant(raw, change)) is not None:
+            unnoticed.append(merges[number])
+    assert unnoticed == []

@@ -25,6 +25,7 @@ from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
 from rollouts.runs.verify import verify_run
+from tests.peft_folders import write_adapter
 from tests.stored_runs import edit_info, edit_line, store_run
 from tests.vllm_server import vllm_server
 
@@ -37,10 +38,10 @@ from rollouts.recipe import agent_recipe
 def length(sample):
     return float(len(sample.response))
 
-def recipe(endpoint, *, temperature: float = 1.0, groups: int = 2, most: int = 12, least: int = 0):
+def recipe(endpoint, *, temperature: float = 1.0, groups: int = 2, most: int = 12, least: int = 0, lora: str = ""):
     prompts = [f"What is {number} + 3?" for number in range(10 * groups)]
     sizes = {"batch_size": groups, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": most}
-    sizes |= {"temperature": temperature, "min_new_tokens": least}
+    sizes |= {"temperature": temperature, "min_new_tokens": least, "lora": lora or None}
     return agent_recipe("small", endpoint, CalculatorEnvironment, prompts, reward_fn=length, keep="all", **sizes)
 """
 
@@ -293,3 +294,29 @@ def test_a_wrong_model_is_refused(capsys: pytest.CaptureFixture[str], models: li
     """The message quotes the argument; the exit code is that of bad input."""
     assert main(["verify", "runs/none", "--model", *models]) == 2
     assert named in capsys.readouterr().err
+
+
+async def test_a_run_with_adapters(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each version is compared with the base model and its adapter; another adapter, or none, is noticed."""
+    adapters = [write_adapter(tmp_path / f"a{number}", number) for number in range(2)]
+    run = tmp_path / "run"
+    async with running_server(DEMO_MODEL) as url:
+        endpoint = Endpoint(base_url=url, lora="math")
+        await update_weights(endpoint, lora=adapters[0], name="math-v0")
+        await play(run, recipe=recipe, urls=(url,), options={"lora": "math"})
+        await update_weights(endpoint, lora=adapters[1], name="math-v1")
+        await play(run, resume=True, batches=2)
+    assert verify_run(run).ok
+    line = ["verify", str(run), "--tolerance", "5e-5", "--model", str(DEMO_MODEL)]
+    assert main([*line, "--lora", f"math-v0={adapters[0]}", f"math-v1={adapters[1]}"]) == 0
+    assert f"version 'math-v1' against {adapters[1]}: " in capsys.readouterr().out
+    assert main([*line, "--lora", f"math-v0={adapters[1]}", f"math-v1={adapters[1]}"]) == 1
+    assert main(line) == 2
+    assert "--lora" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["adapter", "math-v0=", f"math-v0={DEMO_MODEL}"])
+def test_what_is_not_an_adapter_is_refused(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the flag and what it takes."""
+    assert main(["verify", str(tmp_path), "--model", str(DEMO_MODEL), "--lora", text]) == 2
+    assert f"--lora: got {text!r}; expected VERSION=folder" in capsys.readouterr().err

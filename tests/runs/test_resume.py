@@ -261,6 +261,27 @@ async def test_another_recipe_is_refused(tmp_path: Path, change: dict[str, int],
     assert read_info(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+async def test_the_sampler_is_that_of_the_run_also_before_its_first_record(tmp_path: Path, recorded: bool) -> None:
+    """A run that was killed before its journal had a record is compared with ``run.json``; older runs had none."""
+    of_pools = {"name": "PoolSampler", "hard": 0.25}
+    path, description = tmp_path / "run", {"recipe": "test", "config": config(Counted()).describe()}
+    described = {**description, "sampler": of_pools, "settings": {"sampler": of_pools}}
+    RunWriter(path, described).finish("stopped", AsyncRolloutManager(config(Counted()), buffer()).accounting)
+    (begin(path, described, buffer()).journal if recorded else Journal(path / "journal")).close()
+    other = {**described, "settings": {"sampler": {"name": "LevelSampler"}}}
+    with pytest.raises(ConfigError, match=r"sampler\.name: got 'LevelSampler'; expected 'PoolSampler'"):
+        reopen(path, other, buffer())
+    opened = reopen(path, described, buffer())
+    opened.run_journal.journal.close()
+    assert opened.changed == ()
+    old = tmp_path / "old"
+    RunWriter(old, description).finish("stopped", AsyncRolloutManager(config(Counted()), buffer()).accounting)
+    (begin(old, description, buffer()).journal if recorded else Journal(old / "journal")).close()
+    with pytest.raises(ConfigError, match=r"sampler\.name: got 'PoolSampler'; expected None"):
+        reopen(old, described, buffer())
+
+
 async def test_other_data_are_refused(tmp_path: Path) -> None:
     """A group index must have the same prompt as before."""
     await new_run(tmp_path / "run", Counted())

@@ -54,7 +54,7 @@ class TrainerBuffer(DataBuffer):
     Args:
         source: has ``get_samples(n)``, as slime's data source.
         n_samples_per_prompt: samples in each group.
-        wave: groups of one request to the source; those that are not needed yet wait here.
+        wave: groups of one request to the source; groups that are not needed yet wait here.
         kept: groups that the source did not take back, to come out first.
     """
 
@@ -80,8 +80,8 @@ class TrainerBuffer(DataBuffer):
         """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        groups = (*self._again, *self._new, *self.chosen, *self.held)
-        back = len(self._waiting) + len(groups)
+        returned = (self._waiting, self._again, self._new, self.chosen, self.held)
+        back = sum(len(groups) for groups in returned)
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
     def __len__(self) -> int:

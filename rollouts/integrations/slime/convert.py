@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 _NO_REPLAY = Replay()
-_TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED)
-"""PENDING too: slime also trains a sample whose generate function never set a status.
+_TRAINABLE = (Status.PENDING, Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
+"""slime asks for no status: it also trains a sample whose generate function set none, or set FAILED.
 
 (slime 0.3.1, ray/rollout.py: RolloutManager._convert_samples_to_train_data)
 """
@@ -139,11 +139,11 @@ def _add_images(record: Any, sample: Sample) -> None:
     record.multimodal_train_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
 
 
-def check_trainable(sample: Sample) -> None:
+def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:
     """Check that a rollout can be trained on, before it is scored.
 
     Raises:
-        ConfigError: no sampled token, no prompt token, or logprobs that are missing or not finite.
+        ConfigError: no sampled token, no prompt token, or logprobs that are missing and needed, or not finite.
     """
     sample.check()
     width = sample.response_length
@@ -152,6 +152,8 @@ def check_trainable(sample: Sample) -> None:
     if width == len(sample):
         raise ConfigError.of(f"{sample!r}.tokens", width, "at least one prompt token before the first sampled one")
     logprobs = sample.logprob_column
+    if logprobs is None and not needs_logprobs:
+        return
     if logprobs is None or not np.isfinite(logprobs).all():
         got = None if logprobs is None else "not all finite"
         raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a finite logprob for each sampled token")
@@ -253,11 +255,19 @@ def check_training_batch(
     *,
     groups_wanted: int,
     rollouts_in_group: int,
-    reward_key: str | None = None,
-    any_reward: bool = False,
+    read_number: Callable[[Any], float | None] = lambda reward: reward_number(reward, None),
+    needs_logprobs: bool = True,
     replay: Replay = _NO_REPLAY,
 ) -> None:
     """Check the assumptions about a batch that slime itself does not check.
+
+    Args:
+        groups: slime's samples.
+        groups_wanted: the number of groups.
+        rollouts_in_group: the number of rollouts of each.
+        read_number: the trained number of a reward.
+        needs_logprobs: whether samples without logprobs are refused.
+        replay: the columns that the trainer replays.
 
     Raises:
         ConfigError: a wrong number of groups, a group of another size, groups of different nesting, a rollout id of two
@@ -280,16 +290,15 @@ def check_training_batch(
             seen |= dict.fromkeys(ids, number)
             for sample in samples:
                 place = f"groups[{number}], sample {sample.index}"
-                check_shape(sample, place)
+                check_shape(sample, place, needs_logprobs=needs_logprobs)
                 check_replayed(sample, place, replay)
                 if trains(sample) and Status(sample.status.value) not in _TRAINABLE:
-                    raise ConfigError.of(f"{place}.status", sample.status, "COMPLETED, TRUNCATED or PENDING")
-                if reward_number(sample.reward, reward_key, any_reward=any_reward) is None:
-                    part = "" if reward_key is None else f" under the key {reward_key!r}"
-                    raise ConfigError.of(f"{place}.reward", sample.reward, f"a finite number{part}")
+                    raise ConfigError.of(f"{place}.status", sample.status, "another than ABORTED")
+                if read_number(sample.reward) is None:
+                    raise ConfigError.of(f"{place}.reward", sample.reward, "a finite number, under --reward-key if set")
 
 
-def check_shape(sample: Any, place: str) -> None:
+def check_shape(sample: Any, place: str, *, needs_logprobs: bool = True) -> None:
     """Check the shapes that slime's tensors need of every sample, trained or not.
 
     Raises:
@@ -300,10 +309,13 @@ def check_shape(sample: Any, place: str) -> None:
         "loss_mask": width if sample.loss_mask is None else len(sample.loss_mask),
         "rollout_log_probs": 0 if sample.rollout_log_probs is None else len(sample.rollout_log_probs),
     }
+    if sample.rollout_log_probs is None and not needs_logprobs:
+        del lengths["rollout_log_probs"]
     if set(lengths.values()) != {width} or not 1 <= width < len(sample.tokens):
-        raise ConfigError.of(
-            place, {**lengths, "tokens": len(sample.tokens)}, f"columns of the response's length, {width}, and a prompt"
-        )
+        failed = getattr(sample.status, "value", "") == "failed"
+        remedy = "; a failed one without tokens needs one of loss_mask 0, and remove_sample" if failed else ""
+        expected = f"columns of the response's length, {width}, at least one token, and a prompt{remedy}"
+        raise ConfigError.of(place, {**lengths, "tokens": len(sample.tokens)}, expected)
     if not isinstance(sample.status, records().sample.Status):
         raise ConfigError.of(f"{place}.status", sample.status, "one of slime's Sample.Status")
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ from rollouts.training.types import Group, Sample, Status
 
 __all__ = ["evaluate", "load_eval_prompts"]
 
+_LOG = logging.getLogger(__name__)
+_NAMED = 5
+"""Broken lines that a warning names."""
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -59,11 +64,12 @@ async def evaluate(
     async def play(entry: EvalSet) -> None:
         played = pipeline.for_evaluation(entry, rollout_id)
         with at(f"evaluation {entry.name}"):
-            if await anyio.to_thread.run_sync(_are_slimes, entry, settings):
+            rows, skipped = await anyio.to_thread.run_sync(_read, entry.path)
+            if await anyio.to_thread.run_sync(_are_slimes, entry, settings, rows):
                 played.rows = await anyio.to_thread.run_sync(load_image_rows, entry, settings)
                 prompts = [_prompt_of(row, entry) for row in played.rows]
             else:
-                prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings)
+                prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings, rows)
             samples, failed = await _play(entry, prompts, played)
         data[entry.name] = {
             "rewards": [sample.reward for sample in samples],
@@ -71,6 +77,8 @@ async def evaluate(
             "samples": [played.finished(sample, data=entry) for sample in samples],
         }
         metrics[f"eval/{entry.name}/failed_samples"] = failed
+        if skipped:
+            metrics[f"eval/{entry.name}/skipped_lines"] = skipped
 
     async with first_error() as sets:
         for entry in settings.eval_sets:
@@ -102,8 +110,10 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
     return samples, len(failures)
 
 
-def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
-    """Load a data set as slime's flags describe it.
+def load_eval_prompts(
+    entry: EvalSet, settings: Settings, rows: Sequence[Mapping[str, Any]] | None = None
+) -> list[Prompt]:
+    """The prompts of a data set, as slime's flags describe them; ``rows`` are those of its file.
 
     Where slime applies the chat template, the prompt is the same text, or a message with a recipe.
 
@@ -111,7 +121,7 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
         ConfigError: the file is missing or of another format, or a row has no prompt.
     """
     prompts = []
-    for number, row in enumerate(_rows(entry.path)):
+    for number, row in enumerate(_read(entry.path)[0] if rows is None else rows):
         for key in (entry.input_key, entry.label_key):
             if key is not None and key not in row:
                 raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {key!r}")
@@ -139,7 +149,7 @@ def load_eval_prompts(entry: EvalSet, settings: Settings) -> list[Prompt]:
     return prompts
 
 
-def _are_slimes(entry: EvalSet, settings: Settings) -> bool:
+def _are_slimes(entry: EvalSet, settings: Settings, rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether slime's own class loads the rows: prompts of messages, with a model that has a processor.
 
     :func:`load_eval_prompts` loads rows of text: slime's class refuses them for a model with a processor
@@ -150,7 +160,7 @@ def _are_slimes(entry: EvalSet, settings: Settings) -> bool:
     """
     if entry.multimodal_keys:
         return True
-    prompts = [row.get(entry.input_key) for row in _rows(entry.path)]
+    prompts = [row.get(entry.input_key) for row in rows]
     if not entry.apply_chat_template and not any(isinstance(prompt, list) for prompt in prompts):
         return False
     try:
@@ -211,8 +221,11 @@ def _tokenizer(model: str) -> Any:
     return load_tokenizer(model)
 
 
-def _rows(path: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL or Parquet file; ``path@[a:b]`` selects a slice."""
+def _read(path: str) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a JSONL or Parquet file, and the number of lines that are not JSON: slime skips them, too.
+
+    ``path@[a:b]`` selects a slice (slime 0.3.1, utils/data.py: read_file).
+    """
     match = _SLICE.match(path)
     start, stop = None, None
     if match is not None:
@@ -220,20 +233,28 @@ def _rows(path: str) -> Iterator[dict[str, Any]]:
         start, stop = (int(match[name]) if match[name] else None for name in ("start", "stop"))
     if not Path(path).is_file():
         raise ConfigError.of("eval data set", path, "a file that exists")
-    rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
-    if (start or 0) < 0 or (stop or 0) < 0:
-        return iter(list(rows)[start:stop])
-    return islice(rows, start, stop)
+    broken: list[int] = []
+    rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path, broken)
+    backwards = (start or 0) < 0 or (stop or 0) < 0
+    chosen = list(rows)[start:stop] if backwards else list(islice(rows, start, stop))
+    if broken:
+        _LOG.warning("%s: %d lines skipped, since they are not JSON: lines %s", path, len(broken), broken[:_NAMED])
+    return chosen, len(broken)
 
 
-def _json_rows(path: str) -> Iterator[dict[str, Any]]:
+def _json_rows(path: str, broken: list[int]) -> Iterator[dict[str, Any]]:
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield msgspec.json.decode(line, type=dict[str, Any])
-                except msgspec.DecodeError as error:
-                    raise ConfigError(f"{path}, line {number}: not a JSON object ({error})") from None
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)  # as slime, it takes NaN
+            except (ValueError, RecursionError):
+                broken.append(number)
+                continue
+            if not isinstance(row, dict):
+                raise ConfigError.of(f"{path}, line {number}", row, "a JSON object")
+            yield row
 
 
 def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 Invariant: a process has one, from the first call until Python exits. It is the trainer's own where slime or miles is
 installed: their functions keep clients that work in one loop only (slime 0.3.1, rollout/rm_hub/__init__.py:
-_get_shared_session), and a launch may call them beside ours.
+_get_shared_session), and a launch may call them as well as ours.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.given_ids import check_function, check_given, is_begun
 from rollouts.integrations.slime.images import check_media, check_prompt_ids, has_images
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
+from rollouts.integrations.slime.returned_samples import Reading, SlimeRecord, slime_sample_of, view
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward
 from rollouts.integrations.slime.settings import (
     EvalSet,
@@ -341,7 +341,7 @@ class Pipeline:
         key = self.settings.reward_key
         if key is not None and not isinstance(record.reward, dict):
             record.reward = {key: sample.reward}
-        elif reward_number(record.reward, self._reward_key(data)) != sample.reward:
+        elif reward_number(record.reward, self.reading(data).reward_key) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
 
@@ -374,7 +374,7 @@ class Pipeline:
         link = sample.trainer_record
         link.owns_reward = True
         reward, key, any_reward = link.sample.reward, self.settings.reward_key, self.settings.reward_is_processed
-        number = reward_number(reward, key, any_reward=any_reward)
+        number = self.reading().number(reward)
         if number is None or (key is not None and not any_reward and not isinstance(reward, dict)):
             part = "" if key is None else f" under the key {key!r}"
             place = f"{self.settings.filter_path}: reward of slime sample {link.sample.index}"
@@ -389,8 +389,15 @@ class Pipeline:
             record.reward = link.unfiltered
         return record
 
-    def _reward_key(self, data: EvalSet | None) -> str | None:
-        return self.settings.reward_key if data is None else self.settings.eval_reward_key
+    def reading(self, data: EvalSet | None = None) -> Reading:
+        """The expectations of the launch for samples of training or of a data set."""
+        settings = self.settings
+        if data is not None:
+            return Reading(reward_key=settings.eval_reward_key, evaluation=True)
+        needs_logprobs = settings.needs_logprobs
+        return Reading(
+            reward_key=settings.reward_key, any_reward=settings.reward_is_processed, needs_logprobs=needs_logprobs
+        )
 
     def _check_text(self, data: EvalSet) -> None:
         """Refuse what this package's own rollouts would ignore; a custom generate function gets it."""
@@ -468,9 +475,7 @@ class Pipeline:
             params=params,
             calls=self.calls,
             policy=self.policy,
-            reward_key=self._reward_key(data),
-            any_reward=settings.reward_is_processed and data is None,
-            evaluation=data is not None,
+            reading=self.reading(data),
             keeps_session=settings.keeps_session,
         )
         resumes = settings.partial_rollout and data is None
@@ -553,9 +558,7 @@ class Pipeline:
                 raise GenerateFailure(f"sample hook {function_name(hook)}: got {record!r}; expected a Sample or None")
         if rollout is not None:
             rollout[branch] = record
-        key = self._reward_key(data)
-        any_reward = self.settings.reward_is_processed and not evaluation
-        changed = view(record, prompt, rollout, reward_key=key, any_reward=any_reward, evaluation=evaluation)
+        changed = view(record, prompt, self.reading(data), rollout)
         if before != _columns(record):
             return changed
         sample.trainer_record = changed.trainer_record

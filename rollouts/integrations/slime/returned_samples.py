@@ -28,9 +28,25 @@ from rollouts.integrations.slime.convert import (
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
-__all__ = ["SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
+__all__ = ["Reading", "SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
 
-_LOST = (Status.FAILED, Status.ABORTED)
+
+@attrs.frozen(kw_only=True)
+class Reading:
+    """The expectations of a launch for the samples of its functions."""
+
+    reward_key: str | None = None
+    """The entry of a dict reward that is trained on."""
+    any_reward: bool = False
+    """Whether a reward needs no number, because a function of the launch converts it later."""
+    needs_logprobs: bool = True
+    """Whether the trainer uses the logprobs of the rollouts; without them it computes its own."""
+    evaluation: bool = False
+    """Whether the samples belong to an evaluation, which trains nothing."""
+
+    def number(self, reward: Any) -> float | None:
+        """The trained number of a reward; see :func:`~rollouts.integrations.slime.convert.reward_number`."""
+        return reward_number(reward, self.reward_key, any_reward=self.any_reward)
 
 
 @attrs.define(eq=False)
@@ -52,24 +68,14 @@ def slime_sample_of(sample: Sample) -> Any:
     return link.sample if isinstance(link, SlimeRecord) else None
 
 
-def views_of_rollout(
-    returned: Any,
-    argument: Any,
-    request: Prompt,
-    *,
-    reward_key: str | None = None,
-    any_reward: bool = False,
-    evaluation: bool = False,
-) -> list[Sample]:
+def views_of_rollout(returned: Any, argument: Any, request: Prompt, reading: Reading) -> list[Sample]:
     """Our views of the samples that a generate function of slime returned for one rollout.
 
     Args:
         returned: slime's sample, or a list of them.
         argument: the argument of the generate function; its indices fill missing ones.
         request: the prompt.
-        reward_key: the entry of a dict reward that is trained on.
-        any_reward: whether a reward needs no number, because a function of the launch converts it later.
-        evaluation: whether the samples belong to an evaluation, which trains nothing.
+        reading: what the launch expects.
 
     Raises:
         ConfigError: an object is not a sample of slime, a sample is listed twice, there are several rollout ids, or
@@ -90,20 +96,13 @@ def views_of_rollout(
     if len({sample.rollout_id for sample in samples}) > 1:
         numbers = [sample.rollout_id for sample in samples]
         raise ConfigError.of("generate function", numbers, "one rollout_id for all samples of a rollout")
-    options: dict[str, Any] = {"reward_key": reward_key, "any_reward": any_reward, "evaluation": evaluation}
-    return [view(sample, request, rollout, **options) for sample in samples]
+    return [view(sample, request, reading, rollout) for sample in samples]
 
 
-def view(
-    record: Any,
-    request: Prompt | None,
-    rollout: list[Any] | None = None,
-    *,
-    reward_key: str | None = None,
-    any_reward: bool = False,
-    evaluation: bool = False,
-) -> Sample:
+def view(record: Any, request: Prompt | None, reading: Reading, rollout: list[Any] | None = None) -> Sample:
     """Our view of slime's sample, which stays unchanged.
+
+    A status FAILED does not exclude a sample: slime trains it, unless it has ``remove_sample``.
 
     Raises:
         ConfigError: slime could not train on it.
@@ -112,19 +111,20 @@ def view(
     if not isinstance(record.status, records().sample.Status):
         raise ConfigError.of(f"{place}.status", record.status, "one of slime's Sample.Status")
     status = Status(record.status.value)
-    if status in _LOST and record.remove_sample and (status is Status.FAILED or record.reward is not None):
-        status = Status.COMPLETED  # its function handled the failure: it is out of the loss, and not retried
-    if evaluation or status in _LOST:
+    handled = status is Status.ABORTED and record.remove_sample and record.reward is not None
+    if status is Status.FAILED or handled:
+        status = Status.COMPLETED  # it is not retried
+    if reading.evaluation or status is Status.ABORTED:
         ours = _untrained(record, request, [])
     else:
-        check_shape(record, place)
+        check_shape(record, place, needs_logprobs=reading.needs_logprobs)
         if trains(record):
             ours = from_slime(record, request)
-            check_trainable(ours)
+            check_trainable(ours, needs_logprobs=reading.needs_logprobs)
         else:
             ours = _untrained(record, request, [int(token) for token in record.tokens])
     ours.status = status
-    ours.reward = reward_number(record.reward, reward_key, any_reward=any_reward)
+    ours.reward = reading.number(record.reward)
     ours.trainer_record = SlimeRecord(record, rollout)
     return ours
 

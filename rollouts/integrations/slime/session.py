@@ -268,12 +268,15 @@ class TrainerRollouts:
             by_group.setdefault(sample.group_index, []).append(sample)
         fans_out = len(samples) != len(by_group) * size or any(_is_of_list(sample) for sample in samples)
         groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
+        if any(sample.rollout_log_probs is None for sample in leaves(groups)):
+            for sample in leaves(groups):  # the trainer takes those of all samples, or computes its own
+                sample.rollout_log_probs = None
         check_training_batch(
             groups,
             groups_wanted=self.settings.batch_size,
             rollouts_in_group=size,
-            reward_key=self.settings.reward_key,
-            any_reward=self.settings.reward_is_processed,
+            read_number=self.pipeline.reading().number,
+            needs_logprobs=self.settings.needs_logprobs,
             replay=self.settings.replay,
         )
         return groups
@@ -317,8 +320,7 @@ class TrainerRollouts:
             if record.reward is None or getattr(record.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
-                any_reward = self.settings.reward_is_processed
-                sample = view(record, None, reward_key=self.settings.reward_key, any_reward=any_reward)
+                sample = view(record, None, self.pipeline.reading())
             except ConfigError:
                 continue  # not trainable: it is played again
             known = versions_of(sample, mask_earlier_versions=False)
@@ -381,6 +383,15 @@ class TrainerRollouts:
     def _on_group(self, group: Group) -> None:
         with self._lock:
             self._settled.append(group)
+            outcomes = Counter(each.outcome for each in self._settled)
+        name, count, size = f"rollout {self.pipeline.rollout_id}", outcomes["kept"], self.settings.batch_size
+        if outcomes.total() == 1:
+            text = "%s: first sample: %r, label: %.100s, reward: %s"
+            first = group.samples[0]
+            _LOG.info(text, name, f"{first.prompt}{first.response}", first.label, first.reward)
+        if group.outcome == "kept" and 4 * count // size > 4 * (count - 1) // size:
+            lost = outcomes["dropped"], outcomes["failed"]
+            _LOG.info("%s: %d of %d groups accepted, %d dropped, %d failed", name, count, size, *lost)
 
     def _take_settled(self) -> list[Group]:
         """Return and clear the groups that settled since the last batch."""

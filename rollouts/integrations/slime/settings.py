@@ -79,6 +79,7 @@ _TEACHER = (
 )
 NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
 """The expected value of ``--group-rm`` in an evaluation."""
+_USING_LOGPROBS = ("use_rollout_logprobs", "use_tis", "get_mismatch_metrics")
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
 
 
@@ -157,6 +158,8 @@ class Settings:
     reward_key: str | None
     reward_is_processed: bool
     """Whether a function of the launch turns rewards into numbers after the rollouts, so that any reward is valid."""
+    needs_logprobs: bool
+    """Whether the trainer uses the logprobs of the rollouts (slime 0.3.1, backends/megatron_utils/loss.py)."""
     buffer_filter: str | None
     """slime's ``--buffer-filter-path``, which its data source has, too."""
     filter_path: str | None
@@ -249,6 +252,7 @@ class Settings:
             group_rm=bool(get("group_rm", False)),
             reward_key=get("reward_key"),
             reward_is_processed=any(get(name) is not None for name in _REWARD_PROCESSING),
+            needs_logprobs=any(get(name, False) for name in _USING_LOGPROBS),
             buffer_filter=get("buffer_filter_path"),
             filter_path=get("dynamic_sampling_filter_path"),
             recipe_filter=bool(get("rollouts_recipe_filter", False)),

@@ -29,7 +29,7 @@ from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import views_of_rollout
+from rollouts.integrations.slime.returned_samples import Reading, views_of_rollout
 from rollouts.integrations.slime.settings import load_function
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.training.agent_integration import agent_rollout_to_sample
@@ -146,9 +146,7 @@ async def generate_with_slime(
     params: Mapping[str, Any],
     calls: CustomCalls,
     policy: ResumablePolicy,
-    reward_key: str | None = None,
-    any_reward: bool = False,
-    evaluation: bool = False,
+    reading: Reading,
     on_abort: Literal["fail", "resume", "restart"] = "fail",
     mask_earlier: bool = False,
     keeps_session: bool = True,
@@ -166,9 +164,8 @@ async def generate_with_slime(
         params: slime's sampling parameters, passed to the function.
         calls: limits and stops the calls.
         policy: the policy whose pauses and limit hold for the function, too.
-        reward_key: the entry of a dict reward that is trained on.
-        any_reward: whether a reward needs no number, because a function of the launch makes it one later.
-        evaluation: passed to a function that has this parameter.
+        reading: what the launch expects of the samples; whether it is an evaluation is passed to a function that has
+            this parameter.
         on_abort: what follows a sample that the function returned as aborted: ``"fail"`` loses the attempt,
             ``"resume"`` calls the function again with the sample, as with partial rollouts, ``"restart"`` begins again.
         mask_earlier: train only the tokens that the function adds to such a sample.
@@ -178,6 +175,7 @@ async def generate_with_slime(
         GenerateFailure: slime could not use the returned samples.
     """
     samples: list[Sample] = []
+    evaluation = reading.evaluation
     for prompt in prompts:
         argument = template(prompt)
         function = load_function(getattr(argument, "generate_function_path", None) or path)
@@ -209,8 +207,7 @@ async def generate_with_slime(
             if empty:
                 await anyio.sleep(_BACKOFF_SECONDS)
         try:
-            options: dict[str, Any] = {"reward_key": reward_key, "any_reward": any_reward, "evaluation": evaluation}
-            samples += views_of_rollout(returned, argument, prompt, **options)
+            samples += views_of_rollout(returned, argument, prompt, reading)
         except ConfigError as error:
             raise GenerateFailure(f"{path}: {error}") from error
     return samples

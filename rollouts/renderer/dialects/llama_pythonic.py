@@ -26,6 +26,11 @@ _ESCAPE = re.compile(
 _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\\": "\\", "'": "'", '"': '"'}
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _END = re.compile(r"\s*(?:<\|python_end\|>|<\|tool_call_end\|>)")
+_QUOTE = re.compile(r"\s*(['\"])")
+_LAST_QUOTE = {
+    quote: re.compile(rf"{quote}(?=\s*(?:,\s*[A-Za-z_]\w*\s*=|\)\s*(?:\]|,\s*[A-Za-z_][\w.-]*\s*\()))")
+    for quote in "'\""
+}
 _SPACE = re.compile(r"\s+")
 _CLOSING = "</function_calls>"
 _MAX_DEPTH = 50
@@ -35,7 +40,7 @@ class LlamaPythonic(BlockDialect):
     """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
 
     Arguments are named literals; ``true``, ``false`` and ``null`` are literals too. A string may contain
-    newlines, which LFM2's template writes as they are.
+    newlines, which LFM2's template writes as they are. A set is read as an array.
     """
 
     name = "llama_pythonic"
@@ -142,8 +147,24 @@ def _call(text: str, at: int) -> tuple[ToolCall, int]:
             raise MalformedCallError(f"{text[at : at + 20]!r} is not an argument with its name", "bad_arguments")
         if key[1] in arguments:
             raise MalformedCallError(f'the argument "{key[1]}" is given more than once', "bad_arguments")
-        arguments[key[1]], at = _value(text, equals.end(), 0)
-        at = _comma(text, at, ")")
+        arguments[key[1]], at = _argument(text, equals.end())
+
+
+def _argument(text: str, at: int) -> tuple[Any, int]:
+    """The value of an argument, and the position after its comma or at the end of the arguments.
+
+    LFM2 writes shell commands in quotes with the same quotes inside. Where that is not a literal, a string ends at the
+    first quote after which the next argument begins, or the call and then the list end or continue.
+    """
+    try:
+        value, end = _value(text, at, 0)
+        return value, _comma(text, end, ")")
+    except MalformedCallError:
+        quote = _QUOTE.match(text, at)
+        last = _LAST_QUOTE[quote[1]].search(text, quote.end()) if quote else None
+        if quote is None or last is None:
+            raise
+        return _characters(text[quote.end() : last.start()]), _comma(text, last.end(), ")")
 
 
 def _comma(text: str, at: int, closing: str) -> int:
@@ -187,10 +208,14 @@ def _items(text: str, at: int, closing: str, depth: int) -> tuple[list[Any], int
     return items, mark.end(1)
 
 
-def _entries(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
+def _entries(text: str, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
+    """A dict; or a set, which is a list in JSON."""
     entries: dict[str, Any] = {}
+    start = at
     while (mark := _MARK.match(text, at)) is None or mark[1] != "}":
         key, at = _value(text, at, depth + 1)
+        if not entries and (after := _MARK.match(text, at)) is not None and after[1] in ",}":
+            return _items(text, start, "}", depth)
         if not isinstance(key, str) or key in entries:
             raise MalformedCallError(f"the key {key!r} is not a string, or occurs more than once", "bad_arguments")
         entries[key], at = _value(text, _expected(text, at, ":"), depth + 1)
@@ -206,6 +231,12 @@ def _number(text: str) -> int | float:
 
 
 def _unescaped(string: re.Match[str]) -> str:
+    return _characters(string[1] if string[1] is not None else string[2])
+
+
+def _characters(text: str) -> str:
+    """The characters of the text of a string, with its escapes."""
+
     def character(escape: re.Match[str]) -> str:
         hexadecimal = escape[1] or escape[2] or escape[3]
         if hexadecimal or escape[4]:
@@ -214,4 +245,4 @@ def _unescaped(string: re.Match[str]) -> str:
             raise MalformedCallError(f"{escape[0]!r} in a string is not a character", "bad_arguments")
         return _ESCAPES.get(escape[5], escape[0])
 
-    return _ESCAPE.sub(character, string[1] if string[1] is not None else string[2])
+    return _ESCAPE.sub(character, text)

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollouts.base.terminal import visible
 from rollouts.dtypes import chat_text
 from rollouts.errors import is_of_users
 from rollouts.runs.failure_kinds import FailureKind, FailureKinds
@@ -30,7 +31,6 @@ from rollouts.testing.stalls import Stall
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.views.terminal.advice import AFTER, slots_advice
-from rollouts.views.terminal.transcript import visible
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
 
 __all__ = [

@@ -56,6 +56,17 @@ def test_every_data_set_is_played_in_order(tmp_path: Path) -> None:
     assert output.metrics == {"eval/one/failed_samples": 0, "eval/two/failed_samples": 0}
 
 
+def test_lines_that_are_not_json_are_counted_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other rows are played; a warning names the lines."""
+    entry = data_set(tmp_path, "one", 2)
+    path = Path(entry.path)
+    path.write_bytes(b'{"q": "torn\n' + path.read_bytes() + b'{"q": "a", "a": NaN}\n[\n')
+    output = generate_rollout_batch(Launch().args(eval_datasets=[entry]), 0, Launch().source(), evaluation=True)
+    assert [sample.prompt for sample in output.data["one"]["samples"]] == ["one 0", "one 1", "a"]
+    assert output.metrics["eval/one/skipped_lines"] == 2
+    assert "2 lines skipped, since they are not JSON: lines [1, 5]" in caplog.text
+
+
 def test_a_failed_rollout_is_left_out_and_counted(tmp_path: Path) -> None:
     """It gets no reward; the others of its prompt stay."""
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import attrs
 import msgspec
+import numpy as np
 import pytest
 from anyio.from_thread import start_blocking_portal
 
@@ -359,6 +360,55 @@ def test_a_filter_that_falls_back_starts_no_further_wave(bench: Bench, slimes: b
     assert len(source.given) == 10
 
 
+def replied(sample: Any, **fields: Any) -> Any:
+    """A reply of two tokens."""
+    values = {"status": type(sample).Status.COMPLETED, "metadata": {"row": sample.index}, **BEGUN, **fields}
+    for name, value in copy.deepcopy(values).items():
+        setattr(sample, name, value)
+    return sample
+
+
+async def without_logprobs(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return replied(sample, rollout_log_probs=None)
+
+
+async def marked_failed(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return replied(sample, status=type(sample).Status.FAILED)
+
+
+async def unscored(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return replied(sample)
+
+
+async def unscored_branches(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    return [replied(copy.deepcopy(sample), rollout_id=sample.index) for _ in range(2)]
+
+
+async def ranks(args: Any, given: Any, **_: Any) -> Any:
+    kinds = {"array": np.asarray, "generator": iter, "tensor": importlib.import_module("torch").tensor}
+    return kinds[args.kind]([float(sample.index % 2) for sample in given])
+
+
+@pytest.mark.parametrize("function", ["without_logprobs", "marked_failed"])
+def test_what_slime_trains_of_a_custom_function_is_trained(bench: Bench, manager_class: Any, function: str) -> None:
+    """Samples without logprobs, and samples with the status FAILED: equal samples and equal train data."""
+    flags = {"custom_generate_function_path": f"{HERE}.{function}"}
+    theirs, ours = bench.both(evaluation=False, **flags)
+    check_equal(ours, theirs)
+    check_train_data(manager_class, bench, ours, theirs, **flags)
+
+
+@pytest.mark.parametrize("group_rm", [False, True], ids=["fan-out", "group"])
+@pytest.mark.parametrize("kind", ["array", "generator", "tensor"])
+def test_rewards_of_a_list_have_slimes_effect(bench: Bench, manager_class: Any, kind: str, group_rm: bool) -> None:
+    """Of a group with ``--group-rm``, and of a rollout that fans out."""
+    function = "unscored" if group_rm else "unscored_branches"
+    flags = {"custom_generate_function_path": f"{HERE}.{function}", "custom_rm_path": f"{HERE}.ranks"}
+    theirs, ours = bench.both(evaluation=False, group_rm=group_rm, kind=kind, **flags)
+    check_equal(ours, theirs)
+    check_train_data(manager_class, bench, ours, theirs, group_rm=group_rm, **flags)
+
+
 # -- one event loop ---------------------------------------------------------------------------------------------------
 
 
@@ -383,7 +433,7 @@ def test_one_event_loop_serves_every_function(bench: Bench) -> None:
 
 
 def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
-    """slime keeps one HTTP session for it: no request is sent twice, beside slime's own evaluation either."""
+    """slime keeps one HTTP session for it: no request is sent twice, also with slime's evaluation in the launch."""
     asked: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):

@@ -326,8 +326,12 @@ async def ranks_one_by_one(args: Any, samples: list[Any], **_: Any) -> Any:
     return iter(await ranks(args, samples))
 
 
+async def ranks_in_a_tensor(args: Any, samples: list[Any], **_: Any) -> Any:
+    return pytest.importorskip("torch").tensor(await ranks(args, samples))
+
+
 @pytest.mark.parametrize("group_rm", [False, True], ids=["fan-out", "group"])
-@pytest.mark.parametrize("reward", ["ranks_in_an_array", "ranks_one_by_one"])
+@pytest.mark.parametrize("reward", ["ranks_in_an_array", "ranks_one_by_one", "ranks_in_a_tensor"])
 def test_rewards_of_a_list_may_be_an_array_or_a_generator(reward: str, group_rm: bool) -> None:
     """As slime takes them, of a rollout that fans out and of a group with ``--group-rm``."""
     function = "numbered" if group_rm else "fans_out"
@@ -466,6 +470,54 @@ def test_an_evaluation_needs_a_reward_and_nothing_else(tmp_path: Path, function:
     assert {id(sample) for sample in output.data["one"]["samples"]} >= {id(sample) for sample in args.made}
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["all", "some"])
+def test_samples_without_logprobs_are_trained_where_the_trainer_computes_them(mixed: bool) -> None:
+    """The trainer takes the logprobs of all samples of a batch, or of none."""
+    output = run(plain_args("harmful" if mixed else "without_logprobs", harm="no logprobs"))
+    assert {sample.group_index for sample in output} == {0, 1}
+    assert [sample.rollout_log_probs for sample in output] == [None] * 4
+
+
+async def without_logprobs(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    args.calls.append(sample.index)
+    return filled(sample, reward=1.0, rollout_log_probs=None)
+
+
+@pytest.mark.parametrize("flag", ["use_tis", "use_rollout_logprobs", "get_mismatch_metrics"])
+def test_logprobs_that_the_trainer_uses_are_required(flag: str) -> None:
+    """The error names the function, and comes after the first groups."""
+    args = plain_args("without_logprobs", **{flag: True})
+    with pytest.raises(GenerateFailure, match=rf"{__name__}\.without_logprobs: slime sample .*'rollout_log_probs': 0"):
+        run(args)
+    assert len(set(args.calls)) <= 4
+
+
+async def marks_failed(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    args.calls.append(sample.index)
+    return filled(sample, reward=1.0, status=KIND.Status.FAILED if sample.index % 4 == 0 else DONE)
+
+
+def test_a_sample_marked_failed_is_trained_as_in_slime() -> None:
+    """Its function did not remove it; it is not played again."""
+    args = plain_args("marks_failed")
+    output = run(args)
+    assert [sample.status for sample in output] == [KIND.Status.FAILED, DONE, DONE, DONE]
+    assert sorted(args.calls) == [0, 1, 2, 3]
+
+
+async def fails_empty(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    args.calls.append(sample.index)
+    return filled(sample, tokens=[], response_length=0, loss_mask=[], rollout_log_probs=[], status=KIND.Status.FAILED)
+
+
+def test_a_failed_sample_without_tokens_is_refused_by_its_function() -> None:
+    """slime's tensors cannot have it; the error names the function and the remedy, and comes after the first groups."""
+    args = plain_args("fails_empty")
+    with pytest.raises(GenerateFailure, match=rf"{__name__}\.fails_empty: slime sample .* and remove_sample"):
+        run(args)
+    assert len(set(args.calls)) <= 4
+
+
 HARMS: dict[str, Callable[[Any], Any]] = {
     "no logprobs": lambda sample: filled(sample, reward=1.0, rollout_log_probs=None),
     "logprobs that are not numbers": lambda sample: filled(sample, reward=1.0, rollout_log_probs=[float("nan")] * 3),
@@ -484,7 +536,7 @@ async def harmful(args: Any, sample: Any, sampling_params: dict[str, Any]) -> An
 @pytest.mark.parametrize("harm", HARMS)
 def test_what_slime_would_choke_on_costs_its_group_only(harm: str) -> None:
     """Checked when the function returns, so that one bad rollout does not lose the batch."""
-    output = run(plain_args("harmful", harm=harm))
+    output = run(plain_args("harmful", harm=harm, use_tis=True))
     assert 0 not in {sample.group_index for sample in output}
 
 

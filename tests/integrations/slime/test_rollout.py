@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -117,6 +119,17 @@ def _zero_for_even_groups(sample: Sample) -> float:
     assert sample.index is not None
     assert sample.group_index is not None
     return 0.0 if sample.group_index % 2 == 0 else float(sample.index % 2)
+
+
+def test_the_log_has_a_sample_and_the_progress(caplog: pytest.LogCaptureFixture) -> None:
+    """The first sample of each call with its label and reward, and a line for each quarter of the batch."""
+    launch = Launch(batch_size=8, n=2, over_sampling_factor=1.0)
+    with caplog.at_level(logging.INFO, logger="rollouts.integrations.slime"):
+        generate_rollout_batch(launch.args(), 7, launch.source())
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(r"rollout 7: first sample: 'prompt \d+reply \d+/0', label: \d+, reward: \d\.0", lines[0])
+    progress = [f"rollout 7: {count} of 8 groups accepted, 0 dropped, 0 failed" for count in (2, 4, 6, 8)]
+    assert lines[1:] == progress
 
 
 # -- between calls ----------------------------------------------------------------------------------------------------

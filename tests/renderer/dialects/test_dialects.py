@@ -267,3 +267,61 @@ def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None
         for start in ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]"):
             get_dialect(name).parse(start + mark * (100_000 // len(mark)))
     assert time.process_time() - begun < 10.0
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("[label(tags={'urgent', 'bug'})]", {"tags": ["urgent", "bug"]}),
+        ("[label(tags={'a'}, by={'x': {1, 2}})]", {"tags": ["a"], "by": {"x": [1, 2]}}),
+        ("[label(tags={})]", {"tags": {}}),
+        ("[label(run='sed -n '1,5p' a.py', n=2)]", {"run": "sed -n '1,5p' a.py", "n": 2}),
+        ("[label(run='python3 -c \"print(f(x='a'))\"')]", {"run": "python3 -c \"print(f(x='a'))\""}),
+        ("[label(run='a', note='b')]", {"run": "a", "note": "b"}),
+    ],
+)
+def test_sets_and_nested_quotes_of_lists_in_python_syntax(text: str, arguments: dict[str, object]) -> None:
+    """LFM2 writes them; what is a literal in Python is read as that literal."""
+    (call,) = get_dialect("llama_pythonic").parse(text).tool_calls
+    assert (call.arguments, call.error) == (arguments, None)
+
+
+@pytest.mark.parametrize("text", ["[label(tags={'a', 'b': 1})]", "[label(run='sed 'a' b', 2)]", "[label(run='it's'"])
+def test_other_quotes_and_braces_are_malformed(text: str) -> None:
+    """A set that becomes a dict, a string without an end."""
+    (call,) = get_dialect("llama_pythonic").parse(text).tool_calls
+    assert call.error is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "thought", "content"),
+    [
+        ("granite_3_2", "Here is my thought process: I add.\nHere is my response: 4", "I add.", "4"),
+        ("kimi_vl", "◁think▷I add.◁/think▷4", "I add.", "4"),
+        ("hunyuan", "<think>\nI add.\n</think>\n<answer>\n4\n</answer>", "I add.", "4"),
+        ("hunyuan", "<answer>\n4\n</answer>", None, "4"),
+        ("hunyuan_v4", "<think:abc>I add.</think:abc>4", "I add.", "4"),
+        ("k2_horizon", "<ifm|think>I add.</ifm|think>4", "I add.", "4"),
+        ("longcat", "<longcat_think>I add.</longcat_think>4", "I add.", "4"),
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>I add.<|close|>think<|sep|><|open|>response<|sep|>4<|close|>response<|sep|>"
+            "<|close|>message<|sep|>",
+            "I add.",
+            "4",
+        ),
+        ("muse", " to=self<|message|>I add.<|eom|><|start|>assistant to=user<|message|>4", "I add.", "4"),
+        (
+            "inkling",
+            "<|content_thinking|>I add.<|end_message|><|message_model|><|content_text|>4<|end_message|>",
+            "I add.",
+            "4",
+        ),
+    ],
+)
+def test_the_marks_of_thoughts_and_answers_are_not_content(
+    name: str, text: str, thought: str | None, content: str
+) -> None:
+    """A reward function sees the answer alone."""
+    reply = get_dialect(name).parse(text)
+    assert (reply.reasoning, reply.content, reply.tool_calls) == (thought, content, ())

@@ -1,0 +1,92 @@
+"""Rollouts of several turns that play while adapters are updated, and the judge of their tokens."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+
+from rollouts.concurrency.deadlines import pauses
+from rollouts.dtypes import Completion, Endpoint, SamplingParams
+from rollouts.engine.teacher import Teacher
+from rollouts.inference.base import CompletionRequest
+from rollouts.inference.policy import ServerPolicy
+from rollouts.inference.resumable import ResumablePolicy
+from rollouts.inference.weights import update_weights
+
+PROMPT = np.array([(17 * number) % 500 for number in range(60)], np.int32)
+
+
+def rollout_of(policy: ServerPolicy) -> ResumablePolicy:
+    """The policy of one rollout, as an episode gets it."""
+    return ResumablePolicy(policy.of_rollout(), decode=str, backoff_seconds=0.01)
+
+
+def worst(prompt: Any, completion: Completion, judges: Mapping[str, Teacher], temperature: float = 1.0) -> float:
+    """The largest difference of a logprob to the forward pass of the adapter that its token names."""
+    tokens = np.concatenate([prompt, completion.tokens])
+    found = 0.0
+    for span in completion.versions:
+        positions = np.arange(len(prompt) + span.start, len(prompt) + span.stop)
+        exact = judges[span.version].logprobs(tokens, positions, temperature)
+        found = max(found, float(np.abs(exact - completion.logprobs[span.start : span.stop]).max()))
+    return found
+
+
+@attrs.define
+class Load:
+    """Eight rollouts at a time, of three turns each; an error of one raises."""
+
+    policy: ServerPolicy
+    replies: list[tuple[Any, Completion]] = attrs.field(factory=list)
+    """Each reply and its prompt."""
+    paused: list[Any] = attrs.field(factory=list)
+    """The pauses that were seen."""
+    over: bool = False
+
+    @property
+    def versions(self) -> set[str]:
+        return {span.version for _, reply in self.replies for span in reply.versions}
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(reply.tokens) for _, reply in self.replies)
+
+    async def play(self, number: int) -> None:
+        began = 0
+        while not self.over:
+            rollout, tokens, began = rollout_of(self.policy), PROMPT[: 30 + number], began + 1
+            for turn in range(3):
+                sampling = SamplingParams(max_new_tokens=40, seed=1000 * number + 10 * began + turn)
+                session = f"{number}-{began}"
+                reply = await rollout.complete(CompletionRequest(tokens, sampling, session=session))
+                self.replies.append((tokens, reply))
+                tokens = np.concatenate([tokens, reply.tokens, [7, number]]).astype(np.int32)
+
+    async def play_over_updates(
+        self, endpoint: Endpoint, adapters: Sequence[Path], folder: Path, while_running: Any, updates: int = 6
+    ) -> None:
+        """Play while each adapter in turn is loaded as the next version, after replies of the one before it."""
+        family = endpoint.lora
+        await update_weights(endpoint, lora=adapters[0], name=f"{family}-v0")
+        async with anyio.create_task_group() as tasks:
+            for number in range(8):
+                tasks.start_soon(self.play, number)
+            for number in range(1, updates + 1):
+                while f"{family}-v{number - 1}" not in self.versions:
+                    self.paused += pauses()
+                    await anyio.sleep(0.01)
+                version = folder / f"{family}-v{number}"
+                shutil.copytree(adapters[number % len(adapters)], version)
+                await update_weights(endpoint, lora=version, name=version.name, while_running=while_running)
+            while f"{family}-v{updates}" not in self.versions:  # noqa: ASYNC110 - a reply comes some time
+                await anyio.sleep(0.01)
+            self.over = True
+
+    def worst(self, judges: Mapping[str, Teacher]) -> float:
+        return max(worst(tokens, reply, judges) for tokens, reply in self.replies)

@@ -1,0 +1,43 @@
+"""LoRA adapters on a real server: six updates under load, checked token by token, and unloading."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Literal
+
+import attrs
+
+from rollouts.dtypes import Endpoint
+from rollouts.engine.teacher import Teacher
+from rollouts.inference.adapter_routes import AdapterRoutes
+from rollouts.inference.shared import policy_of
+from rollouts.inference.weights import update_weights
+from tests.adapters_under_load import Load
+from tests.peft_folders import merged_folder, write_adapter
+
+
+async def check_adapters(
+    endpoint: Endpoint, folder: Path, while_running: Literal["finish", "switch"], tolerance: float
+) -> None:
+    """Play over six updates with three adapters of a server that was just started."""
+    base = Path(endpoint.model)
+    endpoint = attrs.evolve(endpoint, lora="math")
+    adapters = [
+        write_adapter(folder / f"adapter{seed}", seed, rank=4 + seed, base=base, spread=0.02) for seed in range(3)
+    ]
+    merged = [merged_folder(one, folder / f"merged{number}", base) for number, one in enumerate(adapters)]
+    teachers = [Teacher(one, "float64") for one in merged]
+    of = {f"math-v{number}": teachers[number % 3] for number in range(7)}
+    async with policy_of(endpoint) as policy:
+        load = Load(policy)
+        await load.play_over_updates(endpoint, adapters, folder, while_running)
+        gc.collect()
+        await update_weights(endpoint, lora=adapters[1], name="math-v7")
+        listed = await AdapterRoutes(endpoint, policy.servers.transport).listed(endpoint.base_url[0])
+    found = load.worst(of)
+    print(f"{len(load.replies)} replies, {load.tokens} tokens, largest difference {found:.1e}, {policy!r}")
+    assert list(listed) == ["math-v7"]
+    assert load.paused == []
+    assert load.versions == of.keys()
+    assert found <= tolerance
