@@ -381,17 +381,17 @@ def test_a_prompt_that_is_always_stale_is_given_up() -> None:
 
     async def play(prompt: Prompt) -> list[Sample]:
         played.append(str(prompt.prompt))
-        return [made_sample(prompt, version="0" if prompt.prompt == "prompt 1" else "1")]
+        return [made_sample(prompt, version="0" if prompt.prompt == "prompt 9" else "1")]
 
     played: list[str] = []
     launch.play = play
     args, source = launch.args(rollouts_max_staleness=0), launch.source()
-    outputs = [generate_rollout_batch(args, rollout_id, source) for rollout_id in range(8)]
-    assert played.count("prompt 1") == 4 * launch.n
+    outputs = [generate_rollout_batch(args, rollout_id, source) for rollout_id in range(16)]
+    assert played.count("prompt 9") == 4 * launch.n
     assert outputs[-1].metrics["rollouts/stale_prompts_given_up"] == 1
-    assert all(group[0].label != "1" for output in outputs for group in output.samples)
+    assert all(group[0].label != "9" for output in outputs for group in output.samples)
     close_rollouts()
-    assert all(group[0].label != "1" for group in source.added)
+    assert all(group[0].label != "9" for group in source.added)
 
 
 @pytest.mark.parametrize("carry_over", [True, False])
