@@ -207,6 +207,7 @@ async def scored(sample: Sample) -> float:
 
 def answering(renderer: Renderer, text: str) -> dict[str, Any]:
     """Options of agents whose model always replies with this text."""
+    assert renderer.encoder  # waits for the fast encoder, which loads in a thread
     reply = [*renderer.encode(text).tolist(), renderer.stop_token_ids[0]]
     return {"endpoint": Endpoint(), "tokenizer": renderer, "policy": ScriptedPolicy(lambda tokens: reply)}
 
