@@ -88,9 +88,13 @@ class Bridges:
             for message in new
         ]
         plain_reply = Message("assistant", "" if plain else "A", plain)
+        return not self._renders(history, new, tools) and self._renders([*history[:-1], plain_reply], results, tools)
+
+    def _renders(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Whether the template writes these messages after the last turn."""
         try:
-            self._whole_text([*history[:-1], plain_reply], self._model.marks.guarded(results), tools)
-            self._model.template.render([*history[:-1], plain_reply, *results], tools)
+            self._whole_text(history, self._model.marks.guarded(new), tools)
+            self._model.template.render([*history, *new], tools)
         except ConfigError:
             return False
         return True

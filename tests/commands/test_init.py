@@ -217,7 +217,9 @@ def test_a_missing_data_file_is_named(tmp_path: Path, server: str, capsys: pytes
     recipe = str(ROOT / "configs" / "gsm8k.py")
     arguments = ["--endpoint", server, "--data", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "run")]
     assert main(["run", recipe, *arguments]) == 2
-    assert f"got '{tmp_path / 'none.jsonl'}'; expected a JSONL file that exists" in capsys.readouterr().err
+    assert (
+        f"got '{tmp_path / 'none.jsonl'}'; expected a .jsonl, .json, .csv or .parquet file" in capsys.readouterr().err
+    )
 
 
 def test_a_run_is_not_written_over(run_folder: Path, server: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,6 +471,9 @@ OPTIONS = {
     "--text": "the text of a prompt",
     "--threshold": "lowest reward that passes",
     "--to": "the output format of an export",
+    "--calls": "calls that are not read",
+    "--lora": "adapters of a base model",
+    "--in-flight": "rollouts that run at once",
     "--temperature": "temperature of a trainer",
     "--tokenizer": "a tokenizer",
     "--tolerance": "largest difference of a logprob",

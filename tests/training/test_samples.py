@@ -64,8 +64,9 @@ def test_a_sample_is_its_trajectory() -> None:
 
 @pytest.mark.parametrize("stop", StopReason)
 def test_the_status_says_how_it_ended(stop: StopReason) -> None:
-    """Completed, aborted and failed are themselves; every limit is truncation."""
-    expected = {"task_completed": "completed", "aborted": "aborted", "failed": "failed"}.get(stop.value, "truncated")
+    """Completed, aborted and failed are themselves; a reply that ends the episode completes it; a limit truncates."""
+    same = {"task_completed": "completed", "malformed_reply": "completed", "aborted": "aborted", "failed": "failed"}
+    expected = same.get(stop.value, "truncated")
     sample = trajectory_to_sample(played(stop), PROMPT, decode)
     assert sample.status is Status(expected)
     assert sample.stop_reason is stop

@@ -83,7 +83,8 @@ class DeepSeekV32(SectionDialect):
     parameter: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
-        cls._compile()
+        if "block" not in cls.__dict__:
+            cls._compile()
         super().__init_subclass__()
 
     @classmethod

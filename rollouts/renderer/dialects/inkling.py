@@ -12,9 +12,8 @@ from rollouts.renderer.dialects.json import MalformedCallError, call_in_json, js
 
 __all__ = ["Inkling"]
 
-_KIND = re.compile(
-    r"(?:<\|message_model\|>)?(?P<author>[^<\s]*)<\|content_(?P<kind>text|thinking|invoke_tool_json|invoke_tool_text)\|>"
-)
+_KIND = re.compile(r"<\|content_(?P<kind>text|thinking|invoke_tool_json|invoke_tool_text)\|>")
+_BEGIN = "<|message_model|>"
 _END = "<|end_message|>"
 _LAST = "<|content_model_end_sampling|>"
 
@@ -38,7 +37,9 @@ class Inkling:
             thoughts.append(thought)
             at = len(thought) + len(_END)
         while (message := _KIND.search(text, at)) is not None:
-            content.append(text[at : message.start()])
+            before, author = _author(text[at : message.start()])
+            content.append(before)
+            begin = at + len(before)
             end = text.find(_END, message.end())
             closed, stop = end >= 0, end if end >= 0 else len(text)
             body = text[message.end() : stop]
@@ -48,9 +49,9 @@ class Inkling:
             elif message["kind"] == "text":
                 content.append(body)
             else:
-                calls.append(_call(message, body, text[message.start() : at], closed))
+                calls.append(_call(message["kind"], author, body, text[begin:at], closed))
         content.append(text[at:])
-        parts = [part.replace("<|message_model|>", "").replace(_LAST, "").strip() for part in content]
+        parts = [part.replace(_BEGIN, "").replace(_LAST, "").strip() for part in content]
         if not thoughts and not calls and parts == [text.strip()]:
             return Reply(text)
         return Reply(
@@ -60,12 +61,21 @@ class Inkling:
         )
 
 
-def _call(message: re.Match[str], body: str, raw: str, closed: bool) -> ToolCall:
-    name = name_in(body) or message["author"]
+def _author(text: str) -> tuple[str, str]:
+    """The text before the header of a message, and the author in the header."""
+    before, _, author = text.rpartition(_BEGIN)
+    if _BEGIN not in text or re.search(r"[<\s]", author):
+        author = re.split(r"[<\s]", text)[-1]
+        before = text[: len(text) - len(author)]
+    return before, author
+
+
+def _call(kind: str, author: str, body: str, raw: str, closed: bool) -> ToolCall:
+    name = name_in(body) or author
     try:
         if not closed:
             return unclosed(raw, _END, name)
-        if message["kind"] == "invoke_tool_text":
+        if kind == "invoke_tool_text":
             raise MalformedCallError('the arguments must be JSON: {"name": ..., "args": {...}}')
         return call_in_json(json_value(body), raw, arguments="args")
     except MalformedCallError as error:

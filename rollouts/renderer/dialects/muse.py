@@ -13,8 +13,9 @@ from rollouts.renderer.dialects.sections import section
 
 __all__ = ["Muse"]
 
-_HEADER = re.compile(r"(?:<\|start\|>\s*assistant)?[^\S\n]*(?:to=(?P<to>[^\s<]+))?[^\S\n]*<\|message\|>")
+_BODY = "<|message|>"
 _END = re.compile(r"<\|eom\|>|<\|eot\|>|\Z")
+_BLANK = " \t\r\f\v"
 _SHOWN = ("user", "commentary", "developer")
 
 
@@ -69,14 +70,25 @@ class Muse:
 def _messages(text: str) -> Iterator[tuple[str | None, str]]:
     """The messages with their recipients: ``""`` without one, ``None`` for text outside of messages."""
     at = 0
-    while at < len(text):
-        header = _HEADER.search(text, at)
-        if header is None:
-            yield None, text[at:]
-            return
-        if header.start() > at:
-            yield None, text[at : header.start()]
-        end = _END.search(text, header.end())
+    while (mark := text.find(_BODY, at)) >= 0:
+        before, recipient = _header(text[at:mark])
+        if before:
+            yield None, before
+        end = _END.search(text, mark + len(_BODY))
         assert end is not None
-        yield header["to"] or "", text[header.end() : end.start()]
-        at = max(end.end(), header.end())
+        yield recipient, text[mark + len(_BODY) : end.start()]
+        at = end.end()
+    if at < len(text):
+        yield None, text[at:]
+
+
+def _header(text: str) -> tuple[str, str]:
+    """The text before the header of a message, and the recipient in the header; a header may be empty."""
+    before, _, recipient = text.rstrip(_BLANK).rpartition("to=")
+    if not recipient or "to=" not in text or re.search(r"[\s<]", recipient):
+        before, recipient = text, ""
+    before = before.rstrip(_BLANK)
+    role = before.removesuffix("assistant").rstrip()
+    return (
+        role.removesuffix("<|start|>") if before.endswith("assistant") and role.endswith("<|start|>") else before
+    ), recipient
