@@ -247,6 +247,9 @@ class AllOptions(RecipeOptions, RendererOptions, total=False):
     stop: str | Iterable[str]
     min_new_tokens: int
     repetition_penalty: float
+    json_schema: str | None
+    regex: str | None
+    ebnf: str | None
     seed: int | None
     """Of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one."""
     shuffled: bool

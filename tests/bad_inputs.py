@@ -437,7 +437,7 @@ ROWS = [
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
     Row(LINE, "no such tokenizer", "tokenizer: got 'DIR/none'; expected a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub", command("check", "--model", "DIR/none")),
-    Row(LINE, "a tokenizer without a chat template", "chat_template: got None; expected template text (--chat-template FILE): the tokenizer 'DIR/model' has no chat template", without_a_template),
+    Row(LINE, "a tokenizer without a chat template", "chat_template: got None; expected template text or a function (--chat-template): the tokenizer 'DIR/model' has no chat template", without_a_template),
     Row(LINE, "a folder that cannot be written to", "--out: got '/proc/run'; expected a folder that can be written to ([Errno 2] …)", command("run", CALCULATOR, "--out", "/proc/run")),
     Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "no server at the URL", "no server answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),

@@ -710,3 +710,12 @@ async def test_top_k_1_is_sent_and_recorded_as_temperature_0(client: Client) -> 
         await client.complete(policy, sampling=sampling)
     assert server.requests[0].sampling_params["temperature"] == 0.0
     assert server.asked == [], "greedy logprobs are the same on all servers"
+
+
+@pytest.mark.parametrize("name", ["", "json_schema", "regex", "ebnf"])
+async def test_the_record_names_the_distribution(client: Client, name: str) -> None:
+    """Logprobs are over the ids that the grammar allowed."""
+    sampling = SamplingParams(max_new_tokens=8, **({name: '{"type": "object"}'} if name else {}))
+    async with StubServer() as server, client.policy(server.url) as policy:
+        completion = await client.complete(policy, sampling=sampling)
+    assert completion.logprobs_of == ("constrained" if name else "tempered")

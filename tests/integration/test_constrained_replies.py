@@ -14,8 +14,6 @@ from rollouts.inference import generate_wire, vllm_wire
 from rollouts.inference.base import CompletionRequest, ServerInfo
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.server_flags import check_flags
-from rollouts.testing.server import StubServer
-from tests.inference.client import Client
 
 GIVEN = {"json_schema": '{"type": "object"}', "regex": "[0-9]+", "ebnf": 'root ::= "yes" | "no"'}
 _SPAN = VersionSpan("v1", 0, 1)
@@ -45,15 +43,6 @@ def test_a_wrong_constraint_is_refused(given: dict[str, str], named: str) -> Non
     """Before anything is sent."""
     with pytest.raises(ConfigError, match=named):
         SamplingParams(**given)
-
-
-@pytest.mark.parametrize("name", ["", *CONSTRAINTS])
-async def test_the_record_names_the_distribution(client: Client, name: str) -> None:
-    """Logprobs are over the ids that the grammar allowed."""
-    sampling = SamplingParams(max_new_tokens=8, **({name: GIVEN[name]} if name else {}))
-    async with StubServer() as server, client.policy(server.url) as policy:
-        completion = await client.complete(policy, sampling=sampling)
-    assert completion.logprobs_of == ("constrained" if name else "tempered")
 
 
 def test_raw_logprobs_of_a_constrained_reply_are_refused() -> None:
