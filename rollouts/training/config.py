@@ -17,12 +17,12 @@ from rollouts.base.validators import integer, number
 from rollouts.concurrency.boundary import function_name
 from rollouts.errors import ConfigError
 from rollouts.training.failures import FailurePolicy, check_policies
-from rollouts.training.filters import check_quality_and_diversity, check_reward_nonzero_std
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 
 __all__ = ["RolloutConfig"]
 
-_NEED_SPREAD = (check_reward_nonzero_std.__name__, check_quality_and_diversity.__name__)
+_NEED_SPREAD = ("check_reward_nonzero_std", "check_quality_and_diversity")
+"""Names of the filters in ``filters.py`` that keep no group of one sample."""
 
 
 def _function(*, optional: bool = False) -> Any:

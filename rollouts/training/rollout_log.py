@@ -7,12 +7,14 @@ when the record is durable. The scheduler knows this protocol and no implementat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from rollouts.agent.turn_log import TurnLog
 from rollouts.dtypes import Prompt
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Group, Sample
+
+if TYPE_CHECKING:
+    from rollouts.agent.turn_log import TurnLog
 
 __all__ = ["RolloutLog"]
 

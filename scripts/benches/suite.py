@@ -17,7 +17,7 @@ Bench = Callable[[Renderer, int], Iterator[Line]]
 BENCHES: dict[str, Bench] = {
     **{
         name: functools.partial(lambda name, renderer, rounds: ratios.against_the_floor(renderer, name, rounds), name)
-        for name in ratios.TARGETS
+        for name in ratios.JOBS
     },
     "single": lambda renderer, rounds: single(renderer, rounds),
     "G": lambda renderer, rounds: ratios.groups(renderer, max(3, rounds // 2)),
@@ -33,7 +33,7 @@ BENCHES: dict[str, Bench] = {
 
 def single(renderer: Renderer, rounds: int) -> Iterator[Line]:
     """The ratios with another prompt for each sample."""
-    for name in ratios.TARGETS:
+    for name in ratios.JOBS:
         yield from ratios.against_the_floor(renderer, name, rounds, n=1)
 
 
