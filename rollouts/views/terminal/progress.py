@@ -22,7 +22,6 @@ from rich.text import Text
 
 from rollouts.base.terminal import visible
 from rollouts.dtypes import chat_text
-from rollouts.errors import is_of_users
 from rollouts.runs.failure_kinds import FailureKind, FailureKinds
 from rollouts.runs.folder import Row
 from rollouts.runs.run import RunResult
@@ -91,7 +90,7 @@ class Progress:
 
     def blocked(self, stall: Stall) -> None:
         """Name code of a user that blocks the event loop; called from a thread, while it does."""
-        if is_of_users(stall.place.rpartition(":")[0]):
+        if stall.of_user:
             text = f"the event loop is blocked, {stall.seconds:.1f} s so far, and every rollout waits: "
             self.say(f"{text}{line_of_users(stall.place)}", "yellow")
 

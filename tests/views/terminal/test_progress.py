@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import time
@@ -15,11 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Prompt, Tool
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
+from rollouts.testing.random_replies import schema_problems
 from rollouts.testing.stalls import Stall, StallWatch
 from rollouts.training import AsyncRolloutManager, Sample
 from rollouts.training.metrics import RunMetrics
@@ -230,8 +232,23 @@ async def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
         text = console.file.getvalue()
     assert text.startswith("the event loop is blocked, 0.")
     assert f"{Path(__file__).relative_to(Path.cwd())}:" in text
-    progress.blocked(Stall(f"{batch_line.__code__.co_filename}:1 in batch_line", 1.0, 1))
+    progress.blocked(Stall(f"{batch_line.__code__.co_filename}:1 in batch_line", False, 1.0, 1))
     assert console.file.getvalue().count("blocked") == 1
+
+
+async def test_a_stall_of_this_package_names_nobody() -> None:
+    """No line of a user was running."""
+    console = Console(file=io.StringIO(), width=200)
+    big = Tool("look", "Look.", {"properties": {f"name_{number}": {"type": "text"} for number in range(50_000)}})
+    async with StallWatch(0.05, Progress(console).blocked) as watch:
+        await anyio.lowlevel.checkpoint()
+        ended = anyio.Event()
+        asyncio.get_running_loop().call_soon(schema_problems, big)
+        asyncio.get_running_loop().call_soon(ended.set)
+        await ended.wait()
+    assert not any(stall.of_user for stall in watch.stalls)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
 
 
 HOSTILE = "[/INST] [x] :smile: \x1b[2J\x9b\u202e"
