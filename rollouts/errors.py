@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -250,14 +249,10 @@ def source_line(error: BaseException) -> str:
 def is_of_users(filename: str) -> bool:
     """Whether code is of a user: neither of this package, nor of the standard library or an installed package.
 
-    The built-in recipes and their environments count as a user's. The script of a command, such as ``bin/rollouts``,
-    does not: it is the outermost frame of every run.
+    The built-in recipes and their environments count as a user's.
     """
-    if filename.startswith(_NOT_OF_USERS) or "site-packages" in filename:
-        return filename.startswith(_RECIPES)
-    return filename.endswith(".py") or not os.path.realpath(filename).startswith(_SCRIPTS)
+    return filename.startswith(_RECIPES) or not (filename.startswith(_NOT_OF_USERS) or "site-packages" in filename)
 
 
-_SCRIPTS = os.path.join(os.path.realpath(sysconfig.get_path("scripts")), "")
 _RECIPES = str(Path(__file__).parent / "recipes")
 _NOT_OF_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")

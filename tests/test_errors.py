@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
-from pathlib import Path
-
 from rollouts import errors
-from rollouts.errors import ConfigError, RolloutsError, is_of_users, shortened
+from rollouts.errors import ConfigError, RolloutsError, shortened
 
 
 def test_every_error_has_one_root() -> None:
@@ -27,13 +23,3 @@ def test_a_config_error_names_field_value_and_expectation() -> None:
             raise RuntimeError
 
     assert shortened(Mute()) == "<Mute that cannot be printed>"
-
-
-def test_the_script_of_a_command_is_not_code_of_a_user(tmp_path: Path) -> None:
-    """``bin/rollouts`` is the outermost frame of every run, by its own path, a relative one, or a link."""
-    script = Path(sysconfig.get_path("scripts")) / "rollouts"
-    (tmp_path / "rollouts").symlink_to(script)
-    for name in (script, os.path.relpath(script), tmp_path / "rollouts"):
-        assert not is_of_users(str(name))
-    assert is_of_users(str(tmp_path / "train"))
-    assert is_of_users(str(tmp_path / "train.py"))

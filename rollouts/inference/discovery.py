@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 
 from rollouts.dtypes import without_password
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
@@ -66,7 +67,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         raise EndpointRefused(
             f"{without_password(url)} is not an SGLang server: {'; '.join(routes.log)}."
             " Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm"
-            f" (Endpoint.provider){routes.hint}"
+            f" (Endpoint.provider){routes.hint}. Other servers cannot be used: {NEEDS_TOKEN_IDS}"
         )
     models = await routes.first("/v1/models")
     workers = length_of(server.get("tokenizer_worker_num"))

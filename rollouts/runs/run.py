@@ -129,9 +129,11 @@ async def run(
         The result; the reason of an early end is in ``error``, and in ``run.json``.
 
     Raises:
+        ConfigError: the recipe samples greedily, and its filter drops groups of equal rewards.
         RolloutsError: a logger cannot begin.
         Exception: an error that is not a RolloutsError, after everything is written.
     """
+    recipe.check_spread()
     with calm_collector():  # a pause for garbage collection stops every rollout
         if not loggers:
             return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)

@@ -6,7 +6,9 @@ not stalled. It only observes: a thread reads the loop's heartbeat and its stack
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable
@@ -117,12 +119,20 @@ class StallWatch:
         inner: FrameType | None = frame
         while inner is not None:
             name = inner.f_code.co_filename
-            if is_of_users(name) or (self._code and name.startswith(self._code)):
+            if (is_of_users(name) and not _is_script(name)) or (self._code and name.startswith(self._code)):
                 return f"{name}:{inner.f_lineno} in {inner.f_code.co_name}", True
             if inner.f_code is self._entered_by:
                 break  # the lines outside of it only wait for what is inside
             inner = inner.f_back
         return standing(frame), False
+
+
+def _is_script(name: str) -> bool:
+    """Whether a file is the script of a command, such as ``bin/rollouts``: it is the outermost frame of every run."""
+    return not name.endswith(".py") and os.path.realpath(name).startswith(_SCRIPTS)
+
+
+_SCRIPTS = os.path.join(os.path.realpath(sysconfig.get_path("scripts")), "")
 
 
 def _waits(frame: FrameType) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import os
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.testing.random_replies import schema_problems
-from rollouts.testing.stalls import Stall, StallWatch
+from rollouts.testing.stalls import Stall, StallWatch, _is_script
 from rollouts.training import AsyncRolloutManager, Sample
 from rollouts.training.metrics import RunMetrics
 from rollouts.views.terminal.progress import (
@@ -236,7 +238,7 @@ async def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
     assert console.file.getvalue().count("blocked") == 1
 
 
-async def test_a_stall_of_this_package_names_nobody() -> None:
+async def test_a_stall_of_this_package_names_no_line() -> None:
     """No line of a user was running."""
     console = Console(file=io.StringIO(), width=200)
     big = Tool("look", "Look.", {"properties": {f"name_{number}": {"type": "text"} for number in range(50_000)}})
@@ -249,6 +251,16 @@ async def test_a_stall_of_this_package_names_nobody() -> None:
     assert not any(stall.of_user for stall in watch.stalls)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == ""
+
+
+def test_the_script_of_a_command_is_not_a_line_of_a_user(tmp_path: Path) -> None:
+    """``bin/rollouts`` is the outermost frame of every stall; by its own path, a relative one, or a link."""
+    script = Path(sysconfig.get_path("scripts")) / "rollouts"
+    (tmp_path / "rollouts").symlink_to(script)
+    scripts = [str(script), os.path.relpath(script), str(tmp_path / "rollouts")]
+    assert [_is_script(name) for name in scripts] == [True] * 3
+    assert not _is_script(str(tmp_path / "train"))
+    assert not _is_script(str(script.with_suffix(".py")))
 
 
 HOSTILE = "[/INST] [x] :smile: \x1b[2J\x9b\u202e"
