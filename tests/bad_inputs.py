@@ -437,7 +437,7 @@ ROWS = [
     Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
     Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: max_turns (int), …", command(*RUN, "--set", "size=3")),
     Row(LINE, "an option with a misspelled name", "--set: got 'batch_sise'; expected an option of the recipe (did you mean batch_size…?): max_turns (int), …", command(*RUN, "--set", "batch_sise=3")),
-    Row(LINE, "a recipe with a misspelled name", "RECIPE: got 'calclator'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe (did you mean calculator …", command("run", "calclator", "--out", "DIR/run")),
+    Row(LINE, "a recipe with a misspelled name", "RECIPE: got 'calclator'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe (did you mean calculator?): calculator, …", command("run", "calclator", "--out", "DIR/run")),
     Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),

@@ -8,11 +8,16 @@ __all__ = ["did_you_mean", "nearest"]
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """At most three known names, the nearest first; empty where none is near. Upper case, ``-`` and ``_`` are equal."""
+    """At most three known names that are about equally near, the nearest first; empty where none is near.
+
+    Case does not count, nor does ``-`` in the place of ``_``.
+    """
     import difflib  # here: only an error needs it
 
     by_form = {_form(each): each for each in known}
-    return [by_form[form] for form in difflib.get_close_matches(_form(name), by_form)]
+    found = difflib.get_close_matches(_form(name), by_form)
+    ratios = [difflib.SequenceMatcher(None, form, _form(name)).ratio() for form in found]
+    return [by_form[form] for form, ratio in zip(found, ratios, strict=True) if ratio > ratios[0] - 0.1]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -114,7 +114,7 @@ def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, exa
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
+        description=f"{does[0].upper()}{does[1:]}" + ("" if does.endswith("?") else "."),
         epilog=f"Example: rollouts {example}",
         add_help=False,
     )

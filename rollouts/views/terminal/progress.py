@@ -238,7 +238,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
     text.append(visible(f"files: {writer.path}\n"))
-    then = [f"rollouts show {writer.path}", f"rollouts verify {writer.path}"]
+    then = [f"rollouts show {writer.path}", f"rollouts check-run {writer.path}"]
     then = [f"rollouts show {writer.path} --failures", *then] if result.accounting.failed else then
     then = then if result.status == "finished" else [f"rollouts run --resume {writer.path}", *then]
     text.append(visible("next:  " + "\n       ".join(then)))

@@ -107,7 +107,7 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     assert f"{settled / (result.accounting.in_batch + result.unbatched):.2f} prompts for each kept group" in text
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
-    assert f"rollouts verify {writer.path}" in text
+    assert f"rollouts check-run {writer.path}" in text
     assert "--resume" not in text
 
 
