@@ -26,4 +26,13 @@ def install_command(extra: str) -> str:
     ]
     if not packages:  # a source tree that is on the path, or that has changed since it was installed
         return f"install the packages of the extra {extra} in pyproject.toml"
-    return f"pip install {' '.join(packages)}"
+    return f"pip install {' '.join(packages)}{_index_of(extra)}"
+
+
+def _index_of(extra: str) -> str:
+    """PyTorch's index of CPU builds, on Linux without an NVIDIA GPU: PyPI's builds for Linux contain CUDA, 4 GB."""
+    import shutil
+    import sys
+
+    needs_torch = extra in ("engine", "images") and sys.platform == "linux" and shutil.which("nvidia-smi") is None
+    return " --extra-index-url https://download.pytorch.org/whl/cpu" if needs_torch else ""

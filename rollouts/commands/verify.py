@@ -25,7 +25,7 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    does = "do the laws hold on a stored run? With --model: its logprobs, too"
+    does = "do the laws hold on a stored run? With --model: its logprobs"
     parser = add_verb(verbs, "check-run", _verify, does, "check-run runs/a --model v1=weights/1 v2=weights/2")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(

@@ -78,7 +78,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
     skips_tokenizer = server.get("skip_tokenizer_init")
     deterministic = server.get("enable_deterministic_inference")
     return ServerInfo(
-        version=text_of(server.get("version")),
+        version=_version(server),
         model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
         weight_version=weights,
         max_context=_max_context(models, server),
@@ -89,6 +89,12 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         else server["grammar_backend"] != "none",
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
+
+
+def _version(server: Mapping[str, Any]) -> str | None:
+    """The version of SGLang; the embedded engine reports the version whose protocol it has."""
+    version = text_of(server.get("version"))
+    return f"{version} (protocol of the embedded engine)" if server.get("engine") == "rollouts" else version
 
 
 async def http_workers(transport: HttpClient, url: str, headers: Mapping[str, str]) -> int:

@@ -364,7 +364,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rollouts {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "export", "replay", "rescore", "serve"])
+@pytest.mark.parametrize("verb", ["run", "show", "play", "check-run", "export", "replay", "rescore", "serve"])
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help describes the verb and shows an example command."""
     with pytest.raises(SystemExit) as ended:

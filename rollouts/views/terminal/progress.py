@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.base.terminal import visible
+from rollouts.concurrency.deadlines import pauses
 from rollouts.dtypes import chat_text
 from rollouts.runs.failure_kinds import FailureKind, FailureKinds
 from rollouts.runs.folder import Row
@@ -145,6 +146,8 @@ def panel(manager: AsyncRolloutManager, *, batches: int, progress: Progress | No
 
 def _batch(manager: AsyncRolloutManager, batches: int) -> str:
     """The batch that is being filled, by its number as in the files, which count from 0."""
+    if manager.batches >= batches:
+        return f"{batches} of {batches} batches are full"
     at = min(manager.batches + 1, batches)
     return f"batch {at - 1} ({at} of {batches})"
 
@@ -184,11 +187,11 @@ def _rewards(manager: AsyncRolloutManager, progress: Progress | None) -> str:
 
 
 def _time_left(manager: AsyncRolloutManager, batches: int, progress: Progress | None) -> list[str]:
-    """How long the rest takes at the pace of this process; nothing before a group is kept."""
+    """How long the rest takes at the pace of this process; nothing before a group is kept, or in an outage."""
     kept = manager.accounting.in_batch + manager.accounting.ready
     here = kept - (0 if progress is None else progress.kept_before)
     left = batches * manager.config.batch_size - kept
-    if here <= 0 or left <= 0:
+    if here <= 0 or left <= 0 or pauses():
         return []
     passed = time.monotonic() - manager.run_metrics.started
     return [f"about {duration(passed * left / here)} left"]

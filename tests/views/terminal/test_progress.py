@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.concurrency.boundary import boundary
+from rollouts.concurrency.deadlines import listed_pause
 from rollouts.dtypes import Prompt, Tool
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
@@ -170,8 +171,15 @@ async def test_the_time_left_is_that_at_the_pace_of_this_process(manager: AsyncR
     progress.kept_before = kept - 2
     left = 4 * 3 - kept
     assert f" · about {duration(600 * left / 2)} left" in plain_line(manager, batches=4, progress=progress)
+    with listed_pause("an outage", lambda: 0):
+        assert " left" not in plain_line(manager, batches=4, progress=progress).replace(" s left", "")
     progress.kept_before = kept
     assert "left" not in plain_line(manager, batches=4, progress=progress)
+
+
+async def test_after_the_last_batch_the_line_says_so(manager: AsyncRolloutManager) -> None:
+    """No batch is being filled."""
+    assert f"{manager.batches} of {manager.batches} batches are full: " in plain_line(manager, batches=manager.batches)
 
 
 async def test_the_rewards_of_the_last_batches_are_shown(manager: AsyncRolloutManager) -> None:
