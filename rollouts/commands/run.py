@@ -350,7 +350,9 @@ def add(verbs: Any) -> None:
         help="with --resume: accept another recipe, reward, sampling, model or package version, and record it",
     )
     parser.add_argument(
-        "--no-rehearsal", action="store_true", help="start without an episode of random replies, reward and filter"
+        "--no-rehearsal",
+        action="store_true",
+        help="start without random replies, reward, filter and a call of each tool",
     )
     parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"

@@ -6,8 +6,9 @@ call has a new environment, which is closed after it.
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from rollouts.agent.guarded_environment import GuardedEnvironment
 from rollouts.dtypes import Limits, Message, Prompt, Tool, ToolCall
@@ -43,15 +44,25 @@ async def check_tools(environment_cls: EnvironmentFactory, prompts: Sequence[Pro
             await _check(tool, environment_cls, prompt, limits)
 
 
-async def _tools_of(environment_cls: EnvironmentFactory, prompt: Prompt, limits: Limits | None) -> tuple[Tool, ...]:
+@contextlib.asynccontextmanager
+async def _started(
+    environment_cls: EnvironmentFactory, prompt: Prompt, limits: Limits | None
+) -> AsyncIterator[tuple[GuardedEnvironment, Trajectory]]:
+    """A new environment that has started with a prompt; it is closed at the end."""
     trajectory, world = Trajectory(), GuardedEnvironment.create(environment_cls, limits or Limits())
     try:
         await world.open(prompt, trajectory)
-        tools = world.tools()
-    except EnvironmentFailure:  # of this prompt; the episodes of the rehearsal judge it
-        return ()
+        yield world, trajectory
     finally:
         await world.close(trajectory)
+
+
+async def _tools_of(environment_cls: EnvironmentFactory, prompt: Prompt, limits: Limits | None) -> tuple[Tool, ...]:
+    try:
+        async with _started(environment_cls, prompt, limits) as (world, _):
+            tools = world.tools()
+    except EnvironmentFailure:  # of this prompt; the episodes of the rehearsal judge it
+        return ()
     for tool in tools:
         if isinstance(world.environment, ToolEnvironment) and not tool.description.strip():
             expected = "a docstring: the model reads its first line as the description of the tool"
@@ -63,15 +74,13 @@ async def _check(tool: Tool, environment_cls: EnvironmentFactory, prompt: Prompt
     failures: list[Failure] = []
     for seed in range(_CALLS):
         call = ToolCall(tool.name, example(tool.parameters, random.Random(seed)) or {}, id="call_00000")
-        trajectory, world = Trajectory(), GuardedEnvironment.create(environment_cls, limits or Limits())
         try:
-            await world.open(prompt, trajectory)
-            await world.step(Message("assistant", "", [call]), trajectory, has_tools=True)
-            return
+            async with _started(environment_cls, prompt, limits) as (world, trajectory):
+                await world.step(Message("assistant", "", [call]), trajectory, has_tools=True)
         except EnvironmentFailure as error:
             failures.append(Failure.of(error))
-        finally:
-            await world.close(trajectory)
+        else:
+            return
     if len({same_cause(failure) for failure in failures}) > 1:
         return
     raise GenerateFailure(
