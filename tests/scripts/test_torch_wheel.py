@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pip._vendor.packaging.tags import Tag
 
-from scripts.torch_wheel import chosen
+from scripts.servers.torch_wheel import chosen
 
 TAGS = frozenset({Tag("cp311", "cp311", "manylinux_2_28_x86_64")})
 

@@ -1,6 +1,6 @@
 """The PyTorch wheel to install where PyTorch's own index of CPU builds cannot be reached: prints ``VERSION MB``.
 
-Run by ``scripts/install`` with the Python of the environment: ``python scripts/torch_wheel.py INDEX VERSION``. It reads
+Run by ``scripts/install`` with the Python of the environment: ``python scripts/servers/torch_wheel.py INDEX VERSION``. It reads
 the page of torch of the package index that pip is configured for (PEP 691, sizes by PEP 700). It chooses the newest CPU
 build from 2.6 on, if the index has one; otherwise the given version, whose builds for Linux contain CUDA. It prints
 nothing where the index does not list sizes. Only the standard library and pip's own packages are there.
@@ -58,5 +58,5 @@ def main(index: str, tested: str) -> None:
 if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
-    except (OSError, ValueError, KeyError) as error:  # scripts/install goes on without a size
+    except (OSError, ValueError, KeyError) as error:  # scripts/install continues without a size
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
