@@ -1,9 +1,9 @@
 """The PyTorch wheel to install where PyTorch's own index of CPU builds cannot be reached: prints ``VERSION MB``.
 
-Run by ``scripts/install`` with the Python of the environment: ``python scripts/servers/torch_wheel.py INDEX VERSION``. It reads
-the page of torch of the package index that pip is configured for (PEP 691, sizes by PEP 700). It chooses the newest CPU
-build from 2.6 on, if the index has one; otherwise the given version, whose builds for Linux contain CUDA. It prints
-nothing where the index does not list sizes. Only the standard library and pip's own packages are there.
+``scripts/install`` runs it with the Python of the environment and the arguments ``INDEX VERSION``. It reads the page of
+torch of the package index that pip is configured for (PEP 691, sizes by PEP 700). It chooses the newest CPU build from
+2.6 on, if the index has one; otherwise the given version, whose builds for Linux contain CUDA. It prints nothing where
+the index does not list sizes. Only the standard library and pip's own packages are there.
 """
 
 from __future__ import annotations
