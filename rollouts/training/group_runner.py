@@ -105,8 +105,8 @@ class GroupRunner:
         index = group_index(prompt)
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
-                prompt = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
-                group = _Round(prompt, limit, finished)
+                asked = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
+                group = _Round(asked, limit, finished)
                 missing = self._missing(finished)
                 self._slots.reserve(index, len(missing))
                 if len(missing) == 1:  # needs no separate task

@@ -32,8 +32,6 @@ from rollouts.renderer.dialects import thought_marks
 
 __all__ = ["Answers"]
 
-_PROMPT_END = 16
-"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
 _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
