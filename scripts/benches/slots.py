@@ -2,11 +2,11 @@
 
 The scheduler is the real manager; a rollout is a lognormal number of seconds, the same ones for every setting. The
 trainer takes no time and announces a version for each batch. Lengths in batches are compared with those of all groups
-that were taken from the data meanwhile: 1.00 is no bias. There are three clocks:
+that were taken from the data meanwhile; 1.00 means no bias. There are three clocks:
 
 1. ``virtual``: rollouts only sleep, and the load of the machine has no effect.
 2. ``real``: agents whose policy sleeps before it replies, ``--scale`` times as long as on the virtual clock.
-3. ``engine``: agents whose replies the embedded engine samples, in a process of its own. A reply has as many tokens as
+3. ``engine``: agents whose replies the embedded engine samples, in a separate process. A reply has as many tokens as
    the rollout has seconds on the virtual clock, so that the engine decides the time.
 """
 

@@ -178,7 +178,7 @@ async def test_a_lost_rollout_is_replaced_by_a_newly_sampled_one() -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_group_has_the_prompt_of_the_data_after_a_replacement(n: int) -> None:
-    """The number of the replacement is that of its rollouts alone: a prompt that is put back begins anew."""
+    """The number of the replacement is that of its rollouts alone: a prompt that is put back begins again at 0."""
     generate = Recorded(lambda prompt, tries: None if prompt.replacement else OSError("no"))
     failures = {"generate": FailurePolicy(attempts=1, replacements=1)}
     config = RolloutConfig(generate_fn=generate, failures=failures, batch_size=1, n_samples_per_prompt=n)
