@@ -212,6 +212,8 @@ def at(place: str) -> Iterator[None]:
 
 def shortened(value: Any) -> str:
     """The repr of a value for a message, at most 120 characters."""
+    if type(value) in (list, tuple):
+        value = value[:60]  # their repr alone is longer
     try:
         text = repr(value)
     except KeyboardInterrupt:
