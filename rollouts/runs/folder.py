@@ -261,7 +261,7 @@ def check_files(path: Path) -> None:
     with reading(path):
         names = ("run.json", METRICS, *(f"{name}.jsonl" for name in _OUTCOMES[1:]))
         folders = (path / name for name in ("batches", JOURNAL, RECORDING))
-        files = [*(path / name for name in names), *(file for folder in folders for file in folder.glob("*"))]
+        files = [*(path / name for name in names), *(file for folder in folders for file in folder.glob("[!.]*"))]
         for file in files:
             if os.path.lexists(file) and not file.is_dir():
                 check_file(file)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollouts.errors import ConfigError, RolloutsError, text_of
 
-__all__ = ["check_file", "reading"]
+__all__ = ["check_file", "reading", "unreadable"]
 
 _SPARSE = 64
 """A file that is this many times as large as its blocks on disk is sparse; file systems that compress stay below."""
@@ -34,8 +34,13 @@ def reading(place: object, kind: type[RolloutsError] = ConfigError) -> Iterator[
     except RolloutsError:
         raise
     except Exception as error:  # a file that a stranger made may make a reader raise anything
-        reason = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:200]
-        raise kind(f"{place}: cannot be read ({reason})") from error
+        raise unreadable(place, error, kind) from error
+
+
+def unreadable(place: object, error: Exception, kind: type[RolloutsError] = ConfigError) -> RolloutsError:
+    """The error of a reader at this place, in one line."""
+    reason = f"{type(error).__name__}: {text_of(error)}".partition("\n")[0][:200]
+    return kind(f"{place}: cannot be read ({reason})")
 
 
 def check_file(path: Path) -> None:

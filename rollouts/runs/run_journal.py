@@ -22,10 +22,10 @@ import numpy.typing as npt
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Prompt
-from rollouts.errors import JournalError
+from rollouts.errors import JournalError, RolloutsError
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
-from rollouts.runs.reading import reading
+from rollouts.runs.reading import reading, unreadable
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.data_buffer import Draw
@@ -106,9 +106,15 @@ class RunHistory:
             JournalError: the journal is damaged.
         """
         history, reader = cls(path), JournalReader(path, batches)
-        for entry in reader:
-            with reading(_place(path, entry), JournalError):
+        entry: Entry | None = None
+        try:
+            for entry in reader:
                 history._add(entry)
+        except RolloutsError:
+            raise
+        except Exception as error:  # a record that a stranger made may make a reader raise anything
+            place = path if entry is None else _place(path, entry)
+            raise unreadable(place, error, JournalError) from error
         history.torn = reader.torn
         return history
 
