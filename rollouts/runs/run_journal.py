@@ -33,6 +33,10 @@ from rollouts.training.metrics import RunMetrics
 from rollouts.training.sample_fields import RECORDED
 from rollouts.training.types import Group, Outcome, Sample
 
+_AHEAD = 1 << 20
+"""Most groups by which an index may exceed the number of prompts taken: takes of one moment are recorded in any order,
+and the indices up to the highest are listed."""
+
 __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 
 
@@ -161,7 +165,7 @@ class RunHistory:
             case "taken":
                 self.taken += 1
                 if fields["group"] >= self.groups:  # the first time
-                    if fields["group"] >= self.taken:
+                    if fields["group"] > self.taken + _AHEAD:
                         raise JournalError(
                             f"{_place(self.path, entry)}: group {fields['group']} of {self.taken} prompts"
                         )
