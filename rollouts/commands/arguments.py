@@ -241,7 +241,7 @@ def check_run(path: Path, argument: str = "RUN") -> None:
     """Check that a folder contains a run whose files may be opened.
 
     Raises:
-        ConfigError: it does not, with the argument in the message; or one of its files is no regular file.
+        ConfigError: it does not, with the argument in the message; or it has a FIFO, a device or a sparse file.
     """
     if not (path / "run.json").is_file():
         raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")

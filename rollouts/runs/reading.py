@@ -1,4 +1,4 @@
-"""One boundary around every reader of a run's folder, whoever made the folder.
+"""One boundary around every reader of a run's folder, also if a stranger made it.
 
 Invariant: a reader inside :func:`reading` returns or raises a :class:`RolloutsError`, whatever the files contain; no
 reader opens a file that :func:`check_file` refuses. So a FIFO or a device does not block a reader, and a sparse file

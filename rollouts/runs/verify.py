@@ -95,7 +95,7 @@ def verify_run(path: str | Path) -> Report:
     """Check laws 1 to 5 on a stored run, and every checksum of its files.
 
     Raises:
-        ConfigError: there is no run, or one that cannot be read.
+        ConfigError: there is no run, or it cannot be read.
     """
     path = Path(path)
     with reading(path):

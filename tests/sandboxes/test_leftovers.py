@@ -48,7 +48,7 @@ def test_the_folder_of_a_killed_process_is_swept(tmp_path: Path) -> None:
 
 
 def test_the_folder_of_a_process_that_lives_stays(tmp_path: Path) -> None:
-    """Other processes make folders beside it."""
+    """Although other processes make folders at the same place."""
     process, folder = holder(tmp_path)
     later, _ = holder(tmp_path)
     with process, later:
