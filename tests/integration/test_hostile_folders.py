@@ -208,7 +208,7 @@ def command(verb: str, run: Path, folder: Path) -> list[str]:
     return {
         "show": ["show", str(run)],
         "view": ["view", str(run), "--out", str(folder / "view.html"), "--overwrite"],
-        "verify": ["verify", str(run)],
+        "verify": ["check-run", str(run)],
         "export": ["export", str(run), "--to", "jsonl", str(folder / "out.jsonl"), "--overwrite"],
         "resume": ["run", "--resume", str(run), "--batches", "1", "--quiet"],
     }[verb]
