@@ -18,7 +18,7 @@ import attrs
 
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, SamplingParams, Tool, ToolCall
+from rollouts.dtypes import Completion, Message, SamplingParams, TokenColumn, Tool, ToolCall
 from rollouts.errors import ContextOverflow, EndpointAway, EndpointError, Failure
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.programs.gateway.call_ids import CallIds
@@ -26,7 +26,7 @@ from rollouts.programs.gateway.contexts import Context, Contexts
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.requests import OpenRequest
 from rollouts.programs.gateway.tree import Call, Line, Tree
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, SessionLimits, Usage
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Sampled, SessionLimits, Usage
 from rollouts.renderer import Renderer
 from rollouts.renderer.dialects import thought_marks
 
@@ -147,7 +147,7 @@ class Answers:
         message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
         message, stop_text = _until_stop(message, request.sent.stop, completion)
         written = message.tool_calls
-        message, served = self._ids.give(message)
+        message, served = self._ids.give(message, request.sent.call_prefix)
         self._count_calls(written, served.tool_calls, request.tools)
         reply = CallReply(
             id=f"r{number:08d}",
@@ -156,6 +156,7 @@ class Answers:
             usage=self._usage(completion, message),
             stop_text=stop_text,
             created=int(began),
+            sampled=self._sampled(request.sent, tokens, completion),
         )
         new, instructions = request.new_messages(of_root=context.parent is None)
         call = Call(
@@ -184,6 +185,13 @@ class Answers:
         self.denied.pop(request.retry_key, None)
         if completion.finish_reason != "abort":
             request.calls.append(call)
+
+    def _sampled(self, request: CallRequest, prompt: TokenColumn, completion: Completion) -> Sampled | None:
+        if not (request.logprobs or request.token_ids):
+            return None
+        ids = completion.tokens.tolist()
+        texts = [self._renderer.decode([one]) for one in ids] if request.logprobs else []
+        return Sampled(prompt.tolist(), ids, completion.logprobs.tolist(), texts)
 
     def _sampling_of(self, request: CallRequest, budget: int, number: int) -> SamplingParams:
         sampling = self.sampling

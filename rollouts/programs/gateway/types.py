@@ -14,7 +14,7 @@ from rollouts.base.validators import integer, seconds
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import RolloutsError
 
-__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "SessionLimits", "Usage"]
+__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Sampled", "Session", "SessionLimits", "Usage"]
 
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
@@ -76,6 +76,14 @@ class CallRequest:
     """The name of the request, which the answer repeats."""
     include_usage: bool = False
     """Of a chat stream: whether a last chunk has the usage."""
+    call_prefix: str = ""
+    """The beginning of the ids of the tool calls in its replies."""
+    logprobs: bool = False
+    """Whether the answer has the sampled ids' texts and logprobs."""
+    token_ids: bool = False
+    """Whether the answer has the ids of the prompt and of the replies."""
+    continues: bool = True
+    """Whether the reply continues an assistant message that is the last message; else it opens a new turn."""
 
 
 @attrs.frozen
@@ -86,6 +94,18 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+
+
+@attrs.frozen(eq=False)
+class Sampled:
+    """The ids of one reply, for requests that ask for them."""
+
+    prompt: list[int]
+    ids: list[int]
+    """All sampled ids: also of thoughts, calls, and the end of the turn."""
+    logprobs: list[float]
+    texts: list[str]
+    """Of each id alone: an id with a part of a character is U+FFFD."""
 
 
 @attrs.frozen
@@ -103,6 +123,8 @@ class CallReply:
     """The stop string of the request that ended the reply."""
     created: int = 0
     """Unix time in seconds."""
+    sampled: Sampled | None = attrs.field(default=None, repr=False)
+    """``None`` unless the request has ``logprobs`` or ``token_ids``."""
 
 
 @attrs.frozen
