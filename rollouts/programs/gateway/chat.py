@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.constraints import constraint_of_format, constraint_of_servers, only_constraint
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
@@ -45,13 +46,9 @@ _MEDIA = {"input_audio": "audio", "file": "file", "video_url": "video"}
 _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
     "best_of": (1,),
     "chat_template_kwargs": ({},),
-    "ebnf": (),
     "echo": (False,),
     "enable_thinking": (),
     "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "min_tokens": (0,),
@@ -60,10 +57,8 @@ _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_logprobs": (),
-    "regex": (),
     "skip_special_tokens": (True,),
     "stop_token_ids": ([],),
-    "structured_outputs": (),
     "think": (),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
@@ -72,9 +67,10 @@ _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
 """Fields of the API, and of SGLang's, vLLM's and Ollama's servers beyond it, which would change the prompt or the
 replies; with the values that change nothing."""
 _READ: tuple[str, ...] = (
-    *SAMPLING, "add_generation_prompt", "audio", "continue_final_message", "function_call", "functions", "logprobs",
-    "max_completion_tokens", "max_tokens", "model", "n", "parallel_tool_calls", "response_format", "return_token_ids",
-    "stop", "stream", "stream_options", "tool_choice", "web_search_options",
+    *SAMPLING, "add_generation_prompt", "audio", "continue_final_message", "ebnf", "function_call", "functions",
+    "guided_grammar", "guided_json", "guided_regex", "logprobs", "max_completion_tokens", "max_tokens", "model", "n",
+    "parallel_tool_calls", "regex", "response_format", "return_token_ids", "stop", "stream", "stream_options",
+    "structured_outputs", "tool_choice", "web_search_options",
 )  # fmt: skip
 FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
 NO_EFFECT: tuple[str, ...] = (
@@ -114,10 +110,16 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         model=fields.text("model") or "",
         include_usage=options is not None and options.flag("include_usage"),
         call_prefix="call_",
+        constraint=_constraint(fields, counts),
         logprobs=fields.flag("logprobs"),
         token_ids=fields.flag("return_token_ids"),
         continues=_continues(fields, messages[-1], counts),
     )
+
+
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+    form = constraint_of_format(fields.object("response_format"), "response_format", counts)
+    return only_constraint([form, *constraint_of_servers(fields, counts)])
 
 
 def _continues(fields: Fields, last: Message, counts: Counts) -> bool:
@@ -144,9 +146,6 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
-    form = fields.object("response_format")
-    if form is not None and form.text("type") != "text":
-        counts["not_enforced/response_format"] += 1
     if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
     read = (HISTORY, "tools", *_READ)

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
+from rollouts.programs.gateway.constraints import constraint_of_format, only_constraint
 from rollouts.programs.gateway.normal import joined
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
@@ -76,6 +77,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         counts=counts,
         model=fields.text("model") or "",
         call_prefix="toolu_",
+        constraint=_constraint(fields, counts),
     )
 
 
@@ -109,12 +111,16 @@ def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Too
     return tuple(tools)
 
 
-def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
     output = fields.object("output_config")
-    if output is not None and output.value.get("format") is not None:
-        counts["not_enforced/output_config.format"] += 1
-    if fields.value.get("output_format") is not None:  # its name before output_config
-        counts["not_enforced/output_config.format"] += 1
+    forms = [
+        fields.object("output_format"),
+        None if output is None else output.object("format"),
+    ]  # the older name first
+    return only_constraint([constraint_of_format(form, "output_config.format", counts) for form in forms])
+
+
+def _count_not_enforced(fields: Fields, counts: Counts) -> None:
     management = fields.object("context_management")
     edits = [] if management is None else management.objects("edits")
     if any(edit.value.get("type") != _KEPT or edit.value.get("keep") != "all" for edit in edits):

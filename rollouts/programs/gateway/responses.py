@@ -16,7 +16,8 @@ import attrs
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.chat import PING, error
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
+from rollouts.programs.gateway.constraints import constraint_of_format
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     Counts,
@@ -106,6 +107,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         counts=counts,
         model=fields.text("model") or "",
         call_prefix="call_",
+        constraint=_constraint(fields, counts),
         logprobs=_LOGPROBS in included,
         continues=False,
     )
@@ -120,15 +122,16 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
-    text = fields.object("text")
-    form = None if text is None else text.object("format")
-    if form is not None and form.text("type") != "text":
-        counts["not_enforced/text.format"] += 1
     if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
     fields.text("truncation")
     read = (HISTORY, "tools", *_READ)
     count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
+
+
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+    text = fields.object("text")
+    return constraint_of_format(None if text is None else text.object("format"), "text.format", counts)
 
 
 def _included(fields: Fields, counts: Counts) -> list[str]:

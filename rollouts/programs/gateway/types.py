@@ -14,7 +14,17 @@ from rollouts.base.validators import integer, seconds
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import RolloutsError
 
-__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Sampled", "Session", "SessionLimits", "Usage"]
+__all__ = [
+    "ApiError",
+    "CallReply",
+    "CallRequest",
+    "Constraint",
+    "ErrorKind",
+    "Sampled",
+    "Session",
+    "SessionLimits",
+    "Usage",
+]
 
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
@@ -51,6 +61,17 @@ class ApiError(RolloutsError):
 
 
 @attrs.frozen
+class Constraint:
+    """The form that a request wants its reply to have."""
+
+    field: str
+    """Of the request, for counts."""
+    parameter: str
+    """Of :class:`~rollouts.dtypes.SamplingParams`: one of its ``CONSTRAINTS``."""
+    value: str
+
+
+@attrs.frozen
 class CallRequest:
     """One request for a reply of the model."""
 
@@ -78,6 +99,8 @@ class CallRequest:
     """Of a chat stream: whether a last chunk has the usage."""
     call_prefix: str = ""
     """The beginning of the ids of the tool calls in its replies."""
+    constraint: Constraint | None = None
+    """The form of the reply; counted where it is not enforced."""
     logprobs: bool = False
     """Whether the answer has the sampled ids' texts and logprobs."""
     token_ids: bool = False
