@@ -12,7 +12,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -35,6 +35,8 @@ __all__ = ["Answers"]
 
 _PROMPT_END = 16
 """Number of last prompt tokens that show whether the prompt opened a thinking block."""
+_MOST_SAMPLINGS = 16
+"""Sets of parameters of one session that are kept: the policy has encoded these objects before."""
 _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
@@ -61,6 +63,7 @@ class Answers:
     overflowed: bool = attrs.field(init=False, default=False)
     """Whether the last call did not fit the context of the model."""
     _in_flight: InFlight = attrs.field(init=False)
+    _samplings: dict[tuple[Any, ...], SamplingParams] = attrs.field(init=False, factory=dict)
     _route: str = attrs.field(init=False, factory=lambda: os.urandom(16).hex())
     """Not the key of the session: servers write routes to their logs."""
 
@@ -244,10 +247,16 @@ class Answers:
             return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
         limits = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
-        try:
-            return attrs.evolve(sampling, **limits, **constraint)
-        except ConfigError as error:
-            raise ApiError("invalid_request", str(error)) from None
+        key = (*limits.values(), *constraint.items())
+        if key not in self._samplings:
+            try:
+                made = attrs.evolve(sampling, **limits, **constraint)
+            except ConfigError as error:
+                raise ApiError("invalid_request", str(error)) from None
+            if len(self._samplings) >= _MOST_SAMPLINGS:
+                self._samplings.clear()
+            self._samplings[key] = made
+        return self._samplings[key]
 
     def _count_calls(self, written: Sequence[ToolCall], served: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
         ids = [call.id for call in written if call.id]
