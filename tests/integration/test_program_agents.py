@@ -37,7 +37,7 @@ def bash(command: str) -> ToolCall:
 
 @attrs.frozen
 class Agent:
-    """An agent, and the calls of its own tools."""
+    """An agent, and the calls of its tools."""
 
     start: str
     """Its command or its interpreter, below the folder of the installed programs; ``node`` of this machine."""
@@ -56,8 +56,14 @@ class Agent:
     untrained: int = 0
     """Sampled ids that are not trained."""
 
+    @property
+    def folder(self) -> Path:
+        """The folder to which its script is copied: Node finds packages from there."""
+        return INSTALLED / ("javascript" if self.start == "node" else "agents")
+
     def guest(self) -> Guest:
-        program = functools.partial(_script, path=self.script, api=self.api) if self.script else self.launcher
+        path = str(self.folder / self.script)
+        program = functools.partial(_script, path=path, api=self.api) if self.script else self.launcher
         assert program is not None
         return Guest(program, "", self.start, lambda file: bash(f"echo hello > {file}"), lambda *_: [])
 
@@ -75,7 +81,7 @@ def _script(task: str, server: ModelServer, *, command: Sequence[str], path: str
         "CREWAI_DISABLE_TELEMETRY": "true",
         "OTEL_SDK_DISABLED": "true",
     }
-    return Launch((*command, str(INSTALLED / "agents" / path), task), env)
+    return Launch((*command, path, task), env)
 
 
 def react(thought: str, name: str, arguments: str) -> str:
@@ -116,7 +122,15 @@ AGENTS = {
     ),
     "LiteLLM": Agent("crewai/bin/python", "litellm_agent.py"),
     "pi": Agent("node_modules/.bin/pi", launcher=pi),
-    "cline": Agent("node_modules/.bin/cline", launcher=cline),
+    "cline": Agent(
+        "node_modules/.bin/cline",
+        launcher=cline,
+        steps=[
+            Message("assistant", "I work.", [ToolCall("run_commands", {"commands": [command]})])
+            for command in ("echo hello > out.txt", "cat out.txt", "cat ./out.txt")
+        ]
+        + [DONE],
+    ),
     "OpenHands": Agent("openhands/bin/python", launcher=openhands),
     "aider": Agent("aider/bin/aider", launcher=aider, steps=[f"I write.\n\nout.txt\n```\n{HELLO}```"]),
 }
@@ -136,9 +150,9 @@ async def test_an_agent_does_its_task(name: str, rows: list[str]) -> None:
     """Its calls continue each other by the kept ids, and every sampled id is trained or counted."""
     agent = AGENTS[name]
     if agent.script:
-        (INSTALLED / "agents").mkdir(exist_ok=True)
+        agent.folder.mkdir(exist_ok=True)
         for file in (agent.script, "agent_tools.py"):
-            shutil.copy(SCRIPTS / file, INSTALLED / "agents")
+            shutil.copy(SCRIPTS / file, agent.folder)
     replies = iter(agent.steps)
     policy = scripted(lambda prompt: next(replies, DONE))
     played = await play(agent.guest(), policy)

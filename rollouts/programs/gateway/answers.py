@@ -246,11 +246,11 @@ class Answers:
         if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop and not constraint:
             return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
-        limits = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
+        limits: dict[str, Any] = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
         key = (*limits.values(), *constraint.items())
         if key not in self._samplings:
             try:
-                made = attrs.evolve(sampling, **limits, **constraint)
+                made = attrs.evolve(sampling, **{**limits, **constraint})
             except ConfigError as error:
                 raise ApiError("invalid_request", str(error)) from None
             if len(self._samplings) >= _MOST_SAMPLINGS:

@@ -223,7 +223,8 @@ class Tree:
     def ids_of(self, before: int, reply: Message) -> list[str] | None:
         """The ids that were issued for the calls of a reply that came back with others; see :data:`FindIds`.
 
-        Of several replies with these calls in this place, one that no other ids have named, and that has this text.
+        Of several replies with these calls in this place, a reply that no other ids have named goes before the others,
+        and then a reply with the same text.
         """
         shape = shape_key(before, reply.tool_calls)
         names = shape, tuple([call.id for call in reply.tool_calls])

@@ -11,7 +11,7 @@ __all__ = ["pi"]
 
 
 def pi(task: str, server: ModelServer, *, command: Sequence[str] = ("pi",)) -> Launch:
-    """Start ``pi`` with our provider, and without sessions, extensions and requests of its own at the start."""
+    """Start ``pi`` with our provider, and without sessions, extensions and requests at the start."""
     check_task(task)
     model = {"id": server.model, "contextWindow": server.window, "maxTokens": server.window // 4}
     provider = {

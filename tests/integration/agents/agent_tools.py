@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: the model server of the program, and one tool."""
+"""The common part of the scripts of this folder: the model server of the program, and one tool."""
 
 import os
 import subprocess

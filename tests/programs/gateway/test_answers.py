@@ -1,4 +1,4 @@
-"""The fields of the three APIs: each is honoured, refused, counted, or known to have no effect."""
+"""Fields of requests are honoured, refused, counted, or known to have no effect; answers have the ids asked for."""
 
 from __future__ import annotations
 
