@@ -231,7 +231,8 @@ class Answers:
             return None
         ids = completion.tokens.tolist()
         texts = [self._renderer.decode([one]) for one in ids] if request.logprobs else []
-        return Sampled(prompt.tolist(), ids, completion.logprobs.tolist(), texts)
+        shown = prompt.tolist() if request.token_ids else []
+        return Sampled(shown, ids, completion.logprobs.tolist(), texts)
 
     def _sampling_of(
         self, request: CallRequest, budget: int, number: int, constraint: Mapping[str, str]

@@ -40,6 +40,8 @@ code, not from the program."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 """The part of the reply to its request for a summary that Claude Code quotes."""
+_MOST_FOREIGN_IDS = 4096
+"""Ids of programs that are kept: some give the same call new ids in each request."""
 _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
@@ -236,6 +238,8 @@ class Tree:
             )
             if found is None:
                 return None
+            if len(self._by_foreign_ids) >= _MOST_FOREIGN_IDS:
+                del self._by_foreign_ids[next(iter(self._by_foreign_ids))]
             self._by_foreign_ids[names] = found
         return _ids(self._by_foreign_ids[names])
 
