@@ -778,7 +778,7 @@ async def test_a_function_chooses_the_kind_of_a_prompt(is_async: bool) -> None:
 
 @pytest.mark.parametrize("returned", [None, "ubuntu", ProcessSandbox])
 async def test_a_function_that_returns_no_kind_costs_its_rollout(returned: Any) -> None:
-    """With its name and the value; also one that raises."""
+    """With its name and the value, or its exception."""
     (sample,) = await rollout(ask_once, sandbox=lambda prompt: returned)
     assert sample.failure is not None
     assert "expected a kind of sandbox" in sample.failure.message
