@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 import attrs
 import pytest
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Image, ImageSandbox, SandboxError, SandboxLimits, load_image, opened
@@ -211,6 +212,10 @@ def left() -> tuple[list[str], int]:
     return processes, Path("/proc/self/mountinfo").read_text().count("upperdir=/usr/upper")
 
 
+def files_of(root: str) -> list[str]:
+    return sorted(str(path) for path in Path(root).rglob("*"))
+
+
 @pytest.fixture
 def kills(request: pytest.FixtureRequest) -> int:
     """How many processes are killed: fifty with ``--long``."""
@@ -229,7 +234,7 @@ async def last_words(box: RunningHeld) -> str:
 async def test_a_killed_holder_leaves_nothing(kills: int) -> None:
     """Nor a killed launcher or gate: no process, no mount and no folder; the next call is an error of the sandbox."""
     await (await opened_here()).close()
-    folders, before = set(os.listdir("/tmp")), left()
+    files, before = files_of(small_root()), left()
     for number in range(kills):
         box = await opened_here(keep_processes=True)
         await sh(box, "setsid sleep 75.5 > /dev/null & sleep 75.5 > /dev/null & echo")
@@ -240,7 +245,7 @@ async def test_a_killed_holder_leaves_nothing(kills: int) -> None:
     with anyio.fail_after(10):
         while left() != before:
             await anyio.lowlevel.checkpoint()
-    assert {name for name in set(os.listdir("/tmp")) - folders if "rollouts" in name} == set()
+    assert files_of(small_root()) == files
 
 
 async def test_a_killed_process_of_ours_leaves_nothing(kills: int) -> None:
@@ -262,9 +267,11 @@ anyio.run(main)
     for _ in range(max(1, kills // 6)):
         process = await anyio.open_process([sys.executable, "-c", code])
         assert process.stdout is not None
-        assert await process.stdout.receive() == b"begun\n"
-        process.kill()
-        await process.aclose()
+        try:
+            assert await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", 99) == b"begun"
+        finally:
+            process.kill()
+            await process.aclose()
         with anyio.fail_after(20):
             while left() != before:
                 await anyio.lowlevel.checkpoint()
