@@ -105,7 +105,9 @@ def _enter_namespaces(request: dict[str, Any], control: socket.socket) -> None:
             for number in roots:
                 os.close(number)
         ours.close()
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1]) & 0x7F)
+        code = os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1]) & 0x7F
+        _leave(request["groups"])
+        os._exit(code)
     ours.close()
     kernel.die_with_parent()
     kernel.unshare(kernel.NAMESPACES if request["port"] is not None else kernel.NAMESPACES & ~kernel.NEW_NETWORK)
@@ -153,6 +155,14 @@ def _enter_namespaces(request: dict[str, Any], control: socket.socket) -> None:
         os.chown(path, _USER, _USER)
     kernel.drop_capabilities(_USER, _USER)
     kernel.die_with_parent()
+
+
+def _leave(groups: list[str]) -> None:
+    """Leave the control groups, and remove them; whoever launched us removes what is left."""
+    for group in groups:
+        with contextlib.suppress(OSError):
+            _put(os.path.join(os.path.dirname(group), "cgroup.procs"), "0")
+            os.rmdir(group)
 
 
 def _no_user_namespaces() -> None:
@@ -431,6 +441,8 @@ class _Holder:
             for target, number in enumerate((source, out, errors)):
                 os.dup2(number, target)
             os.closerange(3, 1 << 12)
+            with contextlib.suppress(OSError):
+                _put("/proc/self/oom_score_adj", "1000")  # where memory is short, the program ends and not the holder
             account = _account(request["user"] or self.settings["user"])
             self._limit()
             if account.user != os.geteuid() or account.group != os.getegid():
