@@ -230,6 +230,15 @@ async def test_the_holder_runs_nothing_that_a_program_wrote(box: RunningHeld, tm
     assert await sh(box, "ls /back/work/made; test -e /caught || echo clean") == "f\nclean"
 
 
+async def test_the_user_of_the_kind_is_known_without_the_tables_of_the_image() -> None:
+    """A program that is root and deletes or changes them keeps no command and no file of its user from us."""
+    box = await opened_here(user="bob")
+    await sh(box, "rm /etc/group; echo 'bob:x:0:0::/root:/bin/sh' > /etc/passwd", user="root")
+    await box.write("file", b"x")
+    assert await sh(box, "id -u; id -G; echo $HOME; ls -ln file | grep -c ' 1000 '") == "1000\n1000 2000\n/home/bob\n1"
+    await box.close()
+
+
 async def test_links_of_a_program_lead_nowhere_outside(box: RunningHeld, tmp_path: Path) -> None:
     """Our reads and writes through them stay in the sandbox."""
     (tmp_path / "canary").write_text("canary")
