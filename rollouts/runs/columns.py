@@ -75,6 +75,7 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response_length": Column("int32", "tokens from the first sampled one to the end"),
         "versions": Column([SPAN], "the policy version of each range of sampled tokens"),
         "completions": Column([_COMPLETION], "one entry for each request: its reply is `tokens[start:stop]`"),
+        "tools": Column("string", "the tools that the model was shown, a list in chat format as JSON; null if unknown"),
         "images": Column([IMAGE], "the images of the tokens: `images/<sha256>.png` has ids `tokens[start:stop]`"),
         "times": Column([TIME], "what the rollout did when; `began` is in seconds since 1970"),
         "group_index": Column("int64", "the number of the group in the run"),

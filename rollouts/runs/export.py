@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import attrs
 import msgspec
 
 from rollouts.base.storable import to_json
@@ -29,6 +30,7 @@ from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
+from rollouts.runs.tools import ToolFolder
 
 __all__ = ["Kind", "export_rows"]
 
@@ -77,6 +79,7 @@ def export_rows(
         raise ConfigError.of("run", str(run), f"a run with at least one sample of outcome {outcome!r}")
     rows = itertools.chain([head], rows)
     with _replacing(out) as temporary:
+        rows = _with_tools(rows, Path(run))
         rows = _copying_images(rows, Path(run), temporary if kind == "hf" else out.parent)
         if kind == "jsonl":
             _write_lines(temporary, rows)
@@ -85,6 +88,13 @@ def export_rows(
         else:
             return [out / name for name in _write_folder(temporary, rows, Path(run), outcome, shard_bytes)]
     return [out]
+
+
+def _with_tools(rows: Iterator[Row], run: Path) -> Iterator[Row]:
+    """The rows with their tools in place of the hashes."""
+    tools = ToolFolder(run)
+    for row in rows:
+        yield attrs.evolve(row, data=tools.restored(row.data))
 
 
 def _copying_images(rows: Iterator[Row], run: Path, folder: Path) -> Iterator[Row]:
