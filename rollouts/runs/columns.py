@@ -16,7 +16,19 @@ import attrs
 from rollouts.base.storable import to_json, to_plain
 from rollouts.errors import Failure
 
-__all__ = ["COLUMNS", "IMAGE", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
+__all__ = [
+    "COLUMNS",
+    "IMAGE",
+    "MESSAGE",
+    "SPAN",
+    "TIME",
+    "Column",
+    "Type",
+    "columns_table",
+    "plain_message",
+    "plain_row",
+    "type_name",
+]
 
 Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
@@ -102,8 +114,8 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         **stored,
         "prompt": to_plain(prompt) if is_text else None,
-        "prompt_messages": None if is_text else [_message(message) for message in prompt],
-        "messages": [_message(message) for message in stored["messages"]],
+        "prompt_messages": None if is_text else [plain_message(message) for message in prompt],
+        "messages": [plain_message(message) for message in stored["messages"]],
         "label": None if label is None else _text(label),
         "reward": None if stored["reward"] is None else float(stored["reward"]),
         "step_rewards": [float(reward) for reward in stored.get("step_rewards") or ()],
@@ -133,7 +145,7 @@ def _text_or_none(value: Any) -> str | None:
     return None if value is None else _text(value)
 
 
-def _message(message: Any) -> dict[str, Any]:
+def plain_message(message: Any) -> dict[str, Any]:
     """A chat message with the fields of :data:`MESSAGE`; ``other`` has, as JSON, what has no field."""
     if not isinstance(message, Mapping):
         return {**dict.fromkeys(MESSAGE), "other": to_json(message).decode()}
