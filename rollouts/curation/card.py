@@ -34,8 +34,8 @@ the trainer decides which are trained. `--to tokens` has the exact ids and the e
   `SFTConfig(assistant_only_loss=True)` and a chat template with `{{% generation %}}` markers are given.
 - axolotl: `type: chat_template`, `roles_to_train: [assistant]`, `train_on_eos: turn`.
 - LLaMA-Factory: in `dataset_info.json`, `formatting: openai` and `columns: {{messages: messages, tools: tools}}`.""",
-    "pairs": """A pair is two replies to one exact context: the first reply in which a rollout that passed and one
-that did not differ. The verdict is that of the whole rollout (`source.credit`), not of the reply.
+    "pairs": """A pair is two replies to one exact context: the first reply in which a rollout that passed differs
+from a rollout that did not. The verdict is that of the whole rollout (`source.credit`), not of the reply.
 
 - TRL `DPOTrainer`, `RewardTrainer`: the columns as they are. Every token after the prompt counts, which is one reply.
 - LLaMA-Factory: `ranking: true` and
@@ -79,14 +79,14 @@ def card(curation: Curation, files: Sequence[str], *, without_source: bool = Fal
     account, target = curation.account, curation.target
     settings = _TRAINERS[target].format(longest=account.longest)
     columns = {name: kind for name, kind in COLUMNS[target].items() if name != "source" or not without_source}
-    suffix = files[0].rpartition(".")[2] if files else "parquet"
+    pattern = files[0].replace("-00000.", "-*.")
     lines = [
         "---",
         "configs:",
         "- config_name: default",
         "  data_files:",
         "  - split: train",
-        f"    path: data/train-*.{suffix}",
+        f"    path: {pattern}",
         "---",
         "",
         f"# Curated rollouts: {target}",

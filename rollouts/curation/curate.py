@@ -2,7 +2,7 @@
 
 Laws:
 
-C3. Accounting: the rollouts that were read are those of the rows and those that were refused, each for one reason.
+C3. Accounting: each rollout that was read is in a row, or refused for one reason; the numbers add up.
 C4. A rollout without a verdict is in no pass rate, and on no side of a pair.
 C5. The same runs, selection and target give the same rows in the same order.
 
@@ -63,7 +63,7 @@ class Quantiles:
 
 @attrs.define
 class Account:
-    """What became of the rollouts that were read."""
+    """The rollouts that were read, by what became of them."""
 
     read: int = 0
     written: int = 0

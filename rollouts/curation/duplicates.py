@@ -31,6 +31,8 @@ _GRAM = 13
 _COMMON_SHARE, _COMMON_LEAST = 0.05, 3
 """A sequence in more than this share of the held-out texts, and in more texts than this, is their common wording."""
 
+_AT_ONCE = 4096
+
 
 def digest_of(*parts: bytes) -> int:
     """A 64-bit digest of byte strings, never 0."""
@@ -76,8 +78,9 @@ class HashSet:
     def _grow(self) -> None:
         old = self._slots[self._slots != 0]
         self._slots = np.zeros(2 * len(self._slots), np.uint64)
-        for digest in old.tolist():
-            self._slots[self._place(digest)] = digest
+        for start in range(0, len(old), _AT_ONCE):  # a list of all takes more than the slots
+            for digest in old[start : start + _AT_ONCE].tolist():
+                self._slots[self._place(digest)] = digest
 
 
 class HeldOut:
@@ -142,7 +145,7 @@ class NearDuplicates:
         self._hashes: list[Any] = []
 
     def add(self, text: str) -> bool:
-        """Add a text; returns whether it was unlike all that were added. A similar one is not added."""
+        """Add a row's text; returns whether it was unlike all that were added. A similar one is not added."""
         pieces = _PIECE.findall(text.casefold())
         pairs = [f"{one} {two}" for one, two in itertools.pairwise(pieces)] or pieces
         hashed = self._rensa.RMinHash(self._PERMUTATIONS, 42)

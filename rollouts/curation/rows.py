@@ -19,6 +19,7 @@ This module knows neither files nor filters.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -33,7 +34,7 @@ from rollouts.curation.stored import StoredRollout, text_of
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import MESSAGE, Type, plain_message
 
-__all__ = ["COLUMNS", "IGNORED", "TARGETS", "Target", "Unit", "check_target", "units_of"]
+__all__ = ["COLUMNS", "IGNORED", "TARGETS", "Target", "Unit", "chat_messages", "check_target", "units_of"]
 
 Target: TypeAlias = Literal["tokens", "chat", "pairs", "kto"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -200,7 +201,7 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str]) -> Iter
                 reason = fault
                 continue
             row = {
-                "messages": _plain(branch["messages"]),
+                "messages": chat_messages(branch["messages"]),
                 "tools": rollout.run.tools(branch),
                 "source": _source(rollout, number),
             }
@@ -235,8 +236,27 @@ def _turns(branch: Mapping[str, Any]) -> int:
     return sum(not completion.get("continues") for completion in branch.get("completions") or ())
 
 
-def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in plain_message(message).items() if name != "other"} for message in messages]
+def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Stored messages as the messages of a row: every field is there, ``None`` where a message has none."""
+    rows = []
+    for message in messages:
+        row = {name: value for name, value in plain_message(message).items() if name != "other"}
+        for call in row["tool_calls"] or ():
+            call["function"]["arguments"] = _as_rendered(call["function"]["arguments"])
+        rows.append(row)
+    return rows
+
+
+def _as_rendered(arguments: str | None) -> str | None:
+    """The arguments of a call with the spaces of ``tojson``, as a template renders an object.
+
+    A template that takes text would render the compact form of the stored message, which few models write.
+    """
+    try:
+        value = json.loads(arguments or "")
+    except (ValueError, RecursionError):
+        return arguments
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else arguments
 
 
 def _judged_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], passing: float) -> Iterator[Unit]:
@@ -248,7 +268,7 @@ def _judged_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], passi
             refused[fault] += 1
             continue
         place = _replies(branch)[-1]
-        messages = _plain(branch["messages"][: place + 1])
+        messages = chat_messages(branch["messages"][: place + 1])
         assert rollout.reward is not None, "a selected rollout has a verdict"
         row = {
             "prompt": messages[:-1],
@@ -345,9 +365,9 @@ def _pair(chosen: StoredRollout, rejected: StoredRollout, number: int) -> Unit:
         "credit": "rollout",
     }
     row = {
-        "prompt": _plain(ours["messages"][:place]),
-        "chosen": _plain([ours["messages"][place]]),
-        "rejected": _plain([other]),
+        "prompt": chat_messages(ours["messages"][:place]),
+        "chosen": chat_messages([ours["messages"][place]]),
+        "rejected": chat_messages([other]),
         "tools": chosen.run.tools(ours),
         "source": source,
     }

@@ -1,14 +1,17 @@
 """The folder of a curated data set.
 
-    data/train-00000.parquet, …   the rows; or .jsonl
-    README.md                     the card, which datasets.load_dataset(FOLDER) reads, too
-    curation.json                 the account, the command and the runs, for programs
+    data/train-DIGEST-00000.parquet, …   the rows; or .jsonl
+    README.md                            the card, which datasets.load_dataset(FOLDER) reads, too
+    curation.json                        the account, the command and the runs, for programs
 
-Invariant: rows are streamed; the folder appears complete or not at all. The same curation writes the same bytes.
+Invariant: rows are streamed; the folder appears complete or not at all. The same curation writes the same bytes. Other
+rows have other file names: ``datasets`` caches a folder by its name and the names in its card, not by its content, and
+would return the rows of an earlier folder (datasets 5.2.0, load.py: LocalDatasetModuleFactory).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -94,6 +97,7 @@ def write_folder(
             name = f"data/train-{len(names):05d}.{kind}"
             _write_file(temporary / name, itertools.chain([row], rows), columns, shard_bytes)
             names.append(name)
+        names = _named_by_content(temporary, names)
         facts = {
             "command": command_of(curation, without_source=without_source),
             "target": curation.target,
@@ -103,6 +107,19 @@ def write_folder(
         (temporary / "curation.json").write_bytes(msgspec.json.format(to_json(facts), indent=2) + b"\n")
         (temporary / "README.md").write_text(card(curation, names, without_source=without_source), encoding="utf-8")
     return curation.account
+
+
+def _named_by_content(folder: Path, names: list[str]) -> list[str]:
+    """Add a digest of all rows to the names of the files; returns the new names."""
+    hashed = hashlib.sha256()
+    for name in names:
+        with (folder / name).open("rb") as file:
+            while part := file.read(1 << 20):
+                hashed.update(part)
+    named = [name.replace("data/train-", f"data/train-{hashed.hexdigest()[:8]}-") for name in names]
+    for name, new in zip(names, named, strict=True):
+        (folder / name).rename(folder / new)
+    return named
 
 
 def _write_file(path: Path, rows: Iterator[dict[str, Any]], columns: Mapping[str, Type], max_bytes: int) -> None:

@@ -92,6 +92,6 @@ def test_a_short_text_is_near_to_itself_only() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -1.0, float("nan")])
 def test_a_similarity_is_between_0_and_1(threshold: float) -> None:
-    """A text is always as similar as 0, and 1 is what exact duplicates are."""
+    """Any two texts are at least 0 alike, and a similarity of 1 is an exact duplicate."""
     with pytest.raises(ConfigError, match="--near"):
         NearDuplicates(threshold)

@@ -11,6 +11,7 @@ import pytest
 
 from rollouts.commands import main
 from rollouts.curation import Selection, curate, write_folder
+from rollouts.curation.rows import chat_messages
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.writer import RunWriter
@@ -66,6 +67,17 @@ def test_parquet_has_the_rows_of_jsonl(target: Any, run: Path, tmp_path: Path) -
     assert read_table(tmp_path / "parquet" / "data").to_pylist() == rows_in(tmp_path / "lines")
 
 
+def test_other_rows_have_other_file_names(run: Path, tmp_path: Path) -> None:
+    """``datasets`` caches by the names in the card: two folders of one name must not have the same."""
+    for target, folder in (("tokens", "a"), ("chat", "b")):
+        write_folder(curate(run, target), tmp_path / folder / "data")  # type: ignore[arg-type]
+    one, two = ((tmp_path / folder / "data" / "README.md").read_text().splitlines()[5] for folder in "ab")
+    assert one.strip().startswith("path: data/train-")
+    assert one != two
+    (file,) = (tmp_path / "a" / "data" / "data").iterdir()
+    assert file.match(one.strip().removeprefix("path: "))
+
+
 def test_chat_rows_have_the_tools_that_the_model_saw(run: Path, tmp_path: Path) -> None:
     """The schemas of the run, not a hash; a file names those of a run that has none."""
     for row in curate(run, "chat"):
@@ -79,6 +91,14 @@ def test_chat_rows_have_the_tools_that_the_model_saw(run: Path, tmp_path: Path) 
     assert {row["tools"] for row in curate(bare, "chat", Selection(tools=file))} == {
         '[{"type":"function","function":{"name":"other"}}]'
     }
+
+
+def test_calls_are_written_as_templates_render_them() -> None:
+    """A template that takes arguments as text writes what it would write of an object: the form that models sample."""
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"a":7,"b":"é"}'}}
+    broken = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"a":7'}}
+    (row,) = chat_messages([{"role": "assistant", "content": "", "tool_calls": [call, broken]}])
+    assert [one["function"]["arguments"] for one in row["tool_calls"]] == ['{"a": 7, "b": "é"}', '{"a":7']
 
 
 def _without_tools(run: Path, bare: Path) -> None:
