@@ -81,7 +81,6 @@ class Account:
     """Tokens of the longest row, as in ``lengths``."""
     versions: Counter[str] = attrs.field(factory=Counter)
     """Rows by policy version."""
-    models: Counter[str] = attrs.field(factory=Counter)
     rewards: Quantiles = attrs.field(factory=Quantiles)
     lengths: Quantiles = attrs.field(factory=Quantiles)
     """Lengths of token rows, in tokens; of other rows the tokens of the rollout."""
@@ -149,7 +148,6 @@ def _count(account: Account, row: dict[str, Any], target: Target, length: int) -
     account.rows += 1
     account.rewards.add(source["reward"])
     account.versions.update(source["versions"])
-    account.models[source["by"]] += 1
     if target == "tokens":
         length = len(row["input_ids"])
         account.tokens += length

@@ -105,6 +105,7 @@ class Where:
             if isinstance(error, ConfigError):
                 raise
             raise self._refused(text, f"comparisons joined by and, or, not ({type(error).__name__})") from None
+        self._asked: set[str] = set()
         self._seen: set[str] = set()
 
     def __repr__(self) -> str:
@@ -119,12 +120,12 @@ class Where:
         return self._test(facts) is True
 
     def check_seen(self) -> None:
-        """Check that each open field was in at least one rollout: a misspelled one keeps nothing.
+        """Check that each open field that was compared was in at least one rollout: a misspelled one keeps nothing.
 
         Raises:
             ConfigError: no rollout had a field.
         """
-        missing = sorted(name for name in self.fields - self._seen if name.partition(".")[0] in _OPEN)
+        missing = sorted(self._asked - self._seen)
         if missing:
             raise self._refused(missing[0], "a field that at least one rollout has")
 
@@ -193,6 +194,7 @@ class Where:
 
         def value_of(facts: Facts) -> Any:
             value: Any = facts
+            self._asked.add(whole)
             for key in keys:
                 if not isinstance(value, Mapping) or key not in value:
                     return _ABSENT

@@ -5,7 +5,8 @@
     pairs    prompt, chosen, rejected, tools              two replies to one exact context
     kto      prompt, completion, label, tools             the last reply of a rollout
 
-Every row has ``source``: where it is from, which policy sampled it, and that its ids are the sampled ones.
+Every row has ``source``: where it is from, which policy sampled it, and whether its ids are the sampled ones, or a
+trainer encodes its text.
 
 Laws:
 
@@ -123,7 +124,7 @@ def units_of(
     return _judged_rows(rollouts, refused, passing)
 
 
-def _source(rollout: StoredRollout, branch: int) -> dict[str, Any]:
+def _source(rollout: StoredRollout, branch: int, encoded: Literal["sampled", "text"]) -> dict[str, Any]:
     row = rollout.branches[branch]
     return {
         "run": str(rollout.run.path),
@@ -134,7 +135,7 @@ def _source(rollout: StoredRollout, branch: int) -> dict[str, Any]:
         "by": rollout.run.model,
         "versions": list(dict.fromkeys(str(span[0]) for span in row.get("versions") or ())),
         "reward": rollout.reward,
-        "encoded": "sampled",
+        "encoded": encoded,
     }
 
 
@@ -161,7 +162,7 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
                 "input_ids": ids.tolist(),
                 "attention_mask": [1] * len(ids),
                 "labels": np.where(mask, ids, IGNORED).tolist(),
-                "source": _source(rollout, number),
+                "source": _source(rollout, number, "sampled"),
             }
             rows.append(row)
         if rows:
@@ -203,7 +204,7 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str]) -> Iter
             row = {
                 "messages": chat_messages(branch["messages"]),
                 "tools": rollout.run.tools(branch),
-                "source": _source(rollout, number),
+                "source": _source(rollout, number, "text"),
             }
             rows.append(row)
         if rows:
@@ -275,7 +276,7 @@ def _judged_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], passi
             "completion": messages[-1:],
             "label": rollout.reward >= passing,
             "tools": rollout.run.tools(branch),
-            "source": {**_source(rollout, number), "credit": "rollout"},
+            "source": {**_source(rollout, number, "text"), "credit": "rollout"},
         }
         yield Unit([row], (rollout,), _conversation(rollout))
 
@@ -359,7 +360,7 @@ def _pair(chosen: StoredRollout, rejected: StoredRollout, number: int) -> Unit:
     place = _replies(ours)[turn]
     other = theirs["messages"][_replies(theirs)[turn]]
     source = {
-        **_source(chosen, 0),
+        **_source(chosen, 0, "text"),
         "rejected_index": theirs.get("index"),
         "rejected_reward": rejected.reward,
         "credit": "rollout",

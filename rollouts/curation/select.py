@@ -1,7 +1,7 @@
 """Selection: which rollouts of the runs become rows, and why the others do not.
 
 Invariant: each rollout that was read is either selected or refused for one reason, in this order: no verdict, images,
-overlap with held-out texts, ``where``, the verdict that ``select`` asks for, an exact duplicate, the limit of its task.
+``where``, the verdict that ``select`` asks for, overlap with held-out texts, an exact duplicate, the limit of its task.
 A rollout without a verdict is in no pass rate. Two passes over the same runs select the same rollouts: ties are broken
 by a digest of the seed and the rollout's place, and nothing depends on time or on the order of a set.
 
@@ -199,13 +199,13 @@ class Selector:
             return NO_VERDICT
         if rollout.has_images:
             return IMAGES
-        if self._held_out is not None and self._held_out.has(rollout.prompt_text, rollout.texts()):
-            return HELD_OUT
         if self._where is not None:
             facts = {**rollout.facts(passing), **self.tasks[rollout.task].facts()}
             if not self._where(facts):
                 return WHERE
         if self._kind in ("correct", "shortest") and rollout.reward < passing:
             return NOT_PASSED
+        if self._held_out is not None and self._held_out.has(rollout.prompt_text, rollout.texts()):
+            return HELD_OUT
         parts = [column[mask].tobytes() for column, mask in zip(rollout.ids, rollout.masks, strict=True)]
         return None if seen.add(digest_of(rollout.task.encode(), *parts)) else DUPLICATE

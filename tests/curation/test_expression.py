@@ -112,6 +112,9 @@ def test_an_open_field_that_no_rollout_has_is_an_error() -> None:
     assert where(FACTS)
     with pytest.raises(ConfigError, match=r"metadata\.lvel"):
         where.check_seen()
+    behind = Where("turns == 4 and metadata.lvel == 3")
+    assert not behind(FACTS)
+    behind.check_seen()  # it was compared with no rollout
 
 
 def test_every_field_has_a_meaning() -> None:

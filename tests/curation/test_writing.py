@@ -82,6 +82,7 @@ def test_chat_rows_have_the_tools_that_the_model_saw(run: Path, tmp_path: Path) 
     """The schemas of the run, not a hash; a file names those of a run that has none."""
     for row in curate(run, "chat"):
         assert row["tools"] == TOOLS
+        assert row["source"]["encoded"] == "text"
         assert [message["role"] for message in row["messages"]][:2] == ["system", "user"]
     file = tmp_path / "tools.json"
     file.write_text('[{"name": "other"}]')

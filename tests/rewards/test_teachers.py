@@ -1,4 +1,4 @@
-"""Teachers score the sampled ids of kept groups: one teacher a rollout, exactly its ids, and never a zero for a failure."""
+"""Teachers score the sampled ids of kept groups: one teacher a rollout, exactly its ids, and no zeros for failures."""
 
 from __future__ import annotations
 
