@@ -52,6 +52,15 @@ def verdict(branches: list[dict[str, Any]]) -> float | None:
     return None if None in rewards else sum(rewards) / len(rewards)
 
 
+def figures(rewards: list[float | None]) -> dict[str, float]:
+    """The figures of a task that has a rollout with a verdict, from their definition."""
+    known = [reward for reward in rewards if reward is not None]
+    if not known:
+        return {}
+    rate, mean = sum(reward >= 1 for reward in known) / len(known), sum(known) / len(known)
+    return {"pass_rate": rate, "mean": mean, "n": len(known), "failed": len(rewards) - len(known)}
+
+
 def key_of(row: dict[str, Any]) -> tuple[str, Any, Any]:
     source = row["source"]
     return source["run"], source["group_index"], source["index"]
@@ -154,8 +163,10 @@ def test_a_failure_is_in_no_pass_rate_and_on_no_side(target: Target, tmp_path: P
                 if target == "pairs":
                     run, group, _ = key_of(row)
                     assert verdict(rollouts[run, group, row["source"]["rejected_index"]]) is not None
-        counted = {row["source"]["task"] for row in curate(runs, target, Selection(where="failed >= 1"))}
-        assert all(None in rewards[task] for task in counted)
+        for field, value in (("pass_rate", 0.5), ("mean", 0.5), ("n", 6), ("failed", 1)):
+            selection = Selection(select="all", where=f"{field} >= {value}")
+            taken = {row["source"]["task"] for row in curate(runs, "tokens", selection)}
+            assert taken == {task for task in rewards if figures(rewards[task]).get(field, 0) >= value}
 
 
 @pytest.mark.parametrize("target", TARGETS)
