@@ -118,7 +118,7 @@ def units_of(
     if target == "tokens":
         return _token_rows(rollouts, refused, several_runs=runs > 1)
     if target == "chat":
-        return _chat_rows(rollouts, refused)
+        return _chat_rows(rollouts, refused, several_runs=runs > 1)
     if target == "pairs":
         return _pair_rows(rollouts, refused, passing, per_task)
     return _judged_rows(rollouts, refused, passing)
@@ -152,7 +152,7 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
             if several_runs and mask.any():
                 mask = mask.copy()
                 for completion in branch.get("completions") or ():
-                    if not trained.add(digest_of(str(completion["request_id"]).encode(), _sampled(branch, completion))):
+                    if not trained.add(_request(branch, completion)):
                         mask[completion["start"] : completion["stop"]] = False
                         reason = TRAINED
             if not mask.any():
@@ -171,8 +171,10 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
             refused[reason] += 1
 
 
-def _sampled(branch: Mapping[str, Any], completion: Mapping[str, Any]) -> bytes:
-    return np.array(branch["tokens"][completion["start"] : completion["stop"]], np.int32).tobytes()
+def _request(branch: Mapping[str, Any], completion: Mapping[str, Any]) -> int:
+    """A digest of a request's id and of the ids that it sampled."""
+    ids = np.array(branch["tokens"][completion["start"] : completion["stop"]], np.int32)
+    return digest_of(str(completion["request_id"]).encode(), ids.tobytes())
 
 
 def _conversation(rollout: StoredRollout) -> str:
@@ -190,7 +192,8 @@ def _calls(message: Mapping[str, Any]) -> str:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str]) -> Iterator[Unit]:
+def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, several_runs: bool) -> Iterator[Unit]:
+    trained = HashSet()
     for rollout in rollouts:
         rows: list[dict[str, Any]] = []
         reason = NO_IDS
@@ -198,6 +201,9 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str]) -> Iter
             if not rollout.masks[number].any():
                 continue
             fault = _fault(rollout, number)
+            if fault is None and several_runs:
+                new = [trained.add(_request(branch, completion)) for completion in branch.get("completions") or ()]
+                fault = None if all(new) else TRAINED
             if fault is not None:
                 reason = fault
                 continue

@@ -117,12 +117,15 @@ def test_a_continued_rollout_of_another_run_trains_only_what_is_new(tmp_path: Pa
     for name in ("tokens", "loss_mask", "rollout_log_probs"):
         setattr(shorter, name, getattr(shorter, name)[: first.stop])
     shorter.completions, shorter.reward = [first], 1.0
+    shorter.messages = shorter.messages[:3]
     shorter.versions = [span for span in shorter.versions if span.stop <= first.stop]
     copied_run(tmp_path / "a2", [shorter], 0)
     rows = list(curate([tmp_path / "a2", tmp_path / "b"], "tokens", Selection(select="all")))
     assert len(rows) == 2
     assert set(rows[1]["labels"][: first.stop]) == {IGNORED}
     assert set(rows[1]["labels"][first.stop :]) != {IGNORED}
+    chats = curate([tmp_path / "a2", tmp_path / "b"], "chat", Selection(select="all"))
+    assert [Path(row["source"]["run"]).name for row in chats] == ["a2"], "a chat row has no mask"
 
 
 @pytest.mark.parametrize(("target", "selection"), [*cases(("tokens", "chat", "pairs", "kto"))])
