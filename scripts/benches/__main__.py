@@ -49,6 +49,7 @@ def _suite(argv: list[str]) -> None:
 OTHERS = (
     "calls",
     "curate",
+    "dispatch",
     "fill",
     "gateway",
     "internals",
