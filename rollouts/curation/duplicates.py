@@ -1,7 +1,7 @@
 """Duplicates and overlap: exact duplicates, near duplicates, and text that is in a held-out set.
 
 Invariant: a check costs the same for the first and the last row. Memory: 8 to 24 bytes for a row that was kept; for a
-near-duplicate index 1 to 3 KB a row; for held-out texts some 100 bytes a word.
+near-duplicate index 5 KB a row; for held-out texts some 120 bytes a word.
 
 This module knows texts and numbers, not rollouts.
 """
