@@ -20,6 +20,7 @@ from rollouts.base.validators import finite
 from rollouts.dtypes import hashes_in
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import Row, read_info, read_rows
+from rollouts.runs.reading import reading
 from rollouts.runs.tools import ToolFolder
 from rollouts.training.evaluation import task_key
 from rollouts.training.status import Status
@@ -66,10 +67,13 @@ class StoredRun:
             task: tuple[Any, Any, str] | None = None
             for _, branches in itertools.groupby(enumerate(rows), _rollout_of):
                 whole = [row for _, row in branches]
-                data = whole[0].data
-                if task is None or task[0] != data.get("prompt") or task[1] != data.get("label"):
-                    task = (data.get("prompt"), data.get("label"), _task_key(whole[0]))
-                yield StoredRollout(self, number, whole, task[2])
+                with reading(whole[0]):
+                    data = whole[0].data
+                    if task is None or task[0] != data.get("prompt") or task[1] != data.get("label"):
+                        task = (data.get("prompt"), data.get("label"), _task_key(whole[0]))
+                    rollout = StoredRollout(self, number, whole, task[2])
+                    rollout.check()
+                yield rollout
                 number += 1
 
 
@@ -126,6 +130,13 @@ class StoredRollout:
 
     def __repr__(self) -> str:
         return f"<rollout {self.number} of {self.run.path}, {len(self.rows)} branches>"
+
+    def check(self) -> None:
+        """Read the columns and the facts once: a row that is not a sample raises here, where its place is known."""
+        self.facts(1.0)
+        for ids, mask in zip(self.ids, self.masks, strict=True):
+            if len(ids) != len(mask):
+                raise ConfigError.of(f"{self.rows[0]}: loss_mask", f"{len(mask)} values", f"{len(ids)}, as tokens")
 
     @property
     def place(self) -> tuple[int, int]:

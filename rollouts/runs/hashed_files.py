@@ -15,6 +15,7 @@ from pathlib import Path
 import anyio.to_thread
 
 from rollouts.errors import ConfigError
+from rollouts.runs.reading import check_file
 
 __all__ = ["HashedFiles"]
 
@@ -75,9 +76,11 @@ class HashedFiles:
         Raises:
             ConfigError: there is no such file, or it has other bytes.
         """
+        if not isinstance(sha256, str) or len(sha256) != _HASH or not set(sha256) <= _DIGITS:
+            raise ConfigError.of(self._name, sha256, "a SHA-256 in hexadecimal digits")
         file = self._file(sha256)
-        if len(sha256) != _HASH or not set(sha256) <= _DIGITS:
-            raise ConfigError.of(self._name, sha256[:80], "a SHA-256 in hexadecimal digits")
+        if file.exists():
+            check_file(file)
         expected = f"the {self._name} with the SHA-256 {sha256}"
         try:
             data = file.read_bytes()

@@ -57,7 +57,7 @@ class ToolFolder(HashedFiles):
     def restored(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a stored sample with its tools in place of their hash; raises as :meth:`load`."""
         sha256 = fields.get("tools")
-        return {**fields, "tools": self.load(sha256)} if isinstance(sha256, str) else dict(fields)
+        return dict(fields) if sha256 is None else {**fields, "tools": self.load(sha256)}
 
 
 def named(fields: Mapping[str, Any]) -> dict[str, Any]:

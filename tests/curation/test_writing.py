@@ -16,6 +16,7 @@ from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.writer import RunWriter
 from tests.curation.branched_runs import TOOLS, random_run
+from tests.stored_runs import edit_line
 
 
 @pytest.fixture
@@ -109,6 +110,15 @@ def _without_tools(run: Path, bare: Path) -> None:
         sample.tools = None
     writer.write_batch(samples, {})
     writer.finish("finished")
+
+
+@pytest.mark.parametrize("field", ["tokens", "loss_mask", "versions", "metrics", "status"])
+def test_a_row_that_is_not_a_sample_is_named(field: str, run: Path) -> None:
+    """A folder that a stranger made ends in one line with the file and the row, whatever is in it."""
+    (file, *_) = sorted((run / "batches").glob("*.jsonl"))
+    edit_line(file, 1, lambda row: row.update({field: [{"x": 1}, 7]}))
+    with pytest.raises(ConfigError, match=rf"{file.name}, line"):
+        list(curate(run, "tokens", Selection(select="all")))
 
 
 def test_the_verb_writes_and_a_dry_run_does_not(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
