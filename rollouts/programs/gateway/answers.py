@@ -33,6 +33,8 @@ from rollouts.renderer.reply_text import opens_thought
 
 __all__ = ["Answers"]
 
+_PROMPT_END = 16
+"""Last prompt tokens that show whether the prompt opened a thinking block; as the renderer, which reads the reply."""
 _MOST_SAMPLINGS = 16
 """Sets of parameters of one session that are kept: the policy has encoded these objects before."""
 _MAX_STOPS = 32
