@@ -100,6 +100,7 @@ class Trajectory:
     Attributes:
         history: the policy for a history that the template rewrites.
         messages: the conversation as text; a view, never the record.
+        tools: the tools that the policy was shown, as the JSON of their schemas; ``None`` if unknown.
         images: the images of the tokens, in order, with the positions of their placeholder ids.
         segments: adjacent tokens of equal origin, covering all tokens.
         completions: records of the completions, in order.
@@ -114,6 +115,7 @@ class Trajectory:
     def __init__(self, history: OnRewrite = "append") -> None:
         self.history: OnRewrite = history
         self.messages: list[Message] = []
+        self.tools: str | None = None
         self.images: list[ImageSpan] = []
         self.segments: list[Segment] = []
         self.completions: list[CompletionRecord] = []
@@ -245,8 +247,7 @@ class Trajectory:
         self._readable = self._tokens
         self._sealed = self.sampled(0)
         self._replies.clear()
-        self.stop_reason = stop_reason
-        self.failure = failure
+        self.stop_reason, self.failure = stop_reason, failure
         return self
 
     def _check_not_sealed(self) -> None:

@@ -66,6 +66,8 @@ class Episode:
     memory: BridgeMemory = attrs.field(init=False, factory=BridgeMemory)
     """The state on which bridges of the current branch depend; a bridge then costs as much as its new messages."""
     environment: GuardedEnvironment | None = attrs.field(init=False, default=None)
+    tools: tuple[Tool, ...] | None = attrs.field(init=False, default=None)
+    """The tools of the environment; ``None`` before it has started."""
     stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
     """Why the episode ended: a deadline, unless :meth:`play` returned another reason."""
 
@@ -156,7 +158,7 @@ class Episode:
         Raises:
             ConfigError: the chat template failed its self-test for them.
         """
-        tools = environment.tools()
+        tools = self.tools = environment.tools()
         self.renderer.self_test(tools).raise_if_refused()
         return tools
 

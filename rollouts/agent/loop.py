@@ -26,6 +26,7 @@ from rollouts.agent.turn_log import TurnLog
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Limits, OnRewrite, Prompt, SamplingParams, StopReason
+from rollouts.dtypes.tools import tools_json
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import (
     ConfigError,
@@ -176,6 +177,10 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
 def _seal(episode: Episode, stop_reason: StopReason, failure: Failure | None) -> None:
     """Seal all branches. A last branch without a completion is removed; its messages go to the branch before it."""
     *earlier, last = episode.branches
+    if episode.tools is not None:
+        schemas = tools_json(episode.tools)
+        for branch in episode.branches:
+            branch.tools = schemas
     if earlier and not last.completions:
         earlier[-1].messages = last.messages
         *earlier, last = earlier

@@ -46,6 +46,7 @@ VERBS = {
     "play": Verb("play", "play one prompt and print its turns"),
     "view": Verb("view", "write a run as an HTML page, or serve an active run"),
     "check-run": Verb("verify", "do the laws hold on a stored run? With --model: its logprobs"),
+    "curate": Verb("curate", "make a data set for SFT or preference training of stored runs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),
     "rescore": Verb("rescore", "apply another reward function and filter to a stored run"),

@@ -9,6 +9,7 @@
     journal/          the append-only log from which a stopped or killed run resumes
     recording/        server replies and environment results of a run with --record, for replay
     images/           the images that samples, turns and recordings name, <sha256>.png, each once
+    tools/            the tools that samples name, <sha256>.json, each list of schemas once
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` plus ``outcome``, ``reason``, ``batch`` and the ``digests`` of its
 columns; float32 logprobs are read back bit for bit. Every line, ``run.json`` and every batch has a checksum; a line
@@ -32,6 +33,7 @@ from rollouts.runs.checksums import CHECKSUM, is_sound
 from rollouts.runs.images import IMAGES, ImageFolder
 from rollouts.runs.reading import check_file, reading
 from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.tools import TOOLS, ToolFolder, named
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Sample
@@ -119,7 +121,7 @@ class Row:
         with reading(self):
             fields = {key: value for key, value in self.data.items() if key not in _ADDED}
             try:
-                return Sample.from_dict(fields, ImageFolder(self.run).load)
+                return Sample.from_dict(ToolFolder(self.run).restored(fields), ImageFolder(self.run).load)
             except (ConfigError, TypeError, ValueError) as error:
                 raise ConfigError(f"{self}: not a sample ({error})") from None
 
@@ -170,7 +172,7 @@ def journal_rows(path: Path, history: RunHistory, group_index: int) -> Iterator[
     for sample in history.group_samples(group_index):
         added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
         added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-        yield Row(path, JOURNAL, group_index, "unbatched", {**sample.to_dict(), **added})
+        yield Row(path, JOURNAL, group_index, "unbatched", {**named(sample.to_dict()), **added})
 
 
 def note_of_calls(info: Mapping[str, Any]) -> str | None:
@@ -211,7 +213,7 @@ def check_outside(path: str | Path, option: str) -> None:
     """
     whole = Path(path).resolve()
     for run in whole.parents:
-        if whole.relative_to(run).parts[0] in (*RUN_FILES, IMAGES) and (run / "run.json").is_file():
+        if whole.relative_to(run).parts[0] in (*RUN_FILES, IMAGES, TOOLS) and (run / "run.json").is_file():
             raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
 
 

@@ -1,8 +1,8 @@
 """The events of a run in its journal: written as they happen, and read to resume the run.
 
-Invariant: a rollout is stored before the manager counts it as finished, and its images before it. One record settles a
-group, one record seals a batch, and both follow the samples that they refer to; so every prefix of the journal is a
-past state of the run. Tokens in records of turns are not written again with the sample.
+Invariant: a rollout is stored before the manager counts it as finished, and its images and tools before it. One record
+settles a group, one record seals a batch, and both follow the samples that they refer to; so every prefix of the
+journal is a past state of the run. Tokens in records of turns are not written again with the sample.
 
 Reading keeps offsets, not samples, so memory does not grow with the tokens. This module knows the records and the
 journal's folder, not the scheduler and not the other files of the run.
@@ -27,6 +27,7 @@ from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
 from rollouts.runs.reading import reading, unreadable
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
+from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.data_buffer import Draw
 from rollouts.training.metrics import RunMetrics
@@ -92,6 +93,10 @@ class RunHistory:
     totals: RunMetrics = attrs.field(factory=RunMetrics)
     torn: TornTail | None = None
     """The end of the journal that was not read."""
+    tools: ToolFolder = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.tools = ToolFolder(self.path.parent)
 
     @property
     def images(self) -> ImageFolder:
@@ -209,7 +214,7 @@ class RunHistory:
         if len(columns.tokens) != entry.fields["length"]:
             where = f"segment {entry.offset.segment}, offset {entry.offset.offset}"
             raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
-        return sample_of(entry.fields["sample"], columns, self.images.load)
+        return sample_of(self.tools.restored(entry.fields["sample"]), columns, self.images.load)
 
     def _turn(self, entry: Entry) -> Turn:
         assert entry.columns is not None, "a turn has columns"
@@ -285,6 +290,7 @@ class RunJournal:
     def __init__(self, journal: Journal, turns: Mapping[int, Sequence[Turn]] | None = None) -> None:
         self.journal = journal
         self.images = ImageFolder(journal.path.parent)
+        self.tools = ToolFolder(journal.path.parent)
         self._earlier = dict(turns or {})
         self._stored_turns: dict[int, _StoredTurns] = {}
         self._written: dict[int, list[_Written]] = {}
@@ -333,8 +339,7 @@ class RunJournal:
     async def finished(self, samples: Sequence[Sample]) -> None:
         """Record a finished and scored rollout; returns when it is committed."""
         assert samples[0].index is not None, "the manager numbers its rollouts"
-        for sample in samples:
-            await self.images.store(sample.named_images)
+        await self._store_files(samples)
         self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
@@ -351,8 +356,7 @@ class RunJournal:
             rollouts.setdefault(sample.index, []).append(sample)
         for index, samples in rollouts.items():
             if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
-                for sample in samples:
-                    await self.images.store(sample.named_images)
+                await self._store_files(samples)
                 self._append(samples)
             self._stored_turns.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
@@ -366,6 +370,12 @@ class RunJournal:
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
+    async def _store_files(self, samples: Sequence[Sample]) -> None:
+        """Write the images and tools that samples name."""
+        for sample in samples:
+            await self.images.store(sample.named_images)
+            await self.tools.store(sample.tools)
+
     def _append(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         """Append the records of a rollout; returns the fields of its samples."""
         index = samples[0].index
@@ -378,7 +388,7 @@ class RunJournal:
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != stored.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": sample_fields[branch]}
+            fields |= {"length": len(sample), "sample": named(sample_fields[branch])}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
         return sample_fields
 

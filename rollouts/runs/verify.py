@@ -44,6 +44,7 @@ from rollouts.runs.folder import (
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.tools import ToolFolder
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
 
@@ -144,6 +145,9 @@ class _Verification:
         self.folder = ImageFolder(run)
         self.images: set[str] = set()
         """The hashes of the images that were checked."""
+        self.tool_folder = ToolFolder(run)
+        self.tools: set[str] = set()
+        """The hashes of the lists of tools that were checked."""
         if (note := note_of_calls(info)) is not None:
             self.report.notes.append(note)
         self._check_bits()
@@ -441,6 +445,7 @@ class _Verification:
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)
         self._check_images(entry)
+        self._check_tools(entry)
         row = str(entry.row)
         repeated = None
         for call in stored.completions:
@@ -463,6 +468,17 @@ class _Verification:
             problem = self.folder.problem(sha256)
             if problem is not None:
                 self._broken(4, entry.place, problem, "every bit as it was written")
+
+    def _check_tools(self, entry: _Entry) -> None:
+        """Check law 4: the file of the tools that a sample names has the bytes of its hash; each file once."""
+        sha256 = entry.row.data.get("tools")
+        if sha256 is None or str(sha256) in self.tools:
+            return
+        self.tools.add(str(sha256))
+        self.report.checked[4]["lists of tools"] += 1
+        problem = self.tool_folder.problem(sha256)
+        if problem is not None:
+            self._broken(4, entry.place, problem, "every bit as it was written")
 
 
 def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:

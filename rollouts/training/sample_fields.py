@@ -68,6 +68,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("times", _is(Timeline), "a Timeline", Timeline),
     ("images", _all_are(ImageSpan), "ImageSpans", None),
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
+    ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -164,6 +165,7 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "teacher_log_probs": None if sample.teacher_column is None else sample.teacher_column.tolist(),
         "loss_multiplier": sample.loss_multiplier,
         "images": [[span.image.sha256, span.start, span.stop] for span in sample.images],
+        "tools": sample.tools,
     }
 
 
@@ -174,8 +176,7 @@ def values_of(data: Mapping[str, Any], names: Collection[str], load_image: LoadI
     if unknown:
         raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
     for name, _, _, read in _FIELDS:
-        value = values.get(name)
-        if read is not None and value is not None:
+        if read is not None and (value := values.get(name)) is not None:
             try:
                 values[name] = read(value)
             except (TypeError, ValueError):

@@ -24,6 +24,7 @@ import attrs
 
 from rollouts.base.validators import check
 from rollouts.dtypes import Completion, ImageSpan, Message, OnRewrite, StopReason, TokenColumn, Tool
+from rollouts.dtypes.tools import tools_json
 from rollouts.errors import Failure, TokenMismatchError
 from rollouts.programs.gateway.normal import EchoChange, echo_changes, path_keys, served_forms, shape_key
 from rollouts.programs.gateway.types import CallReply
@@ -492,6 +493,7 @@ def _ids(call: Call) -> list[str]:
 def _branch(path: Sequence[Call], before: Set[Call], not_trained: Set[Call], history: OnRewrite) -> Trajectory:
     """The tokens of a path as a trajectory; replies that are trained in a branch before, or never, are context."""
     branch = Trajectory(history)
+    branch.tools = tools_json(path[-1].tools)
     shared = max((call.stop for call in path if call in before), default=0)
     for call in path:
         shown = call.line.images(call.start, call.reply_start)

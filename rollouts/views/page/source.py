@@ -17,6 +17,7 @@ from rollouts.errors import ConfigError
 from rollouts.runs.folder import METRICS, batches_written, read_info, read_rows
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.reading import check_file, reading
+from rollouts.runs.tools import ToolFolder
 from rollouts.runs.verify import Report, verify_run
 from rollouts.training.evaluation import task_key
 from rollouts.training.types import Sample
@@ -104,7 +105,7 @@ def _tasks_of(path: Path) -> Iterator[Entry]:
     for outcome, name in (("sampled", "rollouts.jsonl"), ("greedy", "greedy.jsonl")):
         tasks: dict[str, list[Sample]] = {}
         for line in _lines(path / name):
-            sample = Sample.from_dict(line, ImageFolder(path).load)
+            sample = Sample.from_dict(ToolFolder(path).restored(line), ImageFolder(path).load)
             tasks.setdefault(task_key(sample.prompt, sample.label), []).append(sample)
         for samples in tasks.values():
             yield Entry(number, outcome, None, "", samples)
