@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rollouts.errors import ConfigError
-from rollouts.training.branches import by_rollout, reward_of_rollout
+from rollouts.training.branches import Comparison, by_comparison, by_rollout, reward_of_rollout
 from rollouts.training.status import Status
 
 if TYPE_CHECKING:
@@ -32,13 +32,14 @@ STD_FLOOR = 1e-6
 """A standard deviation of rewards at or below this counts as zero; slime's threshold."""
 
 
-def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
-    """Keep if the rewards differ: in a group without spread every advantage is zero.
+def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison = "seat") -> bool:
+    """Keep if rewards that are compared differ: in a group without spread every advantage is zero.
 
-    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread.
+    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` is that of
+    :func:`~rollouts.training.group_advantages`: in a game of several agents, the rewards of one seat must differ.
     """
-    rewards = _rewards(samples)
-    return len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR
+    compared = [_rewards(members) for members in by_comparison(samples, by)]
+    return any(len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR for rewards in compared)
 
 
 def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.5) -> bool:
