@@ -25,8 +25,8 @@ class SeatRecord(msgspec.Struct):
 
     trained: bool
     """Whether its conversations are samples."""
-    conversations: list[int]
-    """CRC-32 of the ids of the first request of each conversation, by number."""
+    conversations: dict[int, int]
+    """CRC-32 of the ids of the first request of each conversation, by its number."""
     policy: str = ""
     """Its versions begin with this name and a slash; empty where the rollout's own policy samples its replies."""
 
@@ -46,7 +46,7 @@ def check_seats(rows: Sequence[tuple[Stored, Any, str]], broken: Callable[[int, 
         return 0
     place = rows[0][2]
     try:
-        record = msgspec.convert(given, dict[str, SeatRecord])
+        record = msgspec.convert(given, dict[str, SeatRecord], strict=False)  # keys of JSON are text
     except msgspec.ValidationError as error:
         broken(4, f"{place}, metadata[{SEATS!r}]", f"a record that does not read ({error})", "what the play wrote")
         return 0
@@ -56,7 +56,7 @@ def check_seats(rows: Sequence[tuple[Stored, Any, str]], broken: Callable[[int, 
             broken(4, f"{where}, metadata[{SEATS!r}]", "another record", f"that of {place}: one for the rollout")
         found.add((stored.seat, stored.conversation))
         _check_row(stored, where, record, broken)
-    expected = [(seat, n) for seat, of in record.items() if of.trained for n in range(len(of.conversations))]
+    expected = [(seat, n) for seat, of in record.items() if of.trained for n in of.conversations]
     missing = [f"{seat} {number}" for seat, number in expected if (seat, number) not in found]
     if missing and not any(stored.outcome == "failed" for stored, _, _ in rows):
         broken(4, place, f"no sample of {', '.join(missing)}", "each conversation that the play recorded")
@@ -71,10 +71,10 @@ def _check_row(
         trained = [seat for seat, one in record.items() if one.trained]
         broken(2, place, f"a sample of seat {stored.seat!r}", f"one of the seats that are trained, {trained}")
         return
-    if not stored.conversation < len(of.conversations):
-        broken(4, place, f"conversation {stored.conversation}", f"one of the {len(of.conversations)} of {stored.seat}")
+    known = of.conversations.get(stored.conversation)
+    if known is None:
+        broken(4, place, f"conversation {stored.conversation}", f"one of {[*of.conversations]} of {stored.seat}")
         return
-    known = of.conversations[stored.conversation]
     if stored.completions and stored.completions[0].start < len(stored.tokens) and not _is_later_branch(stored, known):
         got = f"a first request of checksum {stored.completions[0].prompt_digest:#010x}"
         broken(5, place, got, f"{known:#010x}, that of {stored.seat} {stored.conversation} as the play recorded it")
