@@ -29,7 +29,7 @@ async def play(seats: Seats, prompt: Prompt) -> None:
     solvers = await gather(*(seats.solver.run(question) for _ in range(4)))
     for one in solvers:
         one.reward = float(one.text.strip().rstrip(".") == answer)
-    rate = fmean(one.reward for one in solvers)
+    rate = fmean(one.reward or 0.0 for one in solvers)
     proposer.reward = 4 * rate * (1 - rate)
 
 

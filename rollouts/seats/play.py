@@ -201,7 +201,7 @@ def _samples(table: Table, metadata: Mapping[str, Any], failure: Failure | None)
             frozen[name] = [branches[-1].read_record("messages") for branches in found.values()]
     if not samples:
         failure = failure or Failure.of(NoReply("no seat that is trained was asked"))
-        named = {"group_index": prompt.group_index, "index": prompt.index, "rollout_id": prompt.index}
+        named: dict[str, Any] = {"group_index": prompt.group_index, "index": prompt.index, "rollout_id": prompt.index}
         samples = [Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED, **named)]
     for number, sample in enumerate(samples):
         sample.metadata = {**prompt.metadata, **metadata, "seats": record}

@@ -166,7 +166,9 @@ class Run:
         seat, table = self._table.seats[self.seat], self._table
         assert seat.program is not None
         assert seat.sandbox is not None
-        given = table.options.renderer
+        given: dict[str, Any] = {**table.options.renderer, **options}
+        if seat.limits is not None:
+            given["limits"] = seat.limits
         samples = await program_rollout_to_samples(
             prompt,
             program=seat.program,
@@ -176,8 +178,7 @@ class Run:
             sampling=player.sampling,
             policy=player.policy,
             history=table.options.history,
-            **({} if seat.limits is None else {"limits": seat.limits}),
-            **{**given, **options},
+            **given,
         )
         taken = samples[-1].metadata
         self.metadata = {name: value for name, value in taken.items() if prompt.metadata.get(name) is not value}
