@@ -23,7 +23,7 @@ Strategy: TypeAlias = Mapping[tuple[str, str], float]
 
 
 def net(history: str, cards: str) -> int:
-    """What the first player wins at the end of a game, in antes: his card is ``cards[0]``."""
+    """The win of the first player at the end of a game, in antes: his card is ``cards[0]``."""
     higher = 1 if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -1
     if history in ("bp", "pbp"):
         return 1 if history == "bp" else -1
@@ -59,7 +59,7 @@ def best_value(player: int, other: Strategy) -> float:
 
 
 def exploitability(strategy: Strategy) -> float:
-    """What a best response wins against a strategy, as the mean of both places; 0 at an equilibrium."""
+    """The win of a best response against a strategy, as the mean of both places; 0 at an equilibrium."""
     return (best_value(0, strategy) + best_value(1, strategy)) / 2
 
 

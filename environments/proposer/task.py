@@ -18,7 +18,7 @@ _RESULT = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 async def play(seats: Seats, prompt: Prompt) -> None:
-    """One proposal; a text without a problem earns the proposer 0, and no solver is asked."""
+    """One proposal; a reply without a problem earns the proposer 0, and no solver is asked."""
     proposer = await seats.proposer.run(prompt)
     found = _PROBLEM.search(proposer.text)
     if found is None:

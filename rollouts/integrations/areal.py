@@ -32,7 +32,7 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
-from rollouts.training.branches import by_comparison
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import (
     check_temperature,
     image_column,

@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
-from rollouts.training.branches import by_comparison
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import check_one_branch, check_temperature, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 

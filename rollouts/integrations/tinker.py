@@ -27,7 +27,7 @@ from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
-from rollouts.training.branches import Comparison, by_comparison, by_conversation
+from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
 from rollouts.training.rows import check_temperature, group_name, reward_of_branches, row_columns
 from rollouts.training.types import Sample
 

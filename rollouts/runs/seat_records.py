@@ -21,7 +21,7 @@ SEATS = "seats"
 
 
 class SeatRecord(msgspec.Struct):
-    """What the play of a rollout records of one seat."""
+    """The record that the play of a rollout leaves of one seat."""
 
     trained: bool
     """Whether its conversations are samples."""

@@ -276,7 +276,7 @@ class Chat:
         """The reply that an earlier process logged.
 
         Raises:
-            Diverged: something else was asked then, or the chat cannot go on from there.
+            Diverged: something else was asked then, or the chat cannot continue from there.
         """
         turn = self._kept[self._given]
         if turn.fields.get("asked") != asked:

@@ -26,7 +26,7 @@ async def gather(*coroutines: Coroutine[Any, Any, _Result]) -> list[_Result]:
 
     with contextlib.ExitStack() as stack:
         for coroutine in coroutines:
-            stack.callback(coroutine.close)  # one that never began would be reported as not awaited
+            stack.callback(coroutine.close)  # else a coroutine that never began is reported as not awaited
         async with first_error() as tasks:
             for number in range(len(coroutines)):
                 tasks.start_soon(run, number)

@@ -1,4 +1,4 @@
-"""The turns of a play in the log of its rollout, by conversation, and those that an earlier process logged.
+"""The turns of a play in the log of its rollout, by conversation; also the turns that an earlier process logged.
 
 Invariant: a kept reply is given out only to the same messages in the same place of the same conversation; anything else
 is a divergence, after which the rollout begins again with an empty log. This module plays nothing.

@@ -10,7 +10,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe
 from rollouts.seats.play import PlayFn, generate_play_batch
 from rollouts.seats.seat import Seat, check_seats
-from rollouts.training.branches import Comparison, comparison_keys
+from rollouts.training.comparisons import Comparison, comparison_keys
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.types import Sample
 

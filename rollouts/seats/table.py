@@ -30,7 +30,7 @@ class SeatFailed(GenerateFailure):
 
 @attrs.frozen(kw_only=True)
 class SeatOptions:
-    """What a seat has where its own field is ``None``."""
+    """The values of a seat whose own fields are ``None``."""
 
     endpoint: Endpoint
     tokenizer: Any

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
-from rollouts.training.branches import Comparison, comparison_keys, conversation_keys, rollout_keys
+from rollouts.training.branches import rollout_keys
+from rollouts.training.comparisons import Comparison, comparison_keys, conversation_keys
 from rollouts.training.rows import check_fields, reward_of_branches
 from rollouts.training.types import Sample
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
-from rollouts.training.branches import Comparison, by_comparison, by_conversation
+from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
 from rollouts.training.rows import reward_of_branches, turn_column
 from rollouts.training.types import Sample
 

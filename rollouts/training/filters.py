@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rollouts.errors import ConfigError
-from rollouts.training.branches import Comparison, by_comparison, by_rollout, reward_of_rollout
+from rollouts.training.branches import by_rollout, reward_of_rollout
 from rollouts.training.status import Status
 
 if TYPE_CHECKING:
+    from rollouts.training.comparisons import Comparison
     from rollouts.training.sample import Sample
 
 __all__ = [
@@ -38,6 +39,8 @@ def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison = "seat")
     Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` is that of
     :func:`~rollouts.training.group_advantages`: in a game of several agents, the rewards of one seat must differ.
     """
+    from rollouts.training.comparisons import by_comparison  # here: the import of a filter stays small
+
     compared = [_rewards(members) for members in by_comparison(samples, by)]
     return any(len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR for rewards in compared)
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from rollouts.base.validators import finite, is_int
 from rollouts.dtypes import LogprobColumn, TokenColumn
 from rollouts.errors import ConfigError
-from rollouts.training.types import Sample, Status, by_conversation, by_rollout
+from rollouts.training.comparisons import by_conversation
+from rollouts.training.types import Sample, Status, by_rollout
 
 __all__ = [
     "Columns",

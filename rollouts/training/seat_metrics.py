@@ -10,7 +10,8 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from rollouts.training.branches import by_comparison, by_conversation, reward_of_rollout
+from rollouts.training.branches import reward_of_rollout
+from rollouts.training.comparisons import by_comparison, by_conversation
 from rollouts.training.sample import Sample
 
 __all__ = ["seat_metrics"]

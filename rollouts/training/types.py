@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import attrs
 
 from rollouts.dtypes import Prompt
-from rollouts.training.branches import by_conversation, by_rollout, reward_of_rollout, rollout_keys
+from rollouts.training.branches import by_rollout, reward_of_rollout, rollout_keys
 from rollouts.training.sample import ImageInputs, Sample
 from rollouts.training.status import Status
 
@@ -26,7 +26,6 @@ __all__ = [
     "RewardFn",
     "Sample",
     "Status",
-    "by_conversation",
     "by_rollout",
     "reward_of_rollout",
     "rollout_keys",

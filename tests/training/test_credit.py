@@ -313,7 +313,7 @@ def test_maxrl_weighs_a_rare_success_more() -> None:
 
 
 def test_role_baselines_move_by_seat_and_are_restored() -> None:
-    """Each seat has a mean; a resumed run goes on with it."""
+    """Each seat has a mean; a resumed run continues with it."""
     baselines = credit.RoleBaselines(decay=0.5)
     samples = [row(1.0, (1,), 0, seat="a"), row(-1.0, (1,), 0, seat="b"), row(1.0, (1,), 1, seat="a")]
     assign_advantages(samples, baselines)

@@ -15,6 +15,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.scoring import plain_reward
+from rollouts.training.comparisons import seat_of
 
 __all__ = ["normalise_rewards"]
 
@@ -47,7 +48,7 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     scale = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
     groups: dict[Any, list[int]] = {}
     for position, sample in enumerate(samples):
-        groups.setdefault((sample.group_index, _of(sample)[0]), []).append(position)
+        groups.setdefault((sample.group_index, seat_of(sample)[0]), []).append(position)
     rewards = [0.0] * len(raw)
     for positions in groups.values():
         kept = _kept([(samples[position], raw[position]) for position in positions])
@@ -65,15 +66,9 @@ def _kept(group: Sequence[tuple[Any, float]]) -> dict[Any, list[float]]:
     rollouts: dict[Any, list[float]] = {}
     for number, (sample, reward) in enumerate(group):
         if not sample.remove_sample:
-            key = ("alone", number) if sample.rollout_id is None else (sample.rollout_id, *_of(sample))
+            key = ("alone", number) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
             rollouts.setdefault(key, []).append(reward)
     return rollouts
-
-
-def _of(sample: Any) -> tuple[str, int]:
-    """The seat of a sample and the number of its conversation, as ``to_slime`` names them in its metadata."""
-    metadata = sample.metadata or {}
-    return str(metadata.get("seat") or ""), int(metadata.get("conversation") or 0)
 
 
 def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:

@@ -28,7 +28,7 @@ from rollouts.runs.folder import Row
 from rollouts.runs.run import RunResult
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.stalls import Stall
-from rollouts.training.branches import by_comparison
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Sample

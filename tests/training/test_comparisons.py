@@ -11,7 +11,8 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.training import Sample
 from rollouts.training.batch import group_advantages
-from rollouts.training.branches import by_comparison, by_conversation, by_rollout
+from rollouts.training.branches import by_rollout
+from rollouts.training.comparisons import by_comparison, by_conversation
 from rollouts.training.filters import check_reward_nonzero_std
 
 
