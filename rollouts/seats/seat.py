@@ -43,7 +43,8 @@ class Seat:
     policy: Policy | None = attrs.field(default=None, repr=False)
     """Replaces the client of the endpoint."""
     sampling: SamplingParams | None = None
-    """Replaces that of the endpoint. The seed is mixed with the name of the seat and the number of the conversation."""
+    """By default that of ``endpoint`` if it sets any, else that of the rollout. The seed is mixed with the name of the
+    seat and the number of the conversation."""
     limits: Limits | SessionLimits | None = None
     """Of each conversation. By default a chat has at most 100 replies, a cut reply is passed on, and a run has the
     limits of an episode. Seconds count only while the seat is asked."""

@@ -24,6 +24,9 @@ from rollouts.training.types import Sample
 __all__ = ["Conversation", "Player", "SeatFailed", "SeatOptions", "Table", "as_sent"]
 
 
+_UNSET = SamplingParams()
+
+
 class SeatFailed(GenerateFailure):
     """A seat failed. The rollout fails with the seat's own failure, whatever the play does with this error."""
 
@@ -139,8 +142,9 @@ class Table:
         if self.policy_name(name):
             policy = SeatVersions(policy, name)
             describe_as(policy, client)
-        own = seat.sampling or (endpoint.sampling if seat.endpoint is not None else options.sampling)
-        sampling = seeded(own or endpoint.sampling, name, number)
+        own = endpoint.sampling if endpoint.sampling != _UNSET else None
+        own = seat.sampling or (own if seat.endpoint is not None else options.sampling)
+        sampling = seeded(own or options.sampling or options.endpoint.sampling, name, number)
         return Player(policy, renderer, sampling, endpoint, (await describe_once(client)).max_context)
 
     def policy_name(self, name: str) -> str:

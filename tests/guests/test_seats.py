@@ -39,7 +39,7 @@ def test_it_runs(name: str, engine_url: str, tmp_path: Path, capsys: pytest.Capt
     assert all(sample.loss_mask.count(1) > 0 and sample.reward is not None for sample in samples)
     report = verify_run(out)
     assert report.ok, report.violations
-    assert report.checked[4]["conversations of seats"] == len(samples)
+    assert report.checked[4]["conversations of seats"] >= len(samples)
     metrics = json.loads((out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     assert f"seat/{samples[0].seat}/reward/mean" in metrics
     capsys.readouterr()
