@@ -146,10 +146,12 @@ class Chat:
             self._asking = False
 
     async def _answer(self, said: Sequence[Message]) -> Reply:
+        if not self._first:
+            said = self._first = (Message("system", self._system), *said) if self._system else said
         asked = digest_of(said) if self._table.log.logs else ""
         if self._given < len(self._kept):
             await anyio.lowlevel.checkpoint()
-            return await self._kept_reply(said, asked)
+            return await self._kept_reply(asked)
         episode, player = await self._begun()
         reply, reason, ended = None, None, False
         episode.stop_reason = StopReason.DEADLINE
@@ -215,12 +217,11 @@ class Chat:
                 await episode.append_messages(step.messages, self._tools)
 
     async def _open(self, episode: Episode, player: Player, said: Sequence[Message]) -> None:
-        self._first = (Message("system", self._system), *said) if self._system else said
-        player.renderer.check_images(self._first)
+        player.renderer.check_images(said)
         if player.renderer.images is not None:
             check_takes_images(player.policy)
             await in_thread(player.renderer.images.check_repeats)
-        prompt = attrs.evolve(self._table.prompt, prompt=self._first)
+        prompt = attrs.evolve(self._table.prompt, prompt=said)
         self._guarded = episode.environment = GuardedEnvironment.create(self._factory, self._limits)
         opening = await self._guarded.open(prompt, episode.trajectory)
         self._tools = episode.tools_of(self._guarded)
@@ -272,7 +273,7 @@ class Chat:
                 episode.trajectory.count("snapshot_failures")
         self._logged = await self._table.log.save(self._key, episode.trajectory, self._logged, fields)
 
-    async def _kept_reply(self, said: Sequence[Message], asked: str) -> Reply:
+    async def _kept_reply(self, asked: str) -> Reply:
         """The reply that an earlier process logged.
 
         Raises:
@@ -281,8 +282,6 @@ class Chat:
         turn = self._kept[self._given]
         if turn.fields.get("asked") != asked:
             raise self._table.diverge(f"{self._key}, ask {self._given}: other messages than before the interruption")
-        if not self._given:
-            self._first = (Message("system", self._system), *said) if self._system else said
         self._given += 1
         reply = _reply_of(turn)
         if self._given == len(self._kept):

@@ -354,16 +354,22 @@ async def test_a_play_that_was_killed_goes_on_with_the_same_ids(renderer: Render
     assert [violation for sample in samples for violation in check_sample(sample)] == []
 
 
-@pytest.mark.parametrize("other", ["Bid.", "Order."])
-async def test_a_play_that_asks_something_else_begins_again(renderer: Renderer, other: str) -> None:
+@pytest.mark.parametrize(
+    ("lives", "system", "said"),
+    [(1, "You are white.", "Bid."), (1, "You are red.", "Begin."), (5, "You are white.", "Begin.")],
+    ids=["other words", "another system prompt", "fewer asks"],
+)
+async def test_a_play_that_asks_something_else_begins_again(
+    renderer: Renderer, lives: int, system: str, said: str
+) -> None:
     """No kept reply is given to another question, or left out; the rollout is counted as restarted."""
 
     async def changed(seats: Any, prompt: Prompt) -> None:
-        white = seats.white.chat("You are white.")
+        white = seats.white.chat(system)
         white.reward = 0.0
-        await white.ask("Begin." if other == "Order." else other)
+        await white.ask(said)
 
-    killed = Kept(lives=5)
+    killed = Kept(lives=lives)
     with killed.death:
         await played(renderer, dinner, counter(renderer), DINNER, prompt=killed.prompt())
     policy, again = counter(renderer), Kept(killed.turns)
