@@ -141,7 +141,8 @@ class Table:
         policy = resuming(client, renderer.decode)
         if self.policy_name(name):
             policy = SeatVersions(policy, name)
-            describe_as(policy, client)
+        if policy is not client:
+            describe_as(policy, client)  # a program's session asks for it
         own = endpoint.sampling if endpoint.sampling != _UNSET else None
         own = seat.sampling or (own if seat.endpoint is not None else options.sampling)
         sampling = seeded(own or options.sampling or options.endpoint.sampling, name, number)
