@@ -23,10 +23,12 @@ import anyio
 from rollouts.base.terminal import say
 from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
-from rollouts.dtypes import OnRewrite
+from rollouts.dtypes import OnRewrite, Provider
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
+from rollouts.runs.folder import check_files
 
 __all__ = [
     "BAD_INPUT",
@@ -62,7 +64,15 @@ Result = TypeVar("Result")
 
 def add_provider(parser: argparse._ActionsContainer) -> None:
     """Add the option for the protocol of ``--endpoint``."""
-    parser.add_argument("--provider", choices=("sglang", "vllm"), help="protocol of --endpoint (default: sglang)")
+    parser.add_argument(
+        "--provider", type=_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
+    )
+
+
+def _provider(text: str) -> str:
+    if text not in get_args(Provider):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected sglang or vllm: {NEEDS_TOKEN_IDS}")
+    return text
 
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
@@ -105,7 +115,7 @@ def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, exa
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
+        description=f"{does[0].upper()}{does[1:]}" + ("" if does.endswith("?") else "."),
         epilog=f"Example: rollouts {example}",
         add_help=False,
     )
@@ -237,13 +247,14 @@ def add_output(verb: argparse.ArgumentParser) -> None:
 
 
 def check_run(path: Path, argument: str = "RUN") -> None:
-    """Check that a folder contains a run.
+    """Check that a folder contains a run whose files may be opened.
 
     Raises:
-        ConfigError: it does not; the message names the argument.
+        ConfigError: it does not, with the argument in the message; or it has a FIFO, a device or a sparse file.
     """
     if not (path / "run.json").is_file():
         raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")
+    check_files(path)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Required, Unpack, get_args
+from typing import Any, Never, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
+import attrs
 
 from rollouts.agent.episode import OnStep
 from rollouts.agent.loop import begin_episode, ending
@@ -31,6 +32,7 @@ from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
+from rollouts.training.sample_validator import copied
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
@@ -109,6 +111,7 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    unedited = attrs.evolve(prompt, label=copied(prompt.label))  # an environment may change its label in place
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     episode = await begin_episode(
@@ -125,7 +128,7 @@ async def agent_rollout_to_samples(
     async with ending(episode):
         episode.stop_reason = await episode.play(environment_cls)
     image_inputs = None if renderer.images is None else renderer.images.inputs
-    return trajectory_to_samples(episode.branches, prompt, renderer.decode, image_inputs)
+    return trajectory_to_samples(episode.branches, unedited, renderer.decode, image_inputs)
 
 
 class AgentOptions(RendererOptions, total=False):
@@ -142,16 +145,28 @@ class AgentOptions(RendererOptions, total=False):
     history: OnRewrite
 
 
-async def generate_rollout_batch(
-    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Unpack[AgentOptions]
-) -> list[Sample]:
-    """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently.
+def generate_rollout_batch(
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]],
+    *others: Never,
+    **options: Unpack[AgentOptions],
+) -> Coroutine[Any, Any, list[Sample]]:
+    """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently; await the result.
 
     With the options bound by ``functools.partial``, it is the ``generate_fn`` of a ``RolloutConfig``.
 
     Returns:
         One sample for each prompt, in order; several where a rollout forks.
+
+    Raises:
+        ConfigError: at the call, if it has the arguments of slime's function for ``--rollout-function-path``.
     """
+    if others:  # slime does not await what it calls, so that an error of a coroutine would be lost
+        expected = "prompts, and options by name; slime takes rollouts.integrations.slime.generate_rollout_batch"
+        raise ConfigError.of("generate_rollout_batch", f"{1 + len(others)} arguments in order", expected)
+    return _generate_batch(prompts, **options)
+
+
+async def _generate_batch(prompts: Iterable[Any], **options: Unpack[AgentOptions]) -> list[Sample]:
     prompts = list(prompts)
     if len(prompts) == 1:  # as the manager calls it
         return await agent_rollout_to_samples(prompts[0], **options)

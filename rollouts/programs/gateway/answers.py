@@ -32,8 +32,6 @@ from rollouts.renderer.dialects import thought_marks
 
 __all__ = ["Answers"]
 
-_PROMPT_END = 16
-"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
 _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
@@ -144,7 +142,7 @@ class Answers:
         except ContextOverflow as error:
             length = len(tokens) + budget  # the server does not say its context: it is below this
             raise self._overflow(length, length - 1) from error
-        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
+        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens)
         message, stop_text = _until_stop(message, request.sent.stop, completion)
         written = message.tool_calls
         message, served = self._ids.give(message)
