@@ -263,7 +263,7 @@ def test_the_page_about_filters_has_all_with_their_defaults() -> None:
     assert sorted(rows) == sorted(filters.__all__)
     for name, arguments in rows.items():
         parameters = inspect.signature(getattr(filters, name)).parameters.values()
-        bounds = [f"={each.default}" * name.startswith("check_") for each in parameters if each.name != "samples"]
+        bounds = [f"={each.default!r}" * name.startswith("check_") for each in parameters if each.name != "samples"]
         names = [each.name for each in parameters if each.name != "samples"]
         given = ["samples"] * name.startswith("check_") + [a + b for a, b in zip(names, bounds, strict=True)]
         assert arguments == ", ".join(given)

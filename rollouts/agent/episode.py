@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -24,7 +25,7 @@ from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
-from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten, ReplyRefused
+from rollouts.errors import ConfigError, Failure, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
@@ -70,6 +71,8 @@ class Episode:
     """The tools of the environment; ``None`` before it has started."""
     stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
     """Why the episode ended: a deadline, unless :meth:`play` returned another reason."""
+    failure: Failure | None = attrs.field(init=False, default=None)
+    """The failure that ended it."""
 
     def __attrs_post_init__(self) -> None:
         self.branches = [Trajectory(self.history)]
@@ -106,7 +109,7 @@ class Episode:
                 return StopReason.MAX_TURNS
             # 7. Append the result: text in the same turn, a bridge after the tokens so far, or a new branch.
             if step.continuation:
-                await self._append_continuation(step.continuation, environment.name, tools)
+                await self.append_continuation(step.continuation, environment.name, tools)
             else:
                 await self.append_messages(step.messages, tools)
             # 8. Log the turn. Without a snapshot the first turn is enough: it shows that the episode had begun.
@@ -148,11 +151,11 @@ class Episode:
         if self.recorder is not None and self.recorder.log.turns:
             self.trajectory.count("restarted_at_resume")
         messages = await environment.open(self.prompt, self.trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
         await self.open_conversation(messages, tools)
         return 0, None, tools
 
-    def _tools(self, environment: GuardedEnvironment) -> tuple[Tool, ...]:
+    def tools_of(self, environment: GuardedEnvironment) -> tuple[Tool, ...]:
         """The tools of the started environment.
 
         Raises:
@@ -174,7 +177,7 @@ class Episode:
         if prior.part_start is not None and not prior.new:
             known = [*before, self.replies.turn_until(trajectory, prior.part_start, ())]
         await environment.start(attrs.evolve(self.prompt, prompt=known), trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
         if self.history != "append":
             self.rendered = await rendered(before, self.renderer.render, before, tools)
         if prior.new:
@@ -198,7 +201,13 @@ class Episode:
         """Restore the environment's last snapshot, and continue the trajectory of the logged turns."""
         last = recorder.log.turns[-1].fields
         await environment.restore(self.prompt, last["snapshot"], self.trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
+        self.adopt_logged(earlier, last)
+        recorder.resumed(earlier, is_open=self.replies.continues)
+        return tools
+
+    def adopt_logged(self, earlier: Trajectory, last: Mapping[str, Any]) -> None:
+        """Continue the trajectory of logged turns; ``last`` are the fields of the last of them."""
         self.branches = [earlier]
         self.session = last["session"]
         replies = self.replies
@@ -209,8 +218,6 @@ class Episode:
             replies.continue_after(last["open_turn"], len(earlier))
         self.budget.sampled = int(earlier.mask.sum())
         earlier.count("turns_before_resume", len(earlier.completions))
-        recorder.resumed(earlier, is_open=replies.continues)
-        return tools
 
     async def open_conversation(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> None:
         """Append the opening: the tokens before the first reply.
@@ -289,7 +296,7 @@ class Episode:
             raise failure(f"the template cannot render the next turn: {error}") from error
         self._observe()
 
-    async def _append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:
+    async def append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:
         """Append the environment's text to the assistant turn of the last reply.
 
         Raises:

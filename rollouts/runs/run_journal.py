@@ -320,7 +320,8 @@ class RunJournal:
                 self.journal.append("turn", {"index": index, "first": True})
             else:
                 await self.images.store(turn.images)
-                columns, first = Columns.of(turn), turn.number == 1
+                columns = Columns.of(turn)
+                first = turn.number == 1 and "conversation" not in turn.fields  # of a play: with those of the others
                 stored = _StoredTurns() if first else self._stored_turns[index]
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import statistics
 import zlib
 from collections import Counter
@@ -44,6 +45,7 @@ from rollouts.runs.folder import (
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
@@ -53,7 +55,7 @@ __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"
 
 @attrs.frozen
 class Spread:
-    """Reward spread within groups, over the groups whose samples all have a reward."""
+    """Reward spread within groups, over the groups whose samples all have a reward; each seat counts as a group."""
 
     groups: int
     with_spread: int
@@ -155,9 +157,12 @@ class _Verification:
         rewards: dict[StoredOutcome, list[list[float]]] = {}
         for outcome, file in run_files(run, growing=self.growing):
             for members in self._read(outcome, file):
-                scores = [entry.stored.reward for entry in members if entry.stored.reward is not None]
-                if len(scores) == len(members):
-                    rewards.setdefault(outcome, []).append(scores)
+                seats: dict[str, list[float | None]] = {}
+                for entry in members:
+                    seats.setdefault(entry.stored.seat, []).append(entry.stored.reward)
+                scored = [[one for one in scores if one is not None] for scores in seats.values()]
+                if all(map(operator.eq, map(len, scored), map(len, seats.values()))):
+                    rewards.setdefault(outcome, []).extend(scored)
         self._check_accounting()
         self._check_metrics()
         if self.growing and self.history is not None:
@@ -281,13 +286,20 @@ class _Verification:
         """Check law 3 on a forked history: no reply is trained in two branches of one rollout."""
         for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
             branches = list(members)
-            self._check_session(branches)
+            rows = [(entry.stored, entry.row.data.get("metadata"), entry.place) for entry in branches]
+            if seated := check_seats(rows, self._broken):
+                self.report.checked[4]["conversations of seats"] += seated
+            for _, of_one in itertools.groupby(
+                branches, key=lambda entry: (entry.stored.seat, entry.stored.conversation)
+            ):
+                self._check_session(list(of_one))
             if branches[0].stored.history != "fork":
                 continue  # a custom generate function: two of its sequences may sample equal replies from one prefix
-            replies: dict[tuple[int, ...], _Entry] = {}
+            replies: dict[tuple[Any, ...], _Entry] = {}
             for entry in branches:
                 for number, call in enumerate(entry.stored.completions):
-                    reply = (call.prompt_digest, call.start, *entry.stored.tokens[call.start : call.stop])
+                    conversation = (entry.stored.seat, entry.stored.conversation)
+                    reply = (conversation, call.prompt_digest, *entry.stored.tokens[call.start : call.stop])
                     first = replies.setdefault(reply, entry)
                     if first is not entry:
                         place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"

@@ -101,6 +101,10 @@ class Sample:
     """Factor of the sample's loss; 0 leaves it out of the loss and in its group's advantages."""
     images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=tuple[ImageSpan, ...])
     """The images of its tokens, in order, with the positions of their placeholder ids."""
+    seat: str = ""
+    """The agent that it is a conversation of, in a rollout of several; empty in a rollout of one."""
+    conversation: int = 0
+    """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None
@@ -152,6 +156,7 @@ class Sample:
 
     def __repr__(self) -> str:
         where = f"group {self.group_index} · index {self.index}"
+        where += f" · {self.seat} {self.conversation}" if self.seat else ""
         trained = np.count_nonzero(self._loss_mask)
         counts = f"{len(self)} tokens, {trained} trained"
         return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"

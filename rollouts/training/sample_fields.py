@@ -69,6 +69,8 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("images", _all_are(ImageSpan), "ImageSpans", None),
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
     ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
+    ("seat", _is(str), "a string", None),
+    ("conversation", lambda value: is_int(value, 0), "an integer >= 0", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -90,6 +92,7 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "history": {type(None)},
     "times": {Timeline},
     "named_images": {dict},
+    "seat": {str},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -166,6 +169,8 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "loss_multiplier": sample.loss_multiplier,
         "images": [[span.image.sha256, span.start, span.stop] for span in sample.images],
         "tools": sample.tools,
+        "seat": sample.seat,
+        "conversation": sample.conversation,
     }
 
 

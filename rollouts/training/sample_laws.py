@@ -78,6 +78,8 @@ class Stored(msgspec.Struct):
     teacher_log_probs: list[float | None] | None = None
     loss_multiplier: float | None = 1.0
     images: list[tuple[str, int, int]] = []
+    seat: str = ""
+    conversation: int = 0
 
 
 def check_sample(sample: Sample) -> list[Violation]:

@@ -129,6 +129,7 @@ class _Head:
             for name in (
                 "index",
                 "rollout",
+                "seat",
                 "reward",
                 "status",
                 "stop",
@@ -177,7 +178,8 @@ class _Head:
         _append(
             self._samples,
             index=sample.index,
-            rollout=sample.rollout_id,
+            rollout=f"{sample.rollout_id} {sample.seat} {sample.conversation}" if sample.seat else sample.rollout_id,
+            seat=sample.seat and f"{sample.seat} {sample.conversation}",
             reward=None if sample.reward is None else _finite(sample.reward),
             status=self._names["status"](sample.status.value),
             stop=self._names["stop"](sample.stop_reason.value if sample.stop_reason else ""),
