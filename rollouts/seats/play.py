@@ -3,7 +3,7 @@
 Invariant: one rollout for each prompt: a sample for each branch of each conversation of a trained seat, all with one
 ``rollout_id``. A frozen seat has no sample and no trained token. A failure of a seat or an exception of the play costs
 that rollout and no other; it never ends a conversation as if the agent had lost. ``metadata["seats"]`` names the
-conversations, so that ``rollouts verify`` finds a lost one.
+conversations, so that ``rollouts check-run`` finds a lost one.
 
 With a log, replies are logged by conversation. After an interruption the play runs again, and gets the kept replies
 where it asks the same; else the rollout begins again and is counted. For this a play takes randomness from its prompt
