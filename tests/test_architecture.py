@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "rollouts.recipe_files": 9,
     "rollouts.runs": 9,
     "rollouts.distributed": 10,
+    "rollouts.harbor": 10,
     "rollouts.integrations": 10,
     "rollouts.planning": 10,
     "rollouts.views": 10,
