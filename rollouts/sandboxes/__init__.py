@@ -1,12 +1,22 @@
 """Sandboxes: a separate place for each rollout's program, and for untrusted Python."""
 
-from rollouts.sandboxes.base import Exit, RunningSandbox, Sandbox, SandboxError, SandboxLimits, opened
+from rollouts.sandboxes.base import (
+    Ability,
+    Exit,
+    RunningSandbox,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    opened,
+    require_abilities,
+)
 from rollouts.sandboxes.containers import ContainerSandbox
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.namespaces import NamespaceSandbox
 from rollouts.sandboxes.process import ProcessSandbox
 
 __all__ = [
+    "Ability",
     "ContainerSandbox",
     "Containment",
     "Exit",
@@ -17,4 +27,5 @@ __all__ = [
     "SandboxError",
     "SandboxLimits",
     "opened",
+    "require_abilities",
 ]

@@ -33,6 +33,7 @@ from rollouts.sandboxes.base import (
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
     NON_EMPTY,
+    Ability,
     Command,
     Exit,
     SandboxError,
@@ -68,6 +69,11 @@ class ContainerSandbox:
     user: str = attrs.field(default="1000:1000", validator=NON_EMPTY)
     """User and group of the program, as ``--user`` of ``docker run``."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """None beyond the protocol's minimum."""
+        return frozenset()
 
     def containment(self) -> Containment:
         """The limits that the daemon is asked to enforce."""

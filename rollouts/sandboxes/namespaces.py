@@ -37,6 +37,7 @@ from rollouts.sandboxes import filesystem, holder, kernel
 from rollouts.sandboxes.base import (
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
+    Ability,
     Command,
     Exit,
     SandboxError,
@@ -92,6 +93,11 @@ class NamespaceSandbox:
     """The listener's port on the sandbox's loopback."""
     bubblewrap: bool | None = attrs.field(default=None)
     """Whether bubblewrap makes the namespaces; by default if it is installed and we are not root."""
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """None beyond the protocol's minimum."""
+        return frozenset()
 
     @property
     def _bubblewrap(self) -> str | None:

@@ -26,6 +26,7 @@ from anyio.abc import ByteReceiveStream, Process
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import (
     HOME_ENVIRONMENT,
+    Ability,
     Command,
     Exit,
     SandboxError,
@@ -56,6 +57,11 @@ class ProcessSandbox:
     """Processes of this machine, in a separate folder. Nothing is contained."""
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """None beyond the protocol's minimum."""
+        return frozenset()
 
     def containment(self) -> Containment:
         """Deadline and output only."""

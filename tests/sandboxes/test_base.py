@@ -13,17 +13,13 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import RunningSandbox, SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.base import Tail, inner_path
-from tests.sandboxes.kinds import KINDS, SERVICES, kind_of, served_kind
+from tests.sandboxes.kinds import KINDS, kind_of
 
 LIMITS = SandboxLimits(output_bytes=1000, file_bytes=1 << 20)
 
 
-@pytest.fixture(params=[*KINDS, *(pytest.param(name, marks=pytest.mark.extra) for name in SERVICES)])
+@pytest.fixture(params=KINDS)
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[RunningSandbox]:
-    if request.param in SERVICES:
-        async with served_kind(request.param, LIMITS) as kind, opened(kind) as running:
-            yield running
-        return
     try:
         running = await kind_of(request.param, LIMITS).open()
     except SandboxError as error:
