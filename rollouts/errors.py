@@ -35,6 +35,7 @@ __all__ = [
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
+    "VerifierFailure",
     "at",
     "current_place",
     "is_of_users",
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter", "generate", "deadline")
+CAUSES = ("endpoint", "environment_start", "environment_step", "verifier", "reward", "filter", "generate", "deadline")
 """Why rollouts fail, by the boundary in which the error was raised. The model is never the cause: a malformed tool call
 is answered with an error message, and a limit is a stop reason."""
 
@@ -117,6 +118,12 @@ class EnvironmentFailure(ForeignFailure):
     kind: Kind = "environment_start"
 
 
+class VerifierFailure(EnvironmentFailure):
+    """A task's own verifier gave no verdict: its rollout has no reward, and none is made up."""
+
+    kind: Kind = "environment_step"
+
+
 class GenerateFailure(ForeignFailure):
     """A generate function raised, or returned something that is not a rollout."""
 
@@ -186,6 +193,8 @@ class Failure:
 def _cause(error: BaseException) -> str:
     if isinstance(error, RolloutsError) and error.late:
         return "deadline"
+    if isinstance(error, VerifierFailure):
+        return "verifier"
     if isinstance(error, EnvironmentFailure):
         return "environment_step" if error.kind == "environment_step" else "environment_start"
     kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))

@@ -8,6 +8,7 @@ The classes have the names of the models in Harbor 0.25.0 (``harbor/models/task/
 them where Harbor is installed. This module reads no file, and does not import Harbor.
 """
 
+# ruff: noqa: RUF009 - _field makes a field of attrs
 from __future__ import annotations
 
 import ipaddress
@@ -73,7 +74,7 @@ def _word(value: Any, where: str) -> str:
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError.of(where, value, "a finite number")
-    return value
+    return float(value) if isinstance(value, float) else value
 
 
 def _seconds(value: Any, where: str) -> float:
@@ -95,9 +96,10 @@ def _count(value: Any, where: str) -> int:
 
 
 def _cpus(value: Any, where: str) -> float:
-    if _number(value, where) <= 0:
+    cpus = _number(value, where)
+    if cpus <= 0:
         raise ConfigError.of(where, value, "a number > 0")
-    return value
+    return int(cpus) if cpus == int(cpus) else cpus
 
 
 def _user(value: Any, where: str) -> str | int:

@@ -97,7 +97,7 @@ def test_all_errors_of_all_tasks_are_in_one_message(tmp_path: Path) -> None:
 
 def test_a_compose_file_is_refused(tmp_path: Path) -> None:
     """A task with several services would lack all but one."""
-    with pytest.raises(ConfigError, match="docker-compose.yaml"):
+    with pytest.raises(ConfigError, match="docker-compose"):
         load_task(write_task(tmp_path, {"environment/docker-compose.yaml": "services: {}\n"}))
 
 
@@ -212,5 +212,5 @@ def test_a_task_with_steps_has_an_instruction_for_each(tmp_path: Path) -> None:
     task = load_task(write_task(tmp_path / "task", files, toml=toml))
     assert dict(task.step_instructions) == {"one": "First.\n", "two": "Then.\n"}
     assert prompts_of([task])[0].messages[0].text == "First.\n"
-    with pytest.raises(ConfigError, match="steps/two/instruction.md"):
+    with pytest.raises(ConfigError, match="steps/two/instruction"):
         load_task(write_task(tmp_path / "other", {**files, "steps/two/instruction.md": None}, toml=toml))
