@@ -12,6 +12,8 @@ from rollouts.sandboxes.base import (
 )
 from rollouts.sandboxes.containers import ContainerSandbox
 from rollouts.sandboxes.containment import Containment
+from rollouts.sandboxes.image import ImageSandbox
+from rollouts.sandboxes.images import Image, build_image, load_image, named_image
 from rollouts.sandboxes.namespaces import NamespaceSandbox
 from rollouts.sandboxes.process import ProcessSandbox
 
@@ -20,12 +22,17 @@ __all__ = [
     "ContainerSandbox",
     "Containment",
     "Exit",
+    "Image",
+    "ImageSandbox",
     "NamespaceSandbox",
     "ProcessSandbox",
     "RunningSandbox",
     "Sandbox",
     "SandboxError",
     "SandboxLimits",
+    "build_image",
+    "load_image",
+    "named_image",
     "opened",
     "require_abilities",
 ]

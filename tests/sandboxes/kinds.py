@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox, Sandbox, SandboxLimits
+from rollouts.sandboxes import ImageSandbox, NamespaceSandbox, ProcessSandbox, Sandbox, SandboxLimits
+from tests.sandboxes.roots import small_root
 
 __all__ = ["KINDS", "kind_of"]
 
-KINDS = ("process", "namespaces", "bubblewrap")
+KINDS = ("process", "namespaces", "bubblewrap", "image")
 
 
 def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
@@ -25,4 +26,6 @@ def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
         pytest.skip("Linux only")
     if name == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
+    if name == "image":
+        return ImageSandbox(small_root(), workdir="/work", limits=limits)
     return NamespaceSandbox(limits=limits, bubblewrap=name == "bubblewrap")
