@@ -112,10 +112,11 @@ async def sandbox_of(wanted: Wanted, options: BoxOptions, *, force_build: bool =
         image = await named_image(wanted.docker_image, options.store, seconds=wanted.build_seconds)
     else:
         image = await build_image(wanted.folder, options.store, seconds=wanted.build_seconds)
+    env: Any = dict(wanted.env)  # attrs' type of the converter takes no mapping
     return ImageSandbox(
         image,
         workdir=wanted.workdir,
-        env=wanted.env,
+        env=env,
         user=wanted.user,
         network="host" if wanted.public and options.network == "task" else "none",
         keep_processes=True,

@@ -1,8 +1,8 @@
 """The check of tasks: oracle and no-op on each rung, and the strictest rung on which both get Harbor's rewards.
 
-Invariant: a rung serves a task if the task's own solution and an agent that does nothing get there the rewards that they
-get on Harbor's rung (``keep``, or ``separate`` where the task says so), and the solution gets more. The result is stored
-with a digest of the task's files, and is not used for other files.
+Invariant: a rung serves a task if the task's own solution and an agent that does nothing get there the rewards that
+they get on Harbor's rung (``keep``, or ``separate`` where the task says so), and the solution gets more. The result is
+stored with a digest of the task's files, and is not used for other files.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ async def _checked(
         }
     base = found[rungs[-1]]
     note = _fault(base)
-    rung = None if note else next(rung for rung in rungs if found[rung] == base)
-    return TaskCheck(task.name, digest, found, rung, note)
+    serves = None if note else next(each for each in rungs if found[each] == base)
+    return TaskCheck(task.name, digest, found, serves, note)
 
 
 def _fault(base: Mapping[str, Rewards]) -> str:
@@ -140,7 +140,7 @@ async def _played(
     return verdict.rewards
 
 
-# -- stored results -----------------------------------------------------------------------------------------------------
+# -- stored results ---------------------------------------------------------------------------------------------------
 
 
 def digest_of(task: HarborTask) -> str:

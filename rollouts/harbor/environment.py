@@ -1,7 +1,7 @@
 """A Harbor environment over our sandboxes: ``harbor run -e rollouts.harbor.environment:RolloutsEnvironment``.
 
-Invariant: the processes of one command live on in the next, as in a container, until the environment stops; then nothing
-is left. A setting of a task that the kind of sandbox does not honour is refused before it starts.
+Invariant: the processes of one command live on in the next, as in a container, until the environment stops; then
+nothing is left. A setting of a task that the kind of sandbox does not honour is refused before it starts.
 
 Written for Harbor 0.25.0 (harbor/environments/base.py: BaseEnvironment). It needs Harbor, and therefore Python 3.12; it
 is imported by Harbor, or by :mod:`rollouts.harbor.trial`.
@@ -52,6 +52,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         self._aborted = False
         self.on_open: Callable[[RunningSandbox], Awaitable[None]] | None = None
         """Awaited with each sandbox that is opened, before the first command."""
+        self.secrets: dict[str, str] = {}
+        """Values that no command of the box may contain, with the names of their variables."""
         super().__init__(*args, **options)
 
     @staticmethod
@@ -177,12 +179,16 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         Raises:
             RuntimeError: it did not end within ``timeout_sec``, in the words of Harbor's own environments.
         """
+        variables = self._merge_env(env) or {}
+        for secret, name in self.secrets.items():
+            if secret in command or any(secret in value for value in variables.values()):
+                raise ConfigError.of(name, "a variable of this process", "no such value in a box: unset it, or name it")
         who = self._resolve_user(user)
         if who in ("root", 0) and self._root is None:
             who = None  # a kind without users runs all commands as its one user
         end = await self.place.exec(
             ["bash", "-c", command],
-            env=self._merge_env(env) or {},
+            env=variables,
             seconds=float(timeout_sec) if timeout_sec else _LONGEST_SECONDS,
             cwd=cwd or self._workdir,
             user=None if who is None else str(who),
@@ -205,8 +211,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         """Write the content of a folder of this machine over a folder of the box."""
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
             archive = f"{folder}/files.tar"
-            content = {path.name: path for path in sorted(Path(source_dir).iterdir())}
-            await anyio.to_thread.run_sync(_pack, content, archive)
+            await anyio.to_thread.run_sync(_pack_content, Path(source_dir), archive)
             await self.place.unpack(archive, self._inside(target_dir))
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
@@ -222,9 +227,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             data = await anyio.to_thread.run_sync(_only_file, archive) if found else None
         if data is None:
             raise FileNotFoundError(f"{source_path} is not a file of the box")
-        target = Path(target_path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+        await anyio.to_thread.run_sync(_write, Path(target_path), data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Copy the content of a folder of the box; devices, pipes and links that leave it are left out.
@@ -254,6 +257,15 @@ def _pack(paths: dict[str, Path], archive: str) -> None:
     with tarfile.open(archive, "w") as target:
         for name, path in paths.items():
             target.add(path.resolve() if path.is_symlink() and path.is_file() else path, arcname=name, filter=owned)
+
+
+def _pack_content(folder: Path, archive: str) -> None:
+    _pack({path.name: path for path in sorted(folder.iterdir())}, archive)
+
+
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
 
 
 def _only_file(archive: str) -> bytes | None:

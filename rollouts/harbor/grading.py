@@ -1,7 +1,7 @@
 """Grading: from the box in which an agent has worked to a verdict, on one of four rungs.
 
-Invariants, for the rungs ``separate`` and ``carry``: a verdict comes from files that were made after the last process of
-the agent had ended, by tools that the agent could not write: those of a fresh box, in which only folders are the
+Invariants, for the rungs ``separate`` and ``carry``: a verdict comes from files that were made after the last process
+of the agent had ended, by tools that the agent could not write: those of a fresh box, in which only folders are the
 agent's. On the rung ``kill`` the tools are those of the agent's box; on ``keep`` its processes live, too. On every rung
 the tests come from the task, the reward files are made by them, and are read without a program of the box.
 
@@ -23,10 +23,10 @@ import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.errors import EnvironmentFailure, VerifierFailure
+from rollouts.errors import EnvironmentFailure
 from rollouts.harbor.schema import ArtifactConfig, HealthcheckConfig
 from rollouts.harbor.tasks import HarborTask, TaskFile
-from rollouts.harbor.verdict import Rung, Verdict, no_verdict, parse_rewards, reward_in
+from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_rewards, reward_in
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
 from rollouts.sandboxes.image import ImageSandbox
 
@@ -103,7 +103,7 @@ async def open_box(kind: Sandbox, workdir: str | None, *, seconds: float) -> Asy
         yield box_in(place, kind, workdir)
 
 
-# -- before the agent ---------------------------------------------------------------------------------------------------
+# -- before the agent -------------------------------------------------------------------------------------------------
 
 
 async def fill(task: HarborTask, box: Box) -> None:
@@ -163,7 +163,7 @@ async def upload(box: Box, files: Sequence[TaskFile], folder: str) -> None:
         await box.place.unpack(path, folder)
 
 
-# -- after the agent ----------------------------------------------------------------------------------------------------
+# -- after the agent --------------------------------------------------------------------------------------------------
 
 
 async def grade(
@@ -179,12 +179,12 @@ async def grade(
 
     Args:
         box: the agent's; its commands have ended.
-        fresh: opens the box of the rungs ``separate`` and ``carry``: the verifier's, or another one of the agent's kind.
+        fresh: opens the box of the rungs ``separate`` and ``carry``: the verifier's, or one of the agent's kind.
         env: variables of the tests.
         reward_key: the key of the reward that is trained; by default the only one, or ``reward``.
 
     Raises:
-        VerifierFailure: there is no verdict; the message has the reason.
+        NoVerdict: there is no verdict; the message has the reason.
     """
     try:
         collect_failures = await _collect(task, box)
@@ -207,7 +207,7 @@ async def grade(
                         await other.must(f"rm -rf {_quoted(source)}")
                     await other.place.unpack(archive, parent)
                 return await _tested(task, other, rung, env, reward_key, collect_failures)
-    except VerifierFailure:
+    except NoVerdict:
         raise
     except (SandboxError, TimeoutError) as error:
         raise no_verdict("box", task.name, rung, str(error)) from error
@@ -340,7 +340,7 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
     """The content of a file, ``None`` if nothing is there.
 
     Raises:
-        VerifierFailure: something else is there.
+        NoVerdict: something else is there.
     """
     with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
         archive = f"{folder}/file.tar"

@@ -32,8 +32,8 @@ __all__ = [
     "StepConfig",
     "TaskConfig",
     "Use",
-    "VerifierConfig",
     "VerifierCollectConfig",
+    "VerifierConfig",
     "field_table",
     "read_config",
 ]
@@ -56,7 +56,7 @@ _DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(?:COM|LPT)[1-9¹²³])
 _SIZE = re.compile(r"\s*([0-9.]+)\s*([GMK])\s*", re.IGNORECASE)
 
 
-# -- readers: a TOML value and the name of its field to the value that is stored ----------------------------------------
+# -- readers: a TOML value and the name of its field to the value that is stored --------------------------------------
 
 
 def _text(value: Any, where: str) -> str:
@@ -255,7 +255,7 @@ def _field(reader: _Reader, use: Use, note: str, default: Any = attrs.NOTHING) -
     return attrs.field(default=default, metadata=metadata)
 
 
-# -- tables -------------------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -513,7 +513,7 @@ def field_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_config(data: Mapping[str, Any]) -> TaskConfig:

@@ -1,4 +1,4 @@
-"""The loader of Harbor's task folders: a folder with ``task.toml``, ``instruction.md``, ``tests/`` and more, as a value.
+"""The loader of Harbor's task folders: a folder with ``task.toml``, ``instruction.md`` and ``tests/`` as a value.
 
 Invariant: a task that is loaded is complete and understood: every file that its play needs is there, inside its folder,
 and every field of its ``task.toml`` is honoured (:mod:`rollouts.harbor.schema`). Otherwise the load fails before any
@@ -274,7 +274,7 @@ def _inside(root: Path, folder: Path) -> list[Path]:
     return found
 
 
-# -- prompts ------------------------------------------------------------------------------------------------------------
+# -- prompts ----------------------------------------------------------------------------------------------------------
 
 
 def prompts_of(tasks: Sequence[HarborTask]) -> list[Prompt]:

@@ -10,7 +10,9 @@ This module knows no sandbox.
 from __future__ import annotations
 
 import json
+import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +20,22 @@ import attrs
 
 from rollouts.errors import VerifierFailure
 
-__all__ = ["REASONS", "RUNGS", "Reason", "Rung", "Verdict", "no_verdict", "parse_rewards", "reward_in"]
+__all__ = [
+    "REASONS",
+    "RUNGS",
+    "LostVerdicts",
+    "NoVerdict",
+    "Reason",
+    "Rung",
+    "Verdict",
+    "no_verdict",
+    "parse_rewards",
+    "reward_in",
+]
+
+_log = logging.getLogger(__name__)
+_ENOUGH = 3
+"""Verdicts that a task has lost, before a warning."""
 
 Rung: TypeAlias = Literal["separate", "carry", "kill", "keep"]
 RUNGS: tuple[Rung, ...] = ("separate", "carry", "kill", "keep")
@@ -65,10 +82,57 @@ class Verdict:
         }
 
 
-def no_verdict(reason: Reason, task: str, rung: str, detail: str = "") -> VerifierFailure:
+class NoVerdict(VerifierFailure):
+    """A rollout without a verdict, with the reason."""
+
+    reason: Reason = "missing"
+
+
+def no_verdict(reason: Reason, task: str, rung: str, detail: str = "") -> NoVerdict:
     """The failure of a rollout without a verdict; its message begins with the reason, the task and the rung."""
     text = f"no verdict ({reason}) of task {task} at rung {rung}: {REASONS[reason]}"
-    return VerifierFailure(f"{text}: {detail}" if detail else text)
+    error = NoVerdict(f"{text}: {detail}" if detail else text)
+    error.reason = reason
+    return error
+
+
+@attrs.define
+class LostVerdicts:
+    """Verdicts that rollouts got and lost, by task and reason.
+
+    A policy that learns to prevent a verdict where it would lose is paid for it: its failures are dropped. Such a task
+    shows as one whose own solution gets a verdict and whose rollouts do not, and is warned of once.
+    """
+
+    given: Counter[str] = attrs.field(factory=Counter)
+    """Verdicts by task."""
+    lost: Counter[tuple[str, str]] = attrs.field(factory=Counter)
+    """Rollouts without one by task and reason."""
+    _warned: set[str] = attrs.field(factory=set)
+
+    def note(self, task: str, error: NoVerdict | None, *, checked: bool) -> None:
+        """Count one rollout.
+
+        Args:
+            error: why it has no verdict; ``None`` if it has one.
+            checked: whether the task's solution and an agent that does nothing are known to get one.
+        """
+        if error is None:
+            self.given[task] += 1
+            return
+        self.lost[task, error.reason] += 1
+        reasons = {reason: count for (name, reason), count in self.lost.items() if name == task}
+        count = sum(reasons.values())
+        if checked and count >= _ENOUGH and task not in self._warned:
+            self._warned.add(task)
+            _log.warning(
+                "task %s: %d of %d rollouts have no verdict (%s), although its solution and an agent that does nothing"
+                " get one: look whether the policy prevents it",
+                task,
+                count,
+                count + self.given[task],
+                ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items())),
+            )
 
 
 def parse_rewards(reward_json: bytes | None, reward_text: bytes | None) -> dict[str, float] | Reason:

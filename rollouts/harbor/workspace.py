@@ -8,7 +8,7 @@ work starts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -17,7 +17,7 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.harbor.grading import Box, box_in, fill, grade, healthy, open_box
 from rollouts.harbor.tasks import HarborTask, resolved_env, task_of
-from rollouts.harbor.verdict import RUNGS, Rung
+from rollouts.harbor.verdict import RUNGS, LostVerdicts, NoVerdict, Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox
 
 __all__ = ["HarborWorkspace", "KindOf", "box_env", "check_playable", "fresh_box", "rungs_of", "verifier_env"]
@@ -40,8 +40,8 @@ def check_playable(task: HarborTask) -> None:
         ("environment.skills_dir", environment.skills_dir),
     ):
         if value:
-            expected = "none: an agent of Harbor plays it (rollouts run harbor --set agent=…), a program of ours cannot"
-            raise ConfigError.of(f"{task.name}: {name}", value, expected)
+            expected = "none: Harbor's Trial plays it with an agent of Harbor, and a program of ours cannot"
+            raise ConfigError.of(f"{task.name}: {name}", f"{len(value)} of it", expected)
 
 
 def rungs_of(task: HarborTask) -> tuple[Rung, ...]:
@@ -82,6 +82,10 @@ class HarborWorkspace:
     """Values that ``${VAR}`` of a task may read."""
     reward_key: str | None = None
     """The key of the reward that is trained; by default the only one, or ``reward``."""
+    checked: bool = False
+    """Whether the rungs are those of a check, so that every task is known to get verdicts."""
+    lost: LostVerdicts = attrs.field(factory=LostVerdicts, eq=False, repr=False)
+    """Counts the verdicts."""
 
     def __attrs_post_init__(self) -> None:
         for name, task in self.tasks.items():
@@ -93,7 +97,7 @@ class HarborWorkspace:
                 raise ConfigError.of(f"HarborWorkspace.rungs[{name!r}]", rung, f"one of {', '.join(rungs_of(task))}")
 
     async def kind_for(self, prompt: Prompt) -> Sandbox:
-        """The kind of sandbox for a prompt: the ``sandbox`` of :func:`~rollouts.programs.program_rollout_to_samples`."""
+        """The kind of sandbox for a prompt, for :func:`~rollouts.programs.program_rollout_to_samples`."""
         return await self.kind_of(task_of(prompt.metadata, self.tasks), False)
 
     async def fill(self, prompt: Prompt, place: RunningSandbox) -> Box:
@@ -113,17 +117,17 @@ class HarborWorkspace:
         """
         task = task_of(prompt.metadata, self.tasks)
         rung = self.rungs[task.name]
-        verdict = await grade(
-            task,
-            filled,
-            rung,
-            lambda: fresh_box(task, self.kind_of, rung),
-            env=verifier_env(task, self.variables),
-            reward_key=self.reward_key,
-        )
+        try:
+            verdict = await grade(
+                task,
+                filled,
+                rung,
+                lambda: fresh_box(task, self.kind_of, rung),
+                env=verifier_env(task, self.variables),
+                reward_key=self.reward_key,
+            )
+        except NoVerdict as error:
+            self.lost.note(task.name, error, checked=self.checked)
+            raise
+        self.lost.note(task.name, None, checked=self.checked)
         return {"reward": verdict.reward, "verdict": verdict.metadata()}
-
-
-def named(tasks: Sequence[HarborTask]) -> dict[str, HarborTask]:
-    """The tasks by their names."""
-    return {task.name: task for task in tasks}

@@ -11,7 +11,7 @@ MINIMAL: Mapping[str, str] = {
     "task.toml": 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n',
     "instruction.md": "Write 42 to answer.txt.\n",
     "environment/Dockerfile": "FROM scratch\n",
-    "tests/test.sh": "grep -qx 42 answer.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt\n",
+    "tests/test.sh": "if grep -qx 42 answer.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n",
     "solution/solve.sh": "echo 42 > answer.txt\n",
 }
 """A task with a file as its result; its scripts get a first line and the right to be run."""
