@@ -55,6 +55,7 @@ VERBS = {
     "check": Verb("check_template", "test whether a model's chat template renders exact tokens"),
     "new-env": Verb("new_env", "create a template of an environment, with tests"),
     "check-env": Verb("check_env", "test an environment with random replies"),
+    "check-task": Verb("check_task", "run the tests of tasks without a solution and with the reference"),
     "serve": Verb("serve", "start the embedded engine as a server"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),

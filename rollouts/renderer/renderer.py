@@ -155,16 +155,19 @@ class Renderer:
 
     # -- messages to tokens -------------------------------------------------------------------------------------------
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, new_turn: bool = False
+    ) -> TokenColumn:
         """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
-        If the last message is an assistant message, the reply continues its turn: the prompt ends with its content.
+        If the last message is an assistant message, the reply continues its turn, and the prompt ends with its content;
+        unless ``new_turn`` is true.
         Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
             ConfigError: the template cannot render these messages, or cannot continue the last one.
         """
-        return self._openings.opening(messages, tools)
+        return self._openings.opening(messages, tools, new_turn)
 
     def check_images(self, messages: Sequence[Message]) -> None:
         """Refuse images where there is no image processor.

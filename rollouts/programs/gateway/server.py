@@ -75,6 +75,8 @@ _UNKNOWN_ROUTES = 20
 """Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
 _PROBES = ("", "/", "/api/hello")
 """Paths to which programs send HEAD without a key, to connect before their first call."""
+_GOOGLE = re.compile(r"/v1(alpha|beta)\w*(/.*)?|/v1/models/.*:\w+")
+"""The paths of Google's API, which is not served."""
 _PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
 
 
@@ -209,6 +211,8 @@ class Gateway:
         name, path = found.groups("") if found is not None else ("", http.path)
         if http.method == "HEAD" and path in _PROBES:
             return web.Response()
+        if _GOOGLE.fullmatch(path) is not None:
+            return self._googles(http, path)
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
@@ -234,6 +238,14 @@ class Gateway:
         opened.count_unknown(path)
         shown = f"{http.method} {path[:_SHOWN_PATH]}"
         raise ApiError("not_found", f"{shown}: no such route; expected POST to one of {', '.join(WIRES)}")
+
+    def _googles(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+        """The answer to a request of Google's API, in its form; it is counted if it has the key of a session."""
+        opened = self._opened.get(_digest(http.headers.get("x-goog-api-key", "") or http.query.get("key", "")))
+        if opened is not None:
+            opened.count_unknown(path)
+        text = f"{http.method} {path[:_SHOWN_PATH]}: Google's API is not served; expected one of {', '.join(WIRES)}"
+        return _json(404, {"error": {"code": 404, "message": text, "status": "NOT_FOUND"}})
 
     def _find(self, http: web.BaseRequest, name: str) -> _Opened:
         """The session of the request's key.

@@ -25,7 +25,7 @@ import attrs
 from rollouts.base.validators import check
 from rollouts.dtypes import Completion, ImageSpan, Message, OnRewrite, StopReason, TokenColumn, Tool
 from rollouts.errors import Failure, TokenMismatchError
-from rollouts.programs.gateway.normal import path_keys, served_forms
+from rollouts.programs.gateway.normal import EchoChange, echo_changes, path_keys, served_forms, shape_key
 from rollouts.programs.gateway.types import CallReply
 from rollouts.renderer import BridgeMemory
 from rollouts.trajectory import Trajectory
@@ -128,6 +128,9 @@ class Call:
     """Number of messages of the path, which are the first of the line; set by :meth:`Tree.add`."""
     delivered: bool = False
     children: list[Call] = attrs.field(factory=list, repr=False)
+    _echo: Message | None = attrs.field(default=None, repr=False)
+    """The latest reply that the program sent back in place of this one, and its changes."""
+    _changes: Sequence[EchoChange] = attrs.field(default=(), repr=False)
 
     @property
     def stop(self) -> int:
@@ -138,6 +141,12 @@ class Call:
     def tail(self) -> TokenColumn:
         """The sampled ids."""
         return self.completion.tokens
+
+    def changes(self, echo: Message) -> Sequence[EchoChange]:
+        """The changes of the program in the reply that it sent back; compared once for each object."""
+        if echo is not self._echo:
+            self._echo, self._changes = echo, echo_changes(self.reply.message, echo)
+        return self._changes
 
     def path(self) -> list[Call]:
         """The calls from the root to this one."""
@@ -199,6 +208,10 @@ class Tree:
         self._retries: dict[object, list[Call]] = {}
         """Replies that their program did not get, by the key of the request."""
         self._by_reply: dict[str, Call] = {}
+        self._by_shape: dict[int, list[Call]] = {}
+        """The calls with equal tool calls in one place."""
+        self._by_foreign_ids: dict[tuple[int, tuple[str, ...]], Call] = {}
+        """The reply that a program means by other ids than it got, by its shape and these ids."""
 
     def __repr__(self) -> str:
         return f"<Tree {len(self.calls)} calls, {len(self.roots)} roots, {self.sampled} sampled tokens>"
@@ -206,6 +219,24 @@ class Tree:
     def call_of(self, reply_id: str) -> Call | None:
         """The call with a reply of this id."""
         return self._by_reply.get(reply_id)
+
+    def ids_of(self, before: int, reply: Message) -> list[str] | None:
+        """The ids that were issued for the calls of a reply that came back with others; see :data:`FindIds`.
+
+        Of several replies with these calls in this place, one that no other ids have named, and that has this text.
+        """
+        shape = shape_key(before, reply.tool_calls)
+        names = shape, tuple([call.id for call in reply.tool_calls])
+        if names not in self._by_foreign_ids:
+            calls = self._by_shape.get(shape, ())
+            named = set(self._by_foreign_ids.values()) if len(calls) > 1 else set()
+            found = max(
+                calls, key=lambda one: (one not in named, one.message.text == reply.text, one.number), default=None
+            )
+            if found is None:
+                return None
+            self._by_foreign_ids[names] = found
+        return _ids(self._by_foreign_ids[names])
 
     # -- match --------------------------------------------------------------------------------------------------------
 
@@ -306,6 +337,9 @@ class Tree:
             self._by_path[call.tools_key, key] = call
             self._seen[key] = call
         self._seen[call.request_key] = call
+        if call.reply.message.tool_calls:
+            shape = shape_key(call.request_key, call.reply.message.tool_calls)
+            self._by_shape.setdefault(shape, []).append(call)
 
     def delivered(self, call: Call) -> None:
         """Note that the program got the reply."""

@@ -31,6 +31,7 @@ from rollouts.testing.stalls import Stall
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.views.terminal.advice import AFTER, slots_advice
+from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
 
 __all__ = [
@@ -235,6 +236,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{settled / kept:.2f} prompts for each kept group\n")
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
+    text.append(untrained_line(result.batch_metrics), "yellow")
     if result.unbatched:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
