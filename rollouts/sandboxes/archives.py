@@ -12,7 +12,7 @@ import stat
 import tarfile
 from typing import BinaryIO
 
-__all__ = ["pack", "unpack"]
+__all__ = ["check_members", "pack", "unpack"]
 
 _HEADER = 512
 
@@ -103,6 +103,34 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                     raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")
                 _make_way(place, member)
                 tar.extract(member, root, numeric_owner=True)
+    except tarfile.TarError as error:
+        raise OSError(f"not a tar archive that can be read: {error}") from None
+
+
+def check_members(archive: str | os.PathLike[str], max_bytes: int) -> None:
+    """Refuse an archive that :func:`unpack` would refuse in any folder, for those that extract it elsewhere.
+
+    Raises:
+        OSError: a member has a path outside, is a device, or all of them have more than ``max_bytes``.
+    """
+    left = max_bytes
+    links: set[str] = set()
+    try:
+        with tarfile.open(archive, mode="r:") as tar:
+            for member in tar:
+                left -= member.size + _HEADER
+                if left < 0:
+                    raise OSError(f"got more than {max_bytes:,} bytes")
+                name = os.path.normpath(member.name)
+                above = {os.path.dirname(name)}
+                while "" not in above:
+                    above |= {os.path.dirname(path) for path in above}
+                if name.split("/")[0] in ("..", "") or above & links:
+                    raise OSError(f"got the member {member.name!r}; expected one inside the folder")
+                if member.ischr() or member.isblk():
+                    raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")
+                if member.issym():
+                    links.add(name)
     except tarfile.TarError as error:
         raise OSError(f"not a tar archive that can be read: {error}") from None
 

@@ -14,6 +14,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import (
+    ContainerSandbox,
     ImageSandbox,
     NamespaceSandbox,
     ProcessSandbox,
@@ -23,18 +24,20 @@ from rollouts.sandboxes import (
     opened,
     require_abilities,
 )
-from tests.sandboxes.kinds import kind_of
+from tests.sandboxes.kinds import KINDS, KINDS_THAT_KEEP, requested_kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 
-@pytest.fixture(params=["namespaces", "bubblewrap", "image"])
+@pytest.fixture(params=KINDS_THAT_KEEP)
 async def kept(request: pytest.FixtureRequest) -> AsyncIterator[RunningSandbox]:
-    kind = kind_of(request.param)
-    assert isinstance(kind, NamespaceSandbox | ImageSandbox)
+    kind = requested_kind(request)
+    assert isinstance(kind, NamespaceSandbox | ImageSandbox | ContainerSandbox)
     try:
         running = await attrs.evolve(kind, keep_processes=True).open()
     except SandboxError as error:
+        if request.param == "container":
+            raise
         pytest.skip(f"this machine makes no namespaces: {error}")
     yield running
     await running.close()
@@ -129,11 +132,13 @@ async def test_what_a_kind_cannot_do_is_refused_by_name(kind: Sandbox) -> None:
 # -- archives ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["process", "namespaces", "bubblewrap", "image"])
+@pytest.fixture(params=KINDS)
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[RunningSandbox]:
     try:
-        running = await kind_of(request.param).open()
+        running = await requested_kind(request).open()
     except SandboxError as error:
+        if request.param == "container":
+            raise
         pytest.skip(f"this machine makes no namespaces: {error}")
     yield running
     await running.close()
