@@ -150,6 +150,8 @@ class HarborAgent:
     """The rung of each task whose verifier is shared; Harbor's own, ``keep``, for a task that is not named."""
     options: Mapping[str, Any] = attrs.field(factory=dict, converter=dict)
     """Further arguments of the agent's class, as ``--agent-kwarg`` of Harbor."""
+    install: bool = False
+    """Whether Harbor installs the agent in each box, over the network; by default it is in the image."""
     variables: tuple[str, ...] = ()
     """Names of variables of this process that tasks may read."""
     reward_key: str | None = None
@@ -163,6 +165,9 @@ class HarborAgent:
         api_of(self.agent)
         for name, task in self.tasks.items():
             check_variables(task, self.variables)
+            if self.install and (self.boxes.network == "none" or task.config.environment.network_mode != "public"):
+                expected = "False in a box without a network: the agent is in the image"
+                raise ConfigError.of(f"HarborAgent.install (task {name!r})", True, expected)
             rung = self.rungs.get(name, "keep")
             if task.config.steps and rung not in ("keep", "kill", "separate"):
                 raise ConfigError.of(f"HarborAgent.rungs[{name!r}]", rung, "keep or kill: steps share their box")
@@ -213,6 +218,8 @@ class HarborAgent:
         environment.on_open = listen
         environment.secrets = secrets_of(os.environ, self.variables)
         ended = anyio.Event()
+        if not self.install and hasattr(trial.agent, "install"):
+            trial.agent.install = _nothing
         for name in ("run", "resume", "load"):
             if hasattr(trial.agent, name):
                 setattr(trial.agent, name, _until(getattr(trial.agent, name), ended))
@@ -333,6 +340,10 @@ def _until(run: Callable[..., Awaitable[Any]], ended: anyio.Event) -> Callable[.
         return returned
 
     return play
+
+
+async def _nothing(environment: Any) -> None:
+    """The installation of an agent that the image has."""
 
 
 async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
