@@ -33,6 +33,7 @@ __all__ = ["RolloutsEnvironment"]
 
 _LONGEST_SECONDS = 1e6
 _CLOSE_SECONDS = 30.0
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 
@@ -65,6 +66,18 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
     def capabilities(self) -> EnvironmentCapabilities:
         """It closes the network; it has no GPU, no compose file and no list of allowed hosts."""
         return EnvironmentCapabilities(disable_internet=True)
+
+    def validate_network_policy_support(self, network_policy: Any = None) -> None:
+        """Refuse a list of allowed hosts, unless it is the box itself, where our listener is the model's server.
+
+        Harbor adds the model's host to the policy of a closed task (harbor/trial/trial.py: _network_plan).
+
+        Raises:
+            ValueError: the policy cannot be enforced.
+        """
+        policy = network_policy or self._network_policy
+        if policy.network_mode != NetworkMode.ALLOWLIST or not set(policy.allowed_hosts) <= _LOOPBACK:
+            super().validate_network_policy_support(policy)
 
     @property
     def place(self) -> RunningSandbox:

@@ -47,6 +47,9 @@ _APIS = {
     "anthropic_messages": ("anthropic", ""),
 }
 """Harbor's names of the gateway's APIs, the preferred first, with Harbor's provider and the end of the base URL."""
+_PREFERRED = {"opencode": "anthropic_messages"}
+"""Agents that do not work with the first API that Harbor names for them; opencode 1.2 asks its provider ``openai`` for
+the Responses API whichever Harbor sets."""
 _REASONS: Mapping[str, Reason] = {
     "RewardFileNotFoundError": "missing",
     "RewardFileEmptyError": "empty",
@@ -92,7 +95,7 @@ def api_of(agent: str) -> str | None:
     except (ValueError, KeyError) as error:
         raise ConfigError.of("agent", agent, f"an agent of Harbor ({error})") from None
     formats = [str(each.value) for each in getattr(cls.MODEL_CONNECTION, "supported_api_formats", ())]
-    found = next((name for name in _APIS if name in formats), None)
+    found = next((name for name in (_PREFERRED.get(agent), *_APIS) if name in formats), None)
     if found is None:
         speaks = ", ".join(formats) or "no API that Harbor names"
         raise ConfigError.of("agent", agent, f"an agent with one of {', '.join(_APIS)}; this one has {speaks}")
@@ -257,7 +260,7 @@ class HarborAgent:
         agent: dict[str, Any] = {"name": self.agent, "kwargs": dict(self.options)}
         api = api_of(self.agent)
         if api is not None:
-            provider, suffix = _APIS[api]
+            provider, suffix = _route(self.agent, api)
             host = urlsplit(server.base_url)
             inside = self.agent not in _ON_THIS_MACHINE and self.boxes.network == "none"
             origin = f"http://127.0.0.1:{GATEWAY_PORT}" if inside else f"{host.scheme}://{host.netloc}"
@@ -311,6 +314,20 @@ class HarborAgent:
         if cause in ("sandbox_failed", "harbor_failed", "cancelled"):
             return EnvironmentFailure(f"Harbor's Trial of task {task.name} ({cause}): {text}")
         return GenerateFailure(f"Harbor's agent {self.agent} on task {task.name} ({cause}): {text}")
+
+
+def _route(agent: str, api: str) -> tuple[str, str]:
+    """Harbor's provider for an API, and the end of the base URL as the agent's client wants it."""
+    from harbor.agents.factory import AgentFactory
+    from harbor.models.agent.name import AgentName
+    from harbor.models.model_api_format import ModelApiFormat
+
+    provider, suffix = _APIS[api]
+    spec: Any = AgentFactory.get_agent_class(AgentName(agent)).MODEL_CONNECTION
+    default = spec.default_base_url(provider, ModelApiFormat(api))
+    if default is None:
+        return provider, suffix
+    return provider, "/v1" if default.rstrip("/").endswith("/v1") else ""
 
 
 def _key_names(agent: str, provider: str) -> list[str]:

@@ -47,9 +47,8 @@ class Guest:
 
     replies: tuple[Message | str, ...]
     """Its model's, one for each turn; the last is repeated."""
-    options: Mapping[str, Any] = attrs.field(factory=dict)
-    counts: bool = True
-    """Whether it reports its tokens."""
+    mark: str = "<tool_response>"
+    """Counts its turns in a prompt."""
 
 
 def calls(name: str, **arguments: Any) -> tuple[Message, str]:
@@ -62,7 +61,7 @@ def terminus(complete: bool) -> str:
 
 
 GUESTS = {
-    "terminus-2": Guest((terminus(False), terminus(True), terminus(True))),
+    "terminus-2": Guest((terminus(False), terminus(True), terminus(True)), "<|im_end|>\n<|im_start|>assistant"),
     "claude-code": Guest(calls("Bash", command=WRITE, description="Writes")),
     "codex": Guest(calls("exec_command", cmd=WRITE)),
     "opencode": Guest(calls("bash", command=WRITE, description="Writes")),
@@ -74,7 +73,7 @@ GUESTS = {
             Message("assistant", DONE, [ToolCall("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"})]),
         )
     ),
-    "aider": Guest(("answer.txt\n```\n42\n```\n",)),
+    "aider": Guest(("answer.txt\n```\n42\n```\n",), ""),
 }
 
 
@@ -85,21 +84,23 @@ def task(tmp_path: Path) -> HarborTask:
     )
 
 
-def scripted(answer: Callable[[int], Message | str]) -> ScriptedPolicy:
-    """A policy whose reply depends on the number of replies in the prompt."""
+def scripted(answer: Callable[[int], Message | str], mark: str = "<tool_response>") -> ScriptedPolicy:
+    """A policy whose reply depends on how often the prompt has a mark."""
     tokenizer = demo_tokenizer()
 
     def reply(tokens: Any) -> list[int]:
         text = tokenizer.decode(list(tokens))
-        return spoken(answer(text.count("<|im_start|>assistant") - 1))
+        return spoken(answer(text.count(mark) if mark else 0))
 
     return ScriptedPolicy(reply, max_context=400_000)
 
 
 async def play(name: str, task: HarborTask, root: str, **given: Any) -> tuple[list[Sample], ScriptedPolicy]:
     guest = GUESTS[name]
-    policy = given.pop("policy", None) or scripted(lambda turn: guest.replies[min(turn, len(guest.replies) - 1)])
-    agent = HarborAgent(name, {task.name: task}, BoxOptions(root=root), {task.name: "carry"}, options=guest.options)
+    policy = given.pop("policy", None)
+    if policy is None:
+        policy = scripted(lambda turn: guest.replies[min(turn, len(guest.replies) - 1)], guest.mark)
+    agent = HarborAgent(name, {task.name: task}, BoxOptions(root=root), {task.name: "carry"})
     samples = await function_rollout_to_samples(
         prompts_of([task])[0],
         function=agent,
