@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import tarfile
+from pathlib import PurePosixPath
 from typing import BinaryIO
 
 __all__ = ["check_members", "pack", "unpack"]
@@ -122,9 +123,7 @@ def check_members(archive: str | os.PathLike[str], max_bytes: int) -> None:
                 if left < 0:
                     raise OSError(f"got more than {max_bytes:,} bytes")
                 name = os.path.normpath(member.name)
-                above = {os.path.dirname(name)}
-                while "" not in above:
-                    above |= {os.path.dirname(path) for path in above}
+                above = {str(folder) for folder in PurePosixPath(name).parents}
                 if name.split("/")[0] in ("..", "") or above & links:
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
                 if member.ischr() or member.isblk():

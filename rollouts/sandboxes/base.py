@@ -27,6 +27,7 @@ from rollouts.errors import ConfigError
 from rollouts.sandboxes.containment import Containment
 
 __all__ = [
+    "BOOLEAN",
     "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
@@ -59,6 +60,7 @@ FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 _CLOSE_SECONDS = 30.0
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))
+BOOLEAN = check("True or False", lambda value: isinstance(value, bool))
 NON_EMPTY = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 

@@ -32,6 +32,7 @@ from rollouts.base.validators import check, is_number
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import archives
 from rollouts.sandboxes.base import (
+    BOOLEAN,
     FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
@@ -63,6 +64,7 @@ _ROOT_CAPABILITIES = (
     *("AUDIT_WRITE", "FSETID", "MKNOD", "NET_BIND_SERVICE", "SETFCAP", "SETPCAP", "SYS_CHROOT"),
 )
 """Those of Docker's default (moby 27, oci/caps/defaults.go), for a program that is root and installs packages."""
+_OF_RUNTIME = "unable to start container process"
 _SHOWN, _SHOWN_PROCESSES = 80, 5
 _WAITS = "sleep 3600"
 """The command that process 1 waits for."""
@@ -93,7 +95,7 @@ class ContainerSandbox:
     """Variables of every command, in addition to the image's."""
     cpus: float | None = attrs.field(default=None, validator=_CPUS)
     """Processors, as ``--cpus`` of ``docker run``; ``None``: no limit."""
-    keep_processes: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
     """Whether commands run at once, and what one leaves running lives on in the next."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
@@ -226,6 +228,13 @@ def _listen_in_network_of(process: int) -> socket.socket:
 
 def _is_root(user: str) -> bool:
     return user.partition(":")[0] in ("0", "root")
+
+
+def _reason(message: str) -> str:
+    """What keeps a command from starting, in the words of the other kinds where the daemon's are known."""
+    words = {"executable file not found": "No such file or directory", "no such file": "No such file or directory"}
+    words["permission denied"] = "Permission denied"
+    return next((plain for found, plain in words.items() if found in message.lower()), message)
 
 
 def _archive_of(name: str, data: bytes, mode: int, user: str) -> bytes:
@@ -365,12 +374,14 @@ class RunningContainer(Running):
             except DockerError as error:
                 if error.status not in (400, 500):  # so daemons report a command that cannot be started
                     raise
-                return Exit(127, "", str(error), time.monotonic() - began)
+                return Exit(127, "", f"{command.argv[0]}: {_reason(str(error))}", time.monotonic() - began)
         took = time.monotonic() - began
         truncated = tails[0].truncated or tails[1].truncated
         if scope.cancelled_caught or (command.stop is not None and command.stop.is_set()):
             return Exit(-9, tails[0].text, tails[1].text, took, scope.cancelled_caught, truncated)
         code = (await self._api.json("GET", f"/exec/{created['Id']}/json"))["ExitCode"]
+        if code in (126, 127) and _OF_RUNTIME in tails[1].text:  # so Podman reports it
+            return Exit(127, "", f"{command.argv[0]}: {_reason(tails[1].text)}", took)
         code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals
         return Exit(code, tails[0].text, tails[1].text, took, False, truncated)
 
@@ -414,7 +425,10 @@ class RunningContainer(Running):
         await self._api.send("PUT", f"/containers/{self.id}/archive", {"path": folder}, archive)
 
     async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`; the daemon makes the archive."""
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`; the daemon makes the archive.
+
+        Podman 4.3 names root as the owner of all members.
+        """
         self._check_open()
         query = {"path": inner_path(path, self.workspace, self.home)}
         size, limit = 0, self._kind.limits.disk_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import signal
 import socket
@@ -290,7 +291,8 @@ class RunningHeld(Running):
                 if descriptor is not None:
                     assert self._control is not None
                     socket.send_fds(self._control, [b"f"], [descriptor])
-                await self.process.stdin.send(msgspec.json.encode(request) + b"\n")
+                line = json.dumps(request)  # not msgspec: an argument may have bytes that are not UTF-8
+                await self.process.stdin.send(line.encode() + b"\n")
                 if data:
                     await self.process.stdin.send(data)
 

@@ -18,7 +18,7 @@ import attrs
 
 from rollouts.base.validators import check
 from rollouts.errors import ConfigError
-from rollouts.sandboxes.base import GATEWAY_PORT, Ability, SandboxError, SandboxLimits
+from rollouts.sandboxes.base import BOOLEAN, GATEWAY_PORT, Ability, SandboxError, SandboxLimits
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.held import RunningHeld, open_held
 from rollouts.sandboxes.images import Image, load_image
@@ -57,7 +57,7 @@ class ImageSandbox:
         default="none", validator=check('"none" or "host"', lambda value: value in ("none", "host"))
     )
     """``"none"``: loopback only, in which our listener answers. ``"host"``: the network of this machine."""
-    keep_processes: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
     """Whether commands run at once, and what one leaves running lives on in the next."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 

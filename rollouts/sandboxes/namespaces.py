@@ -22,7 +22,7 @@ import attrs
 from rollouts.base.validators import as_texts, is_int
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import filesystem
-from rollouts.sandboxes.base import GATEWAY_PORT, HOME_ENVIRONMENT, Ability, SandboxError, SandboxLimits
+from rollouts.sandboxes.base import BOOLEAN, GATEWAY_PORT, HOME_ENVIRONMENT, Ability, SandboxError, SandboxLimits
 from rollouts.sandboxes.containment import Containment
 from rollouts.sandboxes.held import RunningHeld, interpreter, open_held
 
@@ -68,7 +68,7 @@ class NamespaceSandbox:
     """The listener's port on the sandbox's loopback."""
     bubblewrap: bool | None = attrs.field(default=None)
     """Whether bubblewrap makes the namespaces; by default if it is installed and we are not root."""
-    keep_processes: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
     """Whether commands run at once, and what one leaves running lives on in the next."""
 
     @property

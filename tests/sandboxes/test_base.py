@@ -13,6 +13,7 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import RunningSandbox, SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.base import Tail, inner_path
+from rollouts.sandboxes.containers import RunningContainer
 from tests.sandboxes.kinds import KINDS, kind_of, requested_kind
 
 LIMITS = SandboxLimits(output_bytes=1000, file_bytes=1 << 20)
@@ -89,6 +90,15 @@ async def test_a_cancelled_command_is_killed(sandbox: RunningSandbox) -> None:
         await sandbox.run(["sh", "-c", "sleep 63.5; echo late"], seconds=20)
     assert (await sandbox.exec(["echo", "next"])).stdout == "next\n"
     assert _running("63.5") == 0
+
+
+async def test_an_argument_may_be_any_bytes(sandbox: RunningSandbox) -> None:
+    """As a name of a file may be."""
+    if isinstance(sandbox, RunningContainer):
+        pytest.skip("the daemon takes UTF-8 only")
+    assert (await sandbox.exec(["touch", "n\udcff"])).code == 0
+    end = await sandbox.exec(["sh", "-c", 'test -e "$1" && echo there', "sh", "n\udcff"], env={"A": "\udcfe"})
+    assert end.stdout == "there\n"
 
 
 async def test_set_up_has_standard_input_and_a_folder(sandbox: RunningSandbox) -> None:

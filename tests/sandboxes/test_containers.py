@@ -106,7 +106,7 @@ async def test_a_process_that_cannot_be_killed_from_inside_is_an_error(engine: E
     """The daemon's list decides, not the shell of a container whose root replaced it."""
     kind = ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)
     async with opened(kind) as sandbox:
-        await sandbox.exec(["sh", "-c", "sleep 73.5 & sleep 73.5 & cp /bin/true /tmp/t; cat /tmp/t > /usr/bin/dash"])
+        await sandbox.exec(["sh", "-c", "sleep 73.5 & sleep 73.5 & cp /bin/true /tmp/t; mv /tmp/t /usr/bin/dash"])
         with pytest.raises(SandboxError, match=r"[23] processes are left 20 s after they were killed: .*sleep 73\.5"):
             await sandbox.kill_all()
 
