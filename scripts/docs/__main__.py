@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollouts.errors import ConfigError
 
-PAGES = ("bad_inputs", "core", "failures", "families")
+PAGES = ("bad_inputs", "core", "failures", "families", "harbor")
 ROOT = Path(__file__).resolve().parents[2]
 
 
