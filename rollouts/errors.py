@@ -35,7 +35,6 @@ __all__ = [
     "RewardFailure",
     "RolloutsError",
     "TokenMismatchError",
-    "VerifierFailure",
     "at",
     "current_place",
     "is_of_users",
@@ -50,22 +49,13 @@ CAUSES = ("endpoint", "environment_start", "environment_step", "verifier", "rewa
 is answered with an error message, and a limit is a stop reason."""
 
 
-Kind: TypeAlias = Literal[
-    "environment_start",
-    "environment_step",
-    "reward",
-    "filter",
-    "rollout",
-    "generation",
-    "server",
-    "recording",
-    "a_free_thread",
-    "a_pause",
-    "other",
-]
+_OfUsers = Literal["environment_start", "environment_step", "verifier", "reward", "filter"]
+Kind: TypeAlias = (
+    _OfUsers | Literal["rollout", "generation", "server", "recording", "a_free_thread", "a_pause", "other"]
+)
 """The subject of a wait or a failure: a call of user code (``environment_start`` includes creation and tools,
-``environment_step`` snapshots and close), a whole ``rollout``, a ``generation`` request or another request to a
-``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
+``environment_step`` snapshots and close, ``verifier`` tests of a task), a whole ``rollout``, a ``generation`` request or
+another request to a ``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
 
 
 class RolloutsError(Exception):
@@ -116,12 +106,6 @@ class EnvironmentFailure(ForeignFailure):
     """An environment failed to start, step or close."""
 
     kind: Kind = "environment_start"
-
-
-class VerifierFailure(EnvironmentFailure):
-    """A task's own verifier gave no verdict: its rollout has no reward, and none is made up."""
-
-    kind: Kind = "environment_step"
 
 
 class GenerateFailure(ForeignFailure):
@@ -193,10 +177,8 @@ class Failure:
 def _cause(error: BaseException) -> str:
     if isinstance(error, RolloutsError) and error.late:
         return "deadline"
-    if isinstance(error, VerifierFailure):
-        return "verifier"
     if isinstance(error, EnvironmentFailure):
-        return "environment_step" if error.kind == "environment_step" else "environment_start"
+        return error.kind if error.kind in ("environment_step", "verifier") else "environment_start"
     kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))
     return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
 

@@ -272,7 +272,7 @@ def _sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], clo
 def _is_harmless(path: str, link: str, source: str, closed: bool) -> bool:
     """Whether a link cannot show the tests, their results or the solution under the name of the agent's work.
 
-    Links are judged one by one and by their text: a link to a folder above, or one that leaves a folder and enters
+    Links are judged one by one and by their text: a link to a folder above, or out of a folder and into
     another, would make the text of the next one meaningless.
     """
     parts = [part for part in link.split("/") if part not in ("", ".")]

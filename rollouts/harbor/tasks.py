@@ -130,7 +130,7 @@ class HarborTask:
 def load_tasks(folder: str | Path) -> list[HarborTask]:
     """Load a task folder, or all task folders in a folder, by name.
 
-    A folder without ``task.toml`` is no task; folders in it are not searched further, as in Harbor.
+    A folder without ``task.toml`` is not a task, and is not searched, as in Harbor.
 
     Raises:
         ConfigError: there is no task, a task is incomplete, or a field is unknown or not honoured; with all errors.

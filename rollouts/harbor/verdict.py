@@ -2,7 +2,7 @@
 
 Invariant: a number comes from ``reward.json``, or without one from ``reward.txt``, as Harbor 0.25.0 reads them
 (harbor/verifier/verifier.py: _parse_reward_json, _parse_reward_text). A missing, empty or unreadable file is a
-:class:`~rollouts.errors.VerifierFailure` with its reason, never a number.
+:class:`NoVerdict` with its reason, never a number.
 
 This module knows no sandbox.
 """
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from rollouts.errors import VerifierFailure
+from rollouts.errors import EnvironmentFailure, Kind
 
 __all__ = [
     "REASONS",
@@ -53,7 +53,7 @@ REASONS: Mapping[Reason, str] = {
     "empty": "the reward file is empty",
     "not_a_file": "the reward file is not a regular file",
     "unreadable": "the reward file does not contain finite numbers",
-    "no_reward": "the rewards have several keys, and none is the one that is trained",
+    "no_reward": "the rewards have several keys, and none is named as the trained one",
     "timeout": "the tests did not end within their deadline",
     "box": "the verifier's box failed",
 }
@@ -66,7 +66,7 @@ class Verdict:
 
     rewards: Mapping[str, float]
     reward: float
-    """The one that is trained."""
+    """The trained one."""
     rung: Rung
     output: str = attrs.field(default="", repr=False)
     """The end of what the tests wrote."""
@@ -82,9 +82,10 @@ class Verdict:
         }
 
 
-class NoVerdict(VerifierFailure):
+class NoVerdict(EnvironmentFailure):
     """A rollout without a verdict, with the reason."""
 
+    kind: Kind = "verifier"
     reason: Reason = "missing"
 
 
@@ -92,7 +93,7 @@ def no_verdict(reason: Reason, task: str, rung: str, detail: str = "") -> NoVerd
     """The failure of a rollout without a verdict; its message begins with the reason, the task and the rung."""
     text = f"no verdict ({reason}) of task {task} at rung {rung}: {REASONS[reason]}"
     error = NoVerdict(f"{text}: {detail}" if detail else text)
-    error.reason = reason
+    error.reason, error.kind = reason, "verifier"  # on the object: a boundary keeps it then
     return error
 
 

@@ -77,7 +77,7 @@ class HarborWorkspace:
     """By name, which is ``metadata["harbor"]["task"]`` of the prompt."""
     kind_of: KindOf = attrs.field(repr=False)
     rungs: Mapping[str, Rung]
-    """The rung of each task by its name, e.g. those that ``check-task`` stored."""
+    """The rung of each task by its name, e.g. as ``check-task`` stored it."""
     variables: Mapping[str, str] = attrs.field(factory=dict, repr=False)
     """Values that ``${VAR}`` of a task may read."""
     reward_key: str | None = None
@@ -113,7 +113,7 @@ class HarborWorkspace:
         """Grade the box: the reward, and ``metadata["verdict"]`` with all rewards and the rung.
 
         Raises:
-            VerifierFailure: there is no verdict.
+            NoVerdict: there is none.
         """
         task = task_of(prompt.metadata, self.tasks)
         rung = self.rungs[task.name]

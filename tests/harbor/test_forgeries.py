@@ -11,11 +11,10 @@ from typing import Any
 import attrs
 import pytest
 
-from rollouts.errors import VerifierFailure
 from rollouts.harbor.boxes import BoxOptions, TaskBoxes
 from rollouts.harbor.grading import fill, grade
 from rollouts.harbor.tasks import HarborTask, load_task
-from rollouts.harbor.verdict import Rung, Verdict
+from rollouts.harbor.verdict import NoVerdict, Rung, Verdict
 from rollouts.harbor.workspace import fresh_box
 from tests.harbor.folders import write_task
 from tests.harbor.roots import base_root
@@ -48,9 +47,9 @@ class Attack:
     name: str
     command: str
     at_kill: str = "undone"
-    """What it achieves where the box is the agent's without its processes: ``undone`` is nothing."""
+    """Its result where the box is the agent's without its processes: ``undone`` is nothing."""
     at_keep: tuple[str, ...] = ()
-    """What it may achieve where they live, if it is more: some race with the tests."""
+    """Its possible results where they live, if it is more: some race with the tests."""
 
 
 ATTACKS = [
@@ -187,6 +186,6 @@ async def outcome(task: HarborTask, rung: Rung, attack: Attack) -> str:
     """``undone``, ``forged`` or ``prevented``."""
     try:
         rewards = (await graded(task, rung, attack.command)).rewards
-    except VerifierFailure:
+    except NoVerdict:
         return "prevented"
     return "forged" if max(rewards.values()) > 0 else "undone"

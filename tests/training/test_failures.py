@@ -26,7 +26,6 @@ from rollouts.errors import (
     FilterFailure,
     GenerateFailure,
     RewardFailure,
-    VerifierFailure,
 )
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
@@ -69,7 +68,7 @@ def manager_for(generate: Recorded, failures: dict[str, FailurePolicy], **option
         (EnvironmentFailure, "environment_step", "environment_step"),
         (RewardFailure, None, "reward"),
         (FilterFailure, None, "filter"),
-        (VerifierFailure, None, "verifier"),
+        (EnvironmentFailure, "verifier", "verifier"),
         (GenerateFailure, None, "generate"),
         (EndpointUnavailable, None, "endpoint"),
         (EndpointUnavailable, "generation", "endpoint"),
