@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 import anyio.to_thread
 import attrs
 
+from rollouts.base.nearest import did_you_mean
 from rollouts.base.validators import check, integer, is_int
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, without_password
-from rollouts.environments.base import Environment, EnvironmentFactory
+from rollouts.environments.base import Environment, EnvironmentFactory, sound_tools
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.inference.base import ServerInfo, check_takes_images
 from rollouts.inference.server_flags import check_flags
@@ -27,7 +28,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.renderer.options import TEMPLATE_KWARGS
 from rollouts.training.agent_integration import check_limits, generate_rollout_batch
-from rollouts.training.config import RolloutConfig
+from rollouts.training.config import NEED_SPREAD, RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.filters import check_reward_nonzero_std
@@ -156,6 +157,21 @@ class Recipe:
         """The keyword arguments that the generate function is bound to."""
         generate_fn = self.config.generate_fn
         return generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
+
+    def check_spread(self) -> None:
+        """Check that the replies to a prompt may differ, if the filter drops groups of equal rewards.
+
+        Raises:
+            ConfigError: the endpoint samples greedily, so that such a filter accepts no group.
+        """
+        name, sampling = function_name(self.config.filter_fn), self.endpoint.sampling
+        if name not in NEED_SPREAD or (sampling.temperature > 0 and sampling.top_k != 1):
+            return
+        field, least = ("top_k", "not 1") if sampling.temperature > 0 else ("temperature", "a number > 0")
+        expected = (
+            f'{least} with filter_fn={name}: equal replies have equal rewards; or keep="all", which drops no group'
+        )
+        raise ConfigError.of(f"SamplingParams.{field}", getattr(sampling, field), expected)
 
     def describe(self) -> dict[str, Any]:
         """The recipe as plain values for ``run.json``, without keys and passwords."""
@@ -299,6 +315,8 @@ def agent_recipe(
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
+    if limits is not None and not isinstance(limits, Limits):
+        raise ConfigError.of("limits", limits, "Limits(...)")
     if limits is None:
         max_turns = 8 if max_turns is None else max_turns
     bound = named_options(max_turns=max_turns, limits=limits)
@@ -327,8 +345,11 @@ def assembled_recipe(
         raise ConfigError.of("keep", keep, '"spread" or "all"')
     if keep is not None and filter_fn is not None:
         raise ConfigError.of("keep", keep, "none with filter_fn: each of them decides which groups to keep")
+    shuffled = options.get("shuffled", True)
+    if not isinstance(shuffled, bool):
+        raise ConfigError.of("shuffled", shuffled, "True or False")
     endpoint = _with_sampling(endpoint, **named_options(**of_sampling))
-    values: dict[str, Any] = {**OPTION_DEFAULTS, "shuffled": True, **options}
+    values: dict[str, Any] = {**OPTION_DEFAULTS, **options}
     endpoint = attrs.evolve(endpoint, **named_options(lora=values["lora"]))
     seed, tokenizer = values.get("seed") or 0, values.get("tokenizer")
     tokenizer = endpoint.model if tokenizer is None else tokenizer
@@ -342,7 +363,7 @@ def assembled_recipe(
         ),
         data_buffer=DataBuffer(
             prompts,
-            seed=seed if values["shuffled"] else None,
+            seed=seed if shuffled else None,
             epochs=values["epochs"],
             sampler=_sampler_of(values, options),
         ),
@@ -411,8 +432,9 @@ def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any])
             own = [
                 each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
             ]
-            known = ", ".join([*own, *AllOptions.__annotations__])
-            raise ConfigError.of(f"{function.__name__}({name})", value, f"one of {known}")
+            known = [*own, *AllOptions.__annotations__]
+            expected = f"an option{did_you_mean(name, known)}: {', '.join(known)}"
+            raise ConfigError.of(f"{function.__name__}({name})", value, expected)
     values: dict[str, Any] = {**OPTION_DEFAULTS, **options}
     kinds = (_OF_CONFIG, _OF_SAMPLING, RendererOptions.__annotations__)
     return [{name: values[name] for name in names if name in values} for names in kinds]
@@ -496,7 +518,7 @@ async def check_recipe(recipe: Recipe) -> Renderer:
             if not isinstance(environment, Environment):
                 expected = "an object with tools, start, step and close"
                 raise ConfigError.of("Recipe.environment_cls()", environment, expected)
-            tools = tuple(environment.tools)
+            tools = sound_tools(environment.tools, f"{name}.tools")
             await environment.close()
     return await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
 

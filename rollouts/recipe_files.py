@@ -20,10 +20,11 @@ from typing import Any, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 import attrs
 import msgspec
 
+from rollouts.base.nearest import did_you_mean
 from rollouts.base.plugins import plugins
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, RolloutsError, is_of_users
 from rollouts.recipe import OPTION_DEFAULTS, Recipe
 from rollouts.renderer import CallCheck, SpecialText
 
@@ -131,10 +132,10 @@ def import_file(path: str | Path) -> ModuleType:
             raise added[name].refused(f"got {module!r}; expected a module with a function recipe(endpoint, *, ...)")
         return module
     if not path.is_file() or path.suffix != ".py":
-        expected = "an existing Python file with a function recipe(endpoint, *, ...), or a known recipe: "
-        raise ConfigError.of(
-            "RECIPE", str(path) if path.suffix == ".py" else name, expected + ", ".join(recipe_names())
-        )
+        names = recipe_names()
+        shown = str(path) if path.suffix == ".py" else name
+        expected = "an existing Python file with a function recipe(endpoint, *, ...), or a known recipe"
+        raise ConfigError.of("RECIPE", shown, f"{expected}{did_you_mean(Path(name).stem, names)}: {', '.join(names)}")
     for folder in (path.parent, path.parent.parent):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
@@ -202,12 +203,14 @@ def summary_of(function: RecipeFunction) -> str:
 
 def _place(error: BaseException, path: Path) -> str:
     """File and line in the recipe where an error was raised, and in the module that it imported, if that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_of_users(frame.filename)]
     lines = [number for number, frame in enumerate(frames) if frame.filename == str(path)]
-    place = f"{path}, line {frames[lines[-1]].lineno}" if lines else str(path)
     last = (error.filename, error.lineno) if isinstance(error, SyntaxError) else None
     if last is None and lines and frames[lines[-1] + 1 :]:
         last = (frames[-1].filename, frames[-1].lineno)
+    if not lines:
+        return str(path) if last is None else f"{last[0]}, line {last[1]}"
+    place = f"{path}, line {frames[lines[-1]].lineno}"
     return place if last is None else f"{place}, at {last[0]}, line {last[1]}"
 
 
@@ -222,7 +225,8 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
     for name in options:
         if name not in known:
             names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values())
-            raise ConfigError.of(_argument(name), name, f"an option of the recipe: {names}")
+            expected = f"an option of the recipe{did_you_mean(name, known)}: {names}"
+            raise ConfigError.of(_argument(name), name, expected)
     for name, option in known.items():
         if option.required and name not in options:
             argument = _argument(name)
@@ -253,6 +257,8 @@ def build(
     Raises:
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
+    if not inspect.signature(function).parameters:
+        raise ConfigError.of(f"recipe {function_name(function)}", "no parameter", "recipe(endpoint, *, ...)")
     values = read_options(function, options)
     own = {option.name for option in recipe_options(function)}
     bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}
@@ -267,8 +273,11 @@ def build(
         raise ConfigError(
             f"recipe {function_name(function)} raised {type(error).__name__}: {error} ({place})"
         ) from error
+    if inspect.iscoroutine(recipe):
+        recipe.close()
+        raise ConfigError.of(f"recipe {function_name(function)}", "async def", "def: a recipe is called, not awaited")
     if not isinstance(recipe, Recipe):
-        raise ConfigError.of("the value that the recipe returned", recipe, "a Recipe")
+        raise ConfigError.of("the value that the recipe returned", recipe, "a Recipe, by return agent_recipe(...)")
     return recipe.with_options(**bound)
 
 

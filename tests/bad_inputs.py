@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -44,6 +45,7 @@ from rollouts.training.types import Group
 from tests import ors_recipe
 from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
 from tests.stored_runs import some_sample
+from tests.wrong_recipes import WRONG, run_wrong
 
 __all__ = ["ROWS", "Row", "message_of", "page"]
 
@@ -423,6 +425,7 @@ async def empty(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 LINE, CONFIG, DATA = "The command line", "Recipes and configs", "Data"
+WRONG_RECIPES = "Recipes, refused before their first token"
 SERVED = "Environments and judges behind a server, of one prompt among sound ones"
 FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "What is on disk"
 RUN = ("run", CALCULATOR, "--out", "DIR/run")
@@ -433,6 +436,8 @@ RUN = ("run", CALCULATOR, "--out", "DIR/run")
 ROWS = [
     Row(LINE, "no such recipe", "RECIPE: got '…none.py'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe: calculator, …", command("run", "none.py", "--out", "DIR/run")),
     Row(LINE, "an option that the recipe does not have", "--set: got 'size'; expected an option of the recipe: max_turns (int), …", command(*RUN, "--set", "size=3")),
+    Row(LINE, "an option with a misspelled name", "--set: got 'batch_sise'; expected an option of the recipe (did you mean batch_size…?): max_turns (int), …", command(*RUN, "--set", "batch_sise=3")),
+    Row(LINE, "a recipe with a misspelled name", "RECIPE: got 'calclator'; expected an existing Python file with a function recipe(endpoint, *, ...), or a known recipe (did you mean calculator?): calculator, …", command("run", "calclator", "--out", "DIR/run")),
     Row(LINE, "an option of another type", "--set batch_size: got 'x'; expected int (…)", command(*RUN, "--set", "batch_size=x")),
     Row(LINE, "an option without a value", "--set: got 'batch_size'; expected key=value", command(*RUN, "--set", "batch_size")),
     Row(LINE, "no such model", "--model: got '…none'; expected a folder with a model, or --endpoint URL of a server that has it", command(*RUN, "--model", "none")),
@@ -456,6 +461,7 @@ ROWS = [
     Row(CONFIG, "a key and a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
     Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
+    *(Row(WRONG_RECIPES, wrong.what, wrong.message, functools.partial(run_wrong, wrong)) for wrong in WRONG),
     Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a .jsonl, .json, .csv or .parquet file, a folder of them or of save_to_disk() of datasets, or hub:OWNER/DATASET/PATH", lambda folder: load_prompts(folder / "none.jsonl")),
     Row(DATA, "an empty file", "data: got 'DIR/data.jsonl'; expected at least one row", data("\n\n")),
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
@@ -500,7 +506,7 @@ ROWS = [
     Row(FOREIGN, "a generate function that forgets a rollout", "group … failed: GenerateFailure: generate_fn empty: got []; expected a list of one Sample", batch(generate_fn=empty)),
     Row(SERVED, "a split that an ORS server does not have", "split: got 'dev'; expected one of train (http://…)", wrong_split),
     *(Row(SERVED, bad.what, bad.message, run_with_sound_prompts(bad), bad.needs) for bad in BAD),
-    Row(SERVER, "a server with another protocol", "http://… is not an SGLang server: GET /model_info returned status 404: …. Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm (Endpoint.provider)", described("sglang")),
+    Row(SERVER, "a server with another protocol", "http://… is not an SGLang server: GET /model_info returned status 404: …. Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm (Endpoint.provider). Other servers cannot be used: a run sends token ids and gets token ids with their logprobs; OpenAI's chat API has no token ids", described("sglang")),
     Row(SERVER, "the URL of an OpenAI API", "http://…/v1 is not an SGLang server: …; a vLLM server needs --provider vllm (Endpoint.provider). The URL ends in /v1: leave that out", described("sglang", "/v1")),
     Row(SERVER, "the URL of vLLM's OpenAI API", "http://…/v1 is not a vLLM server: …. Expected a model of 'vllm' from /v1/models. The URL ends in /v1: leave that out", described("vllm", "/v1/")),
     Row(SERVER, "the wrong key", "status 401: who are you (POST http://…/generate)", asked(Answer(401, b'{"error":"who are you"}'))),

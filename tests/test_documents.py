@@ -351,13 +351,13 @@ def test_the_commands_of_the_tutorial_run(engine_url: str, tmp_path: Path, capsy
                 continue
             words = shlex.split(text, comments=True)
             check_command(words)
-            if words[0] == "rollouts" and words[1] != "conformance":  # its points have other tests
+            if words[0] == "rollouts" and words[1] != "check-server":  # its points have other tests
                 run_command(words, engine_url)
                 verbs.append(words[1])
         assert Path("atlas.html").stat().st_size > 10_000
         assert len(load_run("runs/atlas")) == 4 * 8
         assert len(load_run("runs/gsm8k")) == 2 * 2
-    expected = ["check-env", "run", "show", "view", "verify", "run", "check", "eval", "run", "plan"]
+    expected = ["check-env", "run", "show", "view", "check-run", "run", "check-model", "eval", "run", "plan"]
     assert verbs == expected
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from rollouts import errors
-from rollouts.errors import (
-    ConfigError,
-    RolloutsError,
-    shortened,
-)
+from rollouts.errors import ConfigError, RolloutsError, shortened
 
 
 def test_every_error_has_one_root() -> None:

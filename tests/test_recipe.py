@@ -125,7 +125,7 @@ def test_importing_a_recipe_runs_its_guests_from_the_folder_above(tmp_path: Path
     [
         ("x = 1\ny = 1 / 0\n", r"some_recipe.py, line 2: importing the recipe raised ZeroDivisionError"),
         ("import no_such_module_anywhere\n", r"line 1: .*ModuleNotFoundError: No module named 'no_such_module"),
-        ("def recipe(:\n", r"some_recipe.py, at .*some_recipe.py, line 1: importing the recipe raised SyntaxError"),
+        ("def recipe(:\n", r"some_recipe.py, line 1: importing the recipe raised SyntaxError"),
         ("raise SystemExit(3)\n", r"line 1: importing the recipe raised SystemExit"),
         ("x = 1\n", r"some_recipe.py: recipe: got None; expected a function recipe\(endpoint"),
         ("recipe = 3\n", r"recipe: got 3; expected a function"),
@@ -241,7 +241,10 @@ def test_texts_become_what_the_annotation_says(name: str, text: str, value: Any)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cuont": "1"}, r"--set: got 'cuont'; expected an option of the recipe: data \(Path\), count \(int\), share"),
+        (
+            {"cuont": "1"},
+            r"--set: got 'cuont'; expected an option of the recipe .did you mean count\?.: data \(Path\), count",
+        ),
         ({"data": "x", "count": "many"}, r"--set count: got 'many'; expected int"),
         ({"data": "x", "count": "1.5"}, r"--set count: got '1.5'; expected int"),
         ({"data": "x", "kind": "c"}, r"--set kind: got 'c'; expected Literal\['a', 'b'\]"),
@@ -532,7 +535,8 @@ def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe(
     with pytest.raises(ConfigError, match=r"--set batch_size: got 'many'; expected int"):
         build(mine, Endpoint(model="m"), {"batch_size": "many"})
     with pytest.raises(
-        ConfigError, match=r"--set: got 'bacth'; expected an option of the recipe: count \(int\), batch"
+        ConfigError,
+        match=r"--set: got 'bacth'; expected an option of the recipe .did you mean batches\?.: count \(int\), batch",
     ):
         build(mine, Endpoint(model="m"), {"bacth": "1"})
 
@@ -706,7 +710,7 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
     [
         (
             {"patince": 3},
-            r"agent_recipe\(patince\): got 3; expected one of max_turns, .*template_kwargs.*reward_fn.*patience.*top_p",
+            r"agent_recipe.patince.: got 3; expected an option .did you mean patience.*max_turns, .*reward_fn.*top_p",
         ),
         ({"generate_fn": generate}, r"agent_recipe\(generate_fn\): got"),
         ({"keep": "all", "filter_fn": bool}, r"keep: got 'all'; expected none with filter_fn"),
@@ -798,7 +802,7 @@ def test_the_program_recipes_build_and_are_described() -> None:
 def test_an_unknown_option_of_a_program_recipe_is_named() -> None:
     """The message has the options of a program and the options of every recipe."""
     with pytest.raises(
-        ConfigError, match=r"^program_recipe\(max_turns\): got 3; expected one of .*sandbox.*batch_size"
+        ConfigError, match=r"^program_recipe\(max_turns\): got 3; expected an option .*sandbox.*batch_size"
     ):
         program_recipe("x", Endpoint(model="m"), claude_code, ["a"], sandbox=ProcessSandbox(), max_turns=3)
 

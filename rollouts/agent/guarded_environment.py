@@ -28,6 +28,7 @@ from rollouts.environments.base import (
     is_resumable,
     sound_opening,
     sound_step,
+    sound_tools,
 )
 from rollouts.errors import ConfigError, EnvironmentFailure, Kind, shortened
 from rollouts.trajectory import Trajectory
@@ -86,11 +87,7 @@ class GuardedEnvironment:
     def tools(self) -> tuple[Tool, ...]:
         """The tools of the started environment; they may depend on the prompt."""
         with boundary(EnvironmentFailure, f"{self.name}.tools"):
-            tools = tuple(self.environment.tools)
-        for tool in tools:
-            if not isinstance(tool, Tool):
-                raise EnvironmentFailure(f"{self.name}.tools: got {shortened(tool)}; expected Tools")
-        return tools
+            return sound_tools(self.environment.tools, f"{self.name}.tools")
 
     async def step(self, reply: Message, trajectory: Trajectory, *, has_tools: bool) -> StepResult:
         """The result of one step, with its rewards and metrics added to the trajectory."""

@@ -1,8 +1,4 @@
-"""The command that installs what an extra of this package needs.
-
-It names the packages, as the metadata of the installation list them. The name of this package would not do: on PyPI it
-belongs to another project, and an installation from a clone or a wheel has another name for pip.
-"""
+"""The command that installs the packages of an extra, by their names: on PyPI this package's is another project's."""
 
 from __future__ import annotations
 
@@ -15,6 +11,8 @@ def install_command(extra: str) -> str:
 
     from packaging.requirements import Requirement
 
+    from rollouts.base.torch_index import torch_index
+
     try:
         requirements = [*map(Requirement, importlib.metadata.requires("rollouts") or [])]
     except importlib.metadata.PackageNotFoundError:
@@ -26,4 +24,4 @@ def install_command(extra: str) -> str:
     ]
     if not packages:  # a source tree that is on the path, or that has changed since it was installed
         return f"install the packages of the extra {extra} in pyproject.toml"
-    return f"pip install {' '.join(packages)}"
+    return f"pip install {' '.join(packages)}{torch_index(extra)}"

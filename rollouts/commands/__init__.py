@@ -45,24 +45,36 @@ VERBS = {
     "show": Verb("show", "print a stored run: groups, samples, transcripts"),
     "play": Verb("play", "play one prompt and print its turns"),
     "view": Verb("view", "write a run as an HTML page, or serve an active run"),
-    "verify": Verb("verify", "check the laws on a stored run; with --model also its logprobs"),
+    "check-run": Verb("verify", "do the laws hold on a stored run? With --model: its logprobs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),
     "rescore": Verb("rescore", "apply another reward function and filter to a stored run"),
     "plan": Verb("plan", "predict the best over-sampling factor and concurrency"),
     "eval": Verb("evaluate", "score a recipe's tasks: pass@k"),
     "compare": Verb("compare", "compare two evaluations"),
-    "check": Verb("check_template", "test whether a model's chat template renders exact tokens"),
+    "check-model": Verb("check_template", "does a model's chat template render exact tokens?"),
     "new-env": Verb("new_env", "create a template of an environment, with tests"),
-    "check-env": Verb("check_env", "test an environment with random replies"),
-    "check-task": Verb("check_task", "run the tests of tasks without a solution and with the reference"),
+    "check-env": Verb("check_env", "does an environment work? It is played with random replies"),
+    "check-task": Verb("check_task", "are the tests of tasks sound? They run without and with the solution"),
     "serve": Verb("serve", "start the embedded engine as a server"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),
-    "conformance": Verb("conformance", "ask a server point by point for what a run relies on"),
-    "doctor": Verb("doctor", "print versions, extras and the verbs that lack one"),
+    "check-server": Verb("conformance", "does a server have what a run relies on, point by point?"),
+    "doctor": Verb("doctor", "what is installed here, and which verbs lack a package?"),
 }
-"""The verbs, in the order of ``rollouts --help``."""
+"""The verbs. ``GROUPS`` has their order in ``rollouts --help``."""
+
+GROUPS = {
+    "Run": ("run", "eval", "plan"),
+    "See": ("ls", "show", "view", "compare", "export", "replay", "rescore"),
+    "Judge": ("check-env", "check-model", "check-server", "check-run", "doctor"),
+    "Environments": ("recipes", "new-env", "play"),
+    "Serve": ("serve", "serve-env", "gateway"),
+}
+"""The verbs by what they are for; a verb in no group, such as that of another package, comes last."""
+
+EARLIER = {"check": "check-model", "conformance": "check-server", "verify": "check-run"}
+"""Earlier names of verbs, which work as before."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = argparse.Namespace(debug=False)
     try:
-        _parser(arguments).parse_args(arguments, args)
+        arguments = _with_present_name(arguments)
+        parser = _parser(arguments)
+        if not arguments:
+            parser.print_help()
+            return 2
+        parser.parse_args(arguments, args)
         with handling_interrupts():
             code: int = args.verb(args)
     except KeyboardInterrupt:
@@ -108,16 +125,64 @@ class _Parser(argparse.ArgumentParser):
         super().error(visible(message))
 
 
+class _MainParser(_Parser):
+    """The parser of the command: its help lists the verbs in groups, its errors name the nearest verb or option."""
+
+    verbs: argparse._SubParsersAction[Any]
+    called: str | None = None
+
+    def format_help(self) -> str:
+        """The verbs in groups, each with its line."""
+        does = {action.dest: action.help or "" for action in self.verbs._choices_actions}
+        grouped = {title: [name for name in names if name in does] for title, names in GROUPS.items()}
+        rest = does.keys() - {name for names in grouped.values() for name in names}
+        grouped |= {"Others": [name for name in does if name in rest]} if rest else {}
+        width = max(map(len, does))
+        lines = [
+            line
+            for title, names in grouped.items()
+            for line in (f"{title}:", *(f"  {name:<{width}}  {does[name]}".rstrip() for name in names), "")
+        ]
+        head, end = self._get_formatter(), self._get_formatter()
+        head.add_usage(self.usage, (), ())
+        head.add_text(self.description)
+        end.add_text(self.epilog)
+        return "\n".join([head.format_help(), *lines, end.format_help()])
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, with the nearest names for unknown ones."""
+        from rollouts.base.nearest import did_you_mean  # here: only an error needs it
+
+        if self.called is not None and self.called not in self.verbs.choices:
+            near = did_you_mean(self.called, self.verbs.choices)
+            super().error(f"VERB: got {self.called!r}; expected a verb of rollouts --help{near}")
+        verb = self.verbs.choices.get(self.called or "")
+        unknown, _, words = message.partition("unrecognized arguments: ")
+        if verb is not None and not unknown:
+            names = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
+            known = [option for option in verb._option_string_actions if option.startswith("--")]
+            message += "".join(did_you_mean(name, known) for name in names)
+        super().error(message)
+
+
+def _with_present_name(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the present name of a verb in the place of an earlier one."""
+    place = next((number for number, text in enumerate(arguments) if not text.startswith("-")), None)
+    return [EARLIER.get(text, text) if number == place else text for number, text in enumerate(arguments)]
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _MainParser(
         prog="rollouts",
         description="Turn an inference endpoint and an environment into training data: exact tokens, whole groups.",
-        epilog="Exit codes: 0 success, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",
+        usage="rollouts [-h] [--version] [--debug] VERB ...",
+        epilog="rollouts VERB --help describes a verb; --debug prints the traceback of an error. "
+        "Exit codes: 0 success, 1 a law is broken or the run failed, 2 bad input, 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
     parser.add_argument("--debug", action="store_true", help="print the traceback of an error")
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-    called = next((text for text in arguments if not text.startswith("-")), None)
+    verbs = parser.verbs = parser.add_subparsers(required=True, metavar="VERB", prog="rollouts", parser_class=_Parser)
+    called = parser.called = next((text for text in arguments if not text.startswith("-")), None)
     for name, verb in VERBS.items():
         if name == called:
             importlib.import_module(f"rollouts.commands.{verb.module}").add(verbs)

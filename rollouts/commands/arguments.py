@@ -23,7 +23,8 @@ import anyio
 from rollouts.base.terminal import say
 from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
-from rollouts.dtypes import OnRewrite
+from rollouts.dtypes import OnRewrite, Provider
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
@@ -62,7 +63,15 @@ Result = TypeVar("Result")
 
 def add_provider(parser: argparse._ActionsContainer) -> None:
     """Add the option for the protocol of ``--endpoint``."""
-    parser.add_argument("--provider", choices=("sglang", "vllm"), help="protocol of --endpoint (default: sglang)")
+    parser.add_argument(
+        "--provider", type=_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
+    )
+
+
+def _provider(text: str) -> str:
+    if text not in get_args(Provider):
+        raise argparse.ArgumentTypeError(f"got {text!r}; expected sglang or vllm: {NEEDS_TOKEN_IDS}")
+    return text
 
 
 def tell(error: RolloutsError, *, debug: bool) -> None:
@@ -105,7 +114,7 @@ def add_verb(verbs: Any, name: str, function: Callable[..., int], does: str, exa
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,
         help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
+        description=f"{does[0].upper()}{does[1:]}" + ("" if does.endswith("?") else "."),
         epilog=f"Example: rollouts {example}",
         add_help=False,
     )

@@ -29,7 +29,9 @@ _STYLES: dict[Verdict, str] = {"good": "green", "bad": "bold red", "note": "yell
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "check-env", _check_env, "test an environment with random replies", "check-env guess")
+    parser = add_verb(
+        verbs, "check-env", _check_env, "does an environment work? It is played with random replies", "check-env guess"
+    )
     parser.add_argument("path", type=Path, metavar="PATH", help="recipe, or file with one environment class")
     add_options(parser, "--data", "--set")
     parser.add_argument(

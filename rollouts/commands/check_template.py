@@ -1,4 +1,4 @@
-"""``rollouts check``: test whether a model's chat template renders exact tokens, before anything is sampled.
+"""``rollouts check-model``: test whether a model's chat template renders exact tokens, before anything is sampled.
 
 Invariant: the verdict is that of the renderer's self-test, with the tools that a run would have; requests to an
 endpoint leave no state there. This module starts no run.
@@ -248,7 +248,7 @@ async def _scored(client: HttpClient, url: str, ids: list[int], *, scored: bool)
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = add_verb(
-        verbs, "check", _check, "test whether a model's chat template renders exact tokens", "check --model DIR"
+        verbs, "check-model", _check, "does a model's chat template render exact tokens?", "check-model --model DIR"
     )
     parser.add_argument("--model", metavar="NAME_OR_DIR", help="tokenizer (default: the model that the endpoint names)")
     parser.add_argument("--endpoint", metavar="URL", help="server to send ids to, and to compare the ids it scored")

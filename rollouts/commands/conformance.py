@@ -1,4 +1,4 @@
-"""``rollouts conformance``: ask a running server point by point for what a run relies on."""
+"""``rollouts check-server``: ask a running server point by point for what a run relies on."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    does = "ask a server point by point for what a run relies on"
-    parser = add_verb(verbs, "conformance", _conformance, does, "conformance --endpoint http://127.0.0.1:30000")
+    does = "does a server have what a run relies on, point by point?"
+    parser = add_verb(verbs, "check-server", _conformance, does, "check-server --endpoint http://127.0.0.1:30000")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--endpoint",

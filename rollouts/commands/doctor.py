@@ -52,7 +52,9 @@ _LIBRARIES = ("anyio", "httptools", "msgspec", "numpy", "transformers", "uvloop"
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(verbs, "doctor", _doctor, "print versions, extras and the verbs that lack one", "doctor --json")
+    parser = add_verb(
+        verbs, "doctor", _doctor, "what is installed here, and which verbs lack a package?", "doctor --json"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

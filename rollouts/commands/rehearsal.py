@@ -1,7 +1,7 @@
-"""The rehearsal of a run: up to three episodes with random replies, with their reward and filter, before any work.
+"""The rehearsal of a run: up to three episodes with random replies, with their reward and filter, then each tool once.
 
 Invariant: no prompt is taken, nothing is stored or counted, and no server is asked. A rehearsal refuses a run only if
-every episode fails for the same reason, not for different failures or slow episodes.
+every episode, or every call of a tool, fails for the same reason, not for different failures or slow episodes.
 
 This module rehearses recipes of agents; it does not know other generate functions.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import attrs
 
+from rollouts.commands.metric_reads import ReadNames
+from rollouts.commands.tool_calls import check_tools
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import Environment, EnvironmentFactory
@@ -32,43 +34,62 @@ from rollouts.training.failures import FailureStats, same_cause
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.rollout_attempt import attempt, ends, is_lost, number_sample
 from rollouts.training.scoring import score, score_group
-from rollouts.training.types import Sample
+from rollouts.training.types import GenerateFn, Sample
 
 __all__ = ["rehearse"]
 
 _SECONDS = 30.0
+_NEVERTHELESS = "--no-rehearsal starts the run nevertheless"
 _SHARE_OF_CALLS = (0.9, 0.9, 0.0)
 """How often the replies of each episode call a tool; the last episode shows a tool that fails on random arguments."""
 
 
-async def rehearse(recipe: Recipe) -> None:
-    """Play the first prompts of a recipe with random replies, score them and apply the filter.
+async def rehearse(recipe: Recipe) -> list[str]:
+    """Play the first prompts of a recipe with random replies, score them, apply the filter, and call each tool.
+
+    Returns:
+        Doubtful points that do not refuse the run, each as one line.
 
     Raises:
-        GenerateFailure: every episode failed for the same reason; the message has it.
-        ConfigError: a prompt lacks the label that its reward needs and others have; a function of the recipe, its
-            template or its tokenizer is invalid.
+        GenerateFailure: every episode, or every call of a tool, failed for the same reason; the message has it.
+        ConfigError: a prompt lacks the label that its reward needs and others have; a tool has no description; a
+            function of the recipe, its template or its tokenizer is invalid.
     """
     generate_fn = recipe.config.generate_fn
     if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:
-        return None
+        return []
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    prompts = itertools.cycle(recipe.data_buffer.prompts)
+    prompts = list(itertools.islice(itertools.cycle(recipe.data_buffer.prompts), len(_SHARE_OF_CALLS)))
+    read = ReadNames()
+    with anyio.move_on_after(_SECONDS), at("the rehearsal"):
+        sound = await _played_one(recipe, prompts, functools.partial(_with_random_replies, generate_fn, renderer, read))
+        if sound is not None:
+            await _check_labels(recipe, sound)
+        await check_tools(generate_fn.keywords["environment_cls"], prompts, generate_fn.keywords.get("limits"))
+    return read.doubts()
+
+
+async def _played_one(
+    recipe: Recipe, prompts: Sequence[Prompt], with_replies: Callable[[RandomModel], Any]
+) -> list[Sample] | None:
+    """The samples of the first episode that goes well; ``None`` if each fails for another reason.
+
+    Raises:
+        GenerateFailure: all fail for the same reason.
+    """
     failures: list[Failure] = []
-    with anyio.move_on_after(_SECONDS) as limit, at("the rehearsal"):
-        for seed, (prompt, calls) in enumerate(zip(prompts, _SHARE_OF_CALLS, strict=False)):
-            model = RandomModel(seed, calls=calls)
-            config = attrs.evolve(recipe.config, generate_fn=_with_random_replies(generate_fn, renderer, model))
-            failure, samples = await _played(config, attrs.evolve(prompt, group_index=0, index=0))
-            if failure is None:
-                return await _check_labels(recipe, samples)
-            failures.append(failure)
-    if limit.cancelled_caught or len({same_cause(failure) for failure in failures}) > 1:
+    for seed, (prompt, calls) in enumerate(zip(prompts, _SHARE_OF_CALLS, strict=True)):
+        config = attrs.evolve(recipe.config, generate_fn=with_replies(RandomModel(seed, calls=calls)))
+        failure, samples = await _played(config, attrs.evolve(prompt, group_index=0, index=0))
+        if failure is None:
+            return samples
+        failures.append(failure)
+    if len({same_cause(failure) for failure in failures}) > 1:
         return None
     first = failures[0]
     raise GenerateFailure(
         f"{len(failures)} of {len(failures)} rehearsals with random replies failed alike: {first.kind}: "
-        f"{first.message}. No prompt was taken; --no-rehearsal starts the run nevertheless"
+        f"{first.message}. No prompt was taken; {_NEVERTHELESS}"
     )
 
 
@@ -90,7 +111,7 @@ async def _check_labels(recipe: Recipe, samples: Sequence[Sample]) -> None:
     except RewardFailure as error:
         raise ConfigError(
             f"prompts[{missing[0]}].label: got None, as {len(missing)} of {len(prompts)} prompts; expected a label: "
-            f"{error}; --no-rehearsal starts the run nevertheless"
+            f"{error}; {_NEVERTHELESS}"
         ) from error
 
 
@@ -110,7 +131,9 @@ def _copies(samples: Sequence[Sample], count: int) -> list[Sample]:
     return [number_sample(copy.deepcopy(sample), place) for sample, place in numbered]
 
 
-def _with_random_replies(generate_fn: functools.partial[Any], renderer: Renderer, model: RandomModel) -> Any:
+def _with_random_replies(
+    generate_fn: functools.partial[Any], renderer: Renderer, read: ReadNames, model: RandomModel
+) -> GenerateFn:
     """The generate function with a policy that replies at random, with calls of the environment's tools."""
     factory: EnvironmentFactory = generate_fn.keywords["environment_cls"]
     created: list[Environment] = []
@@ -124,7 +147,15 @@ def _with_random_replies(generate_fn: functools.partial[Any], renderer: Renderer
         return _reply_tokens(renderer, model.reply(tools), tools)
 
     create.__name__ = function_name(factory)
-    return functools.partial(generate_fn, environment_cls=create, policy=ScriptedPolicy(reply))
+    play = functools.partial(generate_fn, environment_cls=create, policy=ScriptedPolicy(reply))
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        samples: list[Sample] = await play(prompts)
+        for sample in samples:
+            sample.metrics = read.of(sample.metrics)
+        return samples
+
+    return generate
 
 
 def _reply_tokens(renderer: Renderer, reply: Message, tools: Sequence[Tool]) -> list[int]:

@@ -160,13 +160,15 @@ async def launch(
             async with contextlib.AsyncExitStack() as stack:
                 opened = open_target(target, out / ENGINE_LOG, progress.say)
                 recipe, engine = await stack.enter_async_context(opened)
+                recipe.check_spread()
                 progress.say("preflight: environment, chat template and server")
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
                 await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
                 if rehearsal and not resume:
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
-                    await rehearse(recipe)
+                    for doubt in await rehearse(recipe):
+                        progress.say(doubt, "yellow")
                 if recording:
                     from rollouts.runs.recording import check_recordable  # here: few runs are recorded
 
@@ -348,7 +350,9 @@ def add(verbs: Any) -> None:
         help="with --resume: accept another recipe, reward, sampling, model or package version, and record it",
     )
     parser.add_argument(
-        "--no-rehearsal", action="store_true", help="start without an episode of random replies, reward and filter"
+        "--no-rehearsal",
+        action="store_true",
+        help="start without random replies, reward, filter and a call of each tool",
     )
     parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"

@@ -20,7 +20,7 @@ from rollouts.errors import ConfigError
 from rollouts.inference.shared import shared_policy
 from rollouts.recipe import Recipe
 from rollouts.recipe_files import RecipeFunction, build, load_recipe, read_options
-from rollouts.runs.folder import read_info
+from rollouts.runs.folder import JOURNAL, read_info
 
 __all__ = [
     "ENGINE_LOG",
@@ -180,7 +180,9 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
     before = info.get("command") or {}
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:
-        raise ConfigError.of("RECIPE", None, f"a recipe file: {run} does not store its recipe")
+        if not (run / JOURNAL).is_dir():
+            raise ConfigError.of("--resume", str(run), "a run with a journal; a run of Python has one by run_in(...)")
+        raise ConfigError.of("RECIPE", None, f"a recipe file: {run} does not store its recipe, as a run of Python")
     return attrs.evolve(
         target,
         recipe=recipe,

@@ -1,4 +1,4 @@
-"""``rollouts verify``: check laws 1 to 5 on a stored run, and law 8 with the weights of its versions."""
+"""``rollouts check-run``: check laws 1 to 5 on a stored run, and law 8 with the weights of its versions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    does = "check the laws on a stored run; with --model also its logprobs"
-    parser = add_verb(verbs, "verify", _verify, does, "verify runs/a --model v1=weights/1 v2=weights/2")
+    does = "do the laws hold on a stored run? With --model: its logprobs"
+    parser = add_verb(verbs, "check-run", _verify, does, "check-run runs/a --model v1=weights/1 v2=weights/2")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument(
         "--model",

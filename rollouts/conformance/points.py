@@ -122,7 +122,7 @@ _OF_RESPONSES = (RolloutsError, LookupError, TypeError, ValueError, AttributeErr
 
 
 def read_report(data: bytes, place: str) -> Report:
-    """Decode a report that ``rollouts conformance --json`` printed.
+    """Decode a report that ``rollouts check-server --json`` printed.
 
     Raises:
         ConfigError: the data are not a report; the message names ``place``.
@@ -131,7 +131,7 @@ def read_report(data: bytes, place: str) -> Report:
         return msgspec.json.decode(data, type=Report)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"--table: got {place}; expected the output of rollouts conformance --json; {error}"
+            f"--table: got {place}; expected the output of rollouts check-server --json; {error}"
         ) from None
 
 

@@ -26,6 +26,7 @@ from anyio.abc import TaskGroup
 
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
+from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
@@ -203,6 +204,7 @@ class Dispatcher:
         self.given_away = 0
         self.refused = 0
         self._silent_seconds = silent_seconds
+        self._turns = FairTurns()
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
@@ -350,7 +352,7 @@ class Dispatcher:
         async def receive() -> None:
             try:
                 while True:
-                    self._read(slot, await link.receive())
+                    await self._read(slot, await link.receive())
             except LinkLost as error:
                 slot.alive = False  # before the cleanup: no new group may come here
                 lost.append(error)
@@ -385,11 +387,17 @@ class Dispatcher:
                 await link.aclose()
         return lost[0]
 
-    def _read(self, slot: _Slot, message: bytes) -> None:
+    async def _read(self, slot: _Slot, message: bytes) -> None:
         self.messages += 1
         self.bytes += len(message)
         slot.deaths_without_result = 0
-        for fields, columns in read_records(message):
+        records = read_records(message)
+        while True:
+            await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
+            record = next(records, None)
+            if record is None:
+                return
+            fields, columns = record
             pending = slot.pending.get(fields["number"])
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))

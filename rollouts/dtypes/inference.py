@@ -79,6 +79,7 @@ OnRewrite: TypeAlias = Literal["append", "fork", "error"]
 ``error`` fails the rollout. ``fork`` and ``error`` render the whole conversation after each turn to detect this."""
 
 Provider: TypeAlias = Literal["sglang", "vllm"]
+NEEDS_TOKEN_IDS = "a run sends token ids and gets token ids with their logprobs; OpenAI's chat API has no token ids"
 Concurrency: TypeAlias = int | Literal["adaptive"] | None
 """Number of concurrent requests a server: see :class:`Endpoint`."""
 
@@ -206,7 +207,7 @@ class Endpoint:
     """
 
     provider: Provider = attrs.field(
-        default="sglang", validator=check('"sglang" or "vllm"', lambda v: v in ("sglang", "vllm"))
+        default="sglang", validator=check(f'"sglang" or "vllm": {NEEDS_TOKEN_IDS}', lambda v: v in get_args(Provider))
     )
     model: str = attrs.field(
         default="default", validator=check("a non-empty string", lambda v: isinstance(v, str) and bool(v))
@@ -236,10 +237,9 @@ class Endpoint:
     max_retries: int = attrs.field(default=5, validator=integer(0))
     """Retries of a request that failed at a running server (lost connection, 5xx except 503)."""
     outage_seconds: float = attrs.field(default=1800.0, validator=seconds(least=0))
-    """How long requests wait for servers that are down, restarting or overloaded, before the run ends and returns its
-    prompts. Deadlines stand still meanwhile. The default is enough to load a model of 70 billion parameters, 140 GB, at
-    80 MB/s. Rollouts also wait for a server that has never answered; preflight asks it once, so that a wrong URL is an
-    error at once."""
+    """How long requests wait for servers that are down, restarting, overloaded or have never answered, before the run
+    ends and returns its prompts; deadlines stand still. Enough to load a model of 70 billion parameters, 140 GB, at
+    80 MB/s. Preflight asks each server once, so that a wrong URL is an error at once."""
     concurrency: Concurrency = attrs.field(
         default=None,
         validator=check('an integer >= 1, "adaptive" or None', lambda v: v in (None, "adaptive") or is_int(v, 1)),

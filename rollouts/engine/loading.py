@@ -8,6 +8,7 @@ This module does not know slots or requests.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from rollouts.engine.images import PROCESSOR, Expander
 from rollouts.errors import ConfigError
 
-__all__ = ["DTYPES", "Loaded", "load_folder", "load_weights", "stop_ids_of"]
+__all__ = ["DTYPES", "Loaded", "cache_argument", "load_folder", "load_weights", "stop_ids_of"]
 
 RESERVED = 6
 """Tokens of the context that no prompt gets, as in SGLang 0.5.23."""
@@ -100,6 +101,15 @@ def stop_ids_of(model: Any) -> frozenset[int]:
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     eos = model.config.eos_token_id if eos is None else eos
     return frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+
+
+def cache_argument(model: Any) -> str:
+    """The name of the argument of a model's ``forward`` that takes the cache.
+
+    It is ``cache`` from transformers 5.24 on, where ``past_key_values`` gives a warning until 5.40 removes it
+    (transformers 5.24.0, models/qwen3/modeling_qwen3.py: Qwen3ForCausalLM.forward).
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def load_weights(path: Path, dtype: str) -> Any:

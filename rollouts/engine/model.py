@@ -20,7 +20,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rollouts.engine.adapters import Adapter, Adapters
-from rollouts.engine.loading import Loaded
+from rollouts.engine.loading import Loaded, cache_argument
 from rollouts.errors import ConfigError
 
 __all__ = ["SlotModel"]
@@ -103,6 +103,7 @@ class SlotModel:
         self.slots = slots
         self.capacity = 256
         self.device = self.model.device
+        self._cache_argument = cache_argument(self.model)
         self.rows: _Rows
         self._adapters = Adapters()
         layers = self.model.config.num_hidden_layers
@@ -160,7 +161,7 @@ class SlotModel:
                 input_ids=torch.from_numpy(tokens).to(self.device),
                 attention_mask=mask[:, None],
                 position_ids=position_ids,
-                past_key_values=self._cache,
+                **{self._cache_argument: self._cache},
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(columns).to(self.device),
             ).logits.float()

@@ -66,7 +66,7 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
 
     Args:
         model: the folder.
-        log: file for its standard error.
+        log: file for its standard error; removed at the end if it is empty.
         slots: maximum number of concurrent requests; by default the engine's default.
 
     Raises:
@@ -84,6 +84,13 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
     finally:
         with anyio.CancelScope(shield=True):
             await _stop(process)
+        _remove_empty(log)
+
+
+def _remove_empty(log: Path) -> None:
+    with contextlib.suppress(OSError):
+        if log.stat().st_size == 0:
+            log.unlink()
 
 
 async def _url(process: anyio.abc.Process, log: Path) -> str:

@@ -4,7 +4,7 @@ Invariant: the event loop never computes. Every wait ends: with a response, at a
 disconnects, which aborts its requests.
 
 The deliberate differences from SGLang are ``control.DIFFERENCES``, which ``/server_info`` reports and
-``rollouts conformance`` prints.
+``rollouts check-server`` prints.
 
 Quirks of SGLang 0.5.23 that are reproduced:
 - Aborting a known rid aborts every rid that begins with it.

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from rollouts.base.peft import CONFIG
 from rollouts.engine.adapters import Adapter, load_adapter
-from rollouts.engine.loading import load_weights, stop_ids_of
+from rollouts.engine.loading import cache_argument, load_weights, stop_ids_of
 from rollouts.errors import ConfigError
 
 __all__ = ["Teacher", "dtype_of"]
@@ -73,6 +73,7 @@ class Teacher:
         else:
             self._model = load_weights(base, dtype)
             _adapt(self._model, load_adapter(folder, self._model))
+        self._cache_argument = cache_argument(self._model)
         self.vocab_size = int(self._model.config.vocab_size)
         self._stop_ids = stop_ids_of(self._model)
 
@@ -112,7 +113,7 @@ class Teacher:
             stop = min(start + chunk, int(rows[-1]) + 1)
             logits = self._model(
                 input_ids=ids[None, start:stop],
-                past_key_values=cache,
+                **{self._cache_argument: cache},
                 use_cache=True,
                 logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
             ).logits[0]

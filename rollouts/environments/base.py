@@ -34,6 +34,7 @@ __all__ = [
     "is_resumable",
     "sound_opening",
     "sound_step",
+    "sound_tools",
     "tool",
 ]
 
@@ -100,6 +101,29 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         raise bad_step(what, str(error)) from None
     except Exception as error:  # iterating a user-defined list or mapping runs user code
         raise bad_step(what, f"reading its StepResult raised {shortened(error)}") from error
+
+
+def sound_tools(tools: Any, what: str) -> tuple[Tool, ...]:
+    """Validate the tools of an environment.
+
+    Args:
+        tools: the value of its attribute ``tools``, of any type.
+        what: the attribute, for messages, e.g. ``"CalculatorEnvironment.tools"``.
+
+    Raises:
+        EnvironmentFailure: it is not a sequence of :class:`Tool`, or two have the same name.
+    """
+    if not isinstance(tools, Iterable) or isinstance(tools, str):
+        raise EnvironmentFailure(f"{what}: got {shortened(tools)}; expected a sequence of Tools, empty for none")
+    sound = tuple(tools)
+    names: set[str] = set()
+    for tool in sound:
+        if not isinstance(tool, Tool):
+            raise EnvironmentFailure(f"{what}: got {shortened(tool)}; expected Tools")
+        if tool.name in names:
+            raise EnvironmentFailure(f"{what}: got two tools {tool.name!r}; expected another name for each")
+        names.add(tool.name)
+    return sound
 
 
 def sound_opening(opening: Any, what: str) -> tuple[Message, ...]:

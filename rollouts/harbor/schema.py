@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 Use: TypeAlias = Literal["both", "trial", "stored", "refused"]
-"""The ways of play that honour a field: programs of ours and Harbor's Trial (``both``), only the Trial (``trial``), none
-because it describes the task (``stored``), or none, so that a task with it is refused (``refused``)."""
+"""The ways of play that honour a field: programs of ours and Harbor's Trial (``both``), only the Trial (``trial``),
+none because it describes the task (``stored``), or none, so that a task with it is refused (``refused``)."""
 
 _Reader: TypeAlias = Callable[[Any, str], Any]
 _T = TypeVar("_T")

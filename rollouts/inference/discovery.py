@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 
 from rollouts.dtypes import without_password
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
@@ -66,7 +67,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         raise EndpointRefused(
             f"{without_password(url)} is not an SGLang server: {'; '.join(routes.log)}."
             " Expected a model_path from /model_info or /server_info; a vLLM server needs --provider vllm"
-            f" (Endpoint.provider){routes.hint}"
+            f" (Endpoint.provider){routes.hint}. Other servers cannot be used: {NEEDS_TOKEN_IDS}"
         )
     models = await routes.first("/v1/models")
     workers = length_of(server.get("tokenizer_worker_num"))
@@ -77,7 +78,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
     skips_tokenizer = server.get("skip_tokenizer_init")
     deterministic = server.get("enable_deterministic_inference")
     return ServerInfo(
-        version=text_of(server.get("version")),
+        version=_version(server),
         model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
         weight_version=weights,
         max_context=_max_context(models, server),
@@ -88,6 +89,12 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         else server["grammar_backend"] != "none",
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
+
+
+def _version(server: Mapping[str, Any]) -> str | None:
+    """The version of SGLang; the embedded engine reports the version whose protocol it has."""
+    version = text_of(server.get("version"))
+    return f"{version} (protocol of the embedded engine)" if server.get("engine") == "rollouts" else version
 
 
 async def http_workers(transport: HttpClient, url: str, headers: Mapping[str, str]) -> int:

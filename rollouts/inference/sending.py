@@ -18,6 +18,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.dtypes import Completion
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, ConnectionLost
@@ -47,6 +48,7 @@ class Sender:
         self._protocol = servers.protocol
         self.reachability = reachability
         self.totals = totals
+        self._turns = FairTurns()
         self._long_reply_lock = anyio.Lock(fast_acquire=True)
         self.on_completion: Callable[[Completion, str], None] | None = None
         """Called with every completion and the name of its server."""
@@ -109,6 +111,7 @@ class Sender:
             if status != 200:
                 raise self._refusal(call, worker, status, payload)
             call.running = None
+            await self._turns.passed()  # replies that arrive together
             answer = self._sent_request(call, worker, rid, sent)
             if len(payload) >= _LONG_REPLY:
                 # Of long responses that arrive together, decode one in each loop iteration.

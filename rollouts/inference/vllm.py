@@ -17,6 +17,7 @@ import anyio
 import attrs
 
 from rollouts.dtypes import Completion, SamplingParams, without_password
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
@@ -133,7 +134,7 @@ async def describe_vllm(transport: HttpClient, url: str, headers: Mapping[str, s
     if card.get("owned_by") != "vllm":
         raise EndpointRefused(
             f"{without_password(url)} is not a vLLM server: {'; '.join(routes.log)}; owned_by {card.get('owned_by')!r}."
-            f" Expected a model of 'vllm' from /v1/models{routes.hint}"
+            f" Expected a model of 'vllm' from /v1/models{routes.hint}. Other servers cannot be used: {NEEDS_TOKEN_IDS}"
         )
     return ServerInfo(
         version=text_of((await routes.first("/version")).get("version")),

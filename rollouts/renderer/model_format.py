@@ -186,6 +186,9 @@ def _template_source(tokenizer: Any, chosen: str | Path | None, name: str) -> st
     if not isinstance(source, str) or not source:
         expected = f"template text or a function (--chat-template): the tokenizer {name!r} has no chat template"
         raise ConfigError.of("chat_template", source, expected)
+    if chosen is not None and "{" not in source:
+        expected = f"template text, in Jinja; a file is Path({source!r})"
+        raise ConfigError.of("chat_template", source, expected)
     return source
 
 

@@ -22,7 +22,7 @@ import attrs
 
 from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import function_name
-from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector, return_free_memory
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import JournalError, RolloutsError, shortened
 from rollouts.observability.run_logger import LoggedRun, RunLogger, logging_to
@@ -129,9 +129,11 @@ async def run(
         The result; the reason of an early end is in ``error``, and in ``run.json``.
 
     Raises:
+        ConfigError: the recipe samples greedily, and its filter drops groups of equal rewards.
         RolloutsError: a logger cannot begin.
         Exception: an error that is not a RolloutsError, after everything is written.
     """
+    recipe.check_spread()
     with calm_collector():  # a pause for garbage collection stops every rollout
         if not loggers:
             return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)
@@ -187,6 +189,7 @@ async def _run(
             async with manager:
                 for _ in range(manager.batches, recipe.batches):
                     await _one_batch(manager, writer, run_journal)
+                    await anyio.to_thread.run_sync(return_free_memory)  # that of the batch
                     metrics.append(manager.metrics)
                     if on_batch is not None:
                         on_batch(manager.metrics)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import statistics
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,8 +22,9 @@ import anyio.lowlevel
 import attrs
 import msgspec
 
+import rollouts
 from rollouts.agent import run_agent
-from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.dtypes import MAX_MESSAGE_BYTES, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import (
@@ -44,7 +47,7 @@ __all__ = ["CheckOptions", "Finding", "Verdict", "examine"]
 Verdict = Literal["good", "bad", "note"]
 """``bad`` fails the check; ``note`` does not."""
 _SLOW_CANCEL = 1.0
-_OWN = Path(__file__)
+_PACKAGE = str(Path(rollouts.__file__).parent)
 
 
 @attrs.frozen(kw_only=True)
@@ -106,7 +109,8 @@ async def examine(
     """
     check = _Check(options, environment_cls, prompts)
     await check.warm_up()
-    async with StallWatch(options.stall_seconds) as watch:
+    folder = _folder_of(environment_cls)
+    async with StallWatch(options.stall_seconds, code=() if folder is None else (folder,)) as watch:
         episodes = await check.run()
     if episodes:
         await check.agent(episodes)
@@ -114,7 +118,7 @@ async def examine(
     stalls = [
         f"{stall.seconds * 1000:.0f} ms, {stall.times} times, at {stall.place}"
         for stall in watch.stalls
-        if not stall.place.startswith(str(_OWN))  # the machine was busy, not the environment
+        if stall.of_user  # without one, the machine was busy, or this package
     ]
     text = "; ".join(stalls) or f"the event loop was never blocked for {options.stall_seconds * 1000:.0f} ms"
     check.add("blocking calls", "bad" if stalls else "good", text)
@@ -137,7 +141,7 @@ class _Check:
     async def warm_up(self) -> None:
         """Create and close an environment once, so that one-time costs are not measured; :meth:`run` reports errors."""
         with contextlib.suppress(EnvironmentFailure):
-            await self._foreign("close", self._create().close())
+            await self._foreign("close", self._create().close)
 
     async def run(self) -> list[_Episode]:
         """Run all checks; return the episodes, an empty list if the environment fails."""
@@ -159,9 +163,10 @@ class _Check:
 
     # -- playing --
 
-    async def _foreign(self, what: str, awaitable: Any) -> Any:
-        with boundary(EnvironmentFailure, f"{self.name}.{what}", seconds=self.options.step_seconds):
-            return await awaitable
+    async def _foreign(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method as a run does, sync or async."""
+        seconds = self.options.step_seconds
+        return await call_foreign(EnvironmentFailure, f"{self.name}.{what}", method, *arguments, seconds=seconds)
 
     def _create(self) -> Environment:
         with boundary(EnvironmentFailure, f"{self.name}()"):
@@ -180,7 +185,7 @@ class _Check:
         environment = self._create()
         try:
             began = time.perf_counter()
-            opening = await self._foreign("start", environment.start(prompt))
+            opening = await self._foreign("start", environment.start, prompt)
             episode.seconds["start"].append(time.perf_counter() - began)
             episode.opening = sound_opening(opening, f"{self.name}.start")
             if tools:
@@ -193,19 +198,19 @@ class _Check:
         finally:
             began = time.perf_counter()
             with anyio.CancelScope(shield=True):
-                await self._foreign("close", environment.close())
+                await self._foreign("close", environment.close)
             episode.seconds["close"].append(time.perf_counter() - began)
         return episode
 
     async def _step(self, environment: Environment, episode: _Episode, reply: Message) -> None:
         began = time.perf_counter()
-        result = await self._foreign("step", environment.step(reply))
+        result = await self._foreign("step", environment.step, reply)
         episode.seconds["step"].append(time.perf_counter() - began)
         result = sound_step(result, f"{self.name}.step")
         episode.replies.append(reply)
         episode.results.append(result)
         if is_resumable(environment):
-            episode.snapshots.append(await self._foreign("snapshot", environment.snapshot()))
+            episode.snapshots.append(await self._foreign("snapshot", environment.snapshot))
 
     # -- judging --
 
@@ -278,12 +283,12 @@ class _Check:
         try:
             environment: Any = self._create()
             try:
-                await self._foreign("restore", environment.restore(prompt, decoded))
+                await self._foreign("restore", environment.restore, prompt, decoded)
                 for reply in episode.replies[step:]:
                     await self._step(environment, rest, reply)
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._foreign("close", environment.close())
+                    await self._foreign("close", environment.close)
         except EnvironmentFailure as error:
             return _located(error)
         for one, other in zip(episode.results[step:], rest.results, strict=True):
@@ -298,14 +303,14 @@ class _Check:
         environment = self._create()
         began = 0.0
         try:
-            await self._foreign("start", environment.start(self.prompts[0]))
+            await self._foreign("start", environment.start, self.prompts[0])
             reply = RandomModel(self.options.seed, calls=1.0).reply(tuple(environment.tools))
             async with anyio.create_task_group() as tasks:
 
                 async def step() -> None:
                     nonlocal failure
                     try:
-                        await self._foreign("step, cancelled", environment.step(reply))
+                        await self._foreign("step, cancelled", environment.step, reply)
                     except EnvironmentFailure as error:
                         failure = error
 
@@ -315,7 +320,7 @@ class _Check:
                 began = time.perf_counter()
                 tasks.cancel_scope.cancel()
             took = time.perf_counter() - began
-            await self._foreign("close", environment.close())
+            await self._foreign("close", environment.close)
         except EnvironmentFailure as error:
             failure = error
         if failure is not None:
@@ -399,6 +404,17 @@ def _located(error: BaseException) -> str:
     cause = error.__cause__
     if cause is None or source_line(cause):  # the message has it
         return str(error)
-    frames = list(inspect.getinnerframes(cause.__traceback__)) if cause.__traceback__ else []
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].function})" if frames else ""
-    return f"{error}{place}"
+    frames = traceback.extract_tb(cause.__traceback__)
+    if not frames or frames[-1].filename.startswith(_PACKAGE):
+        return str(error)
+    return f"{error} ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})"
+
+
+def _folder_of(factory: EnvironmentFactory) -> str | None:
+    """The folder of the code of an environment that is an installed package; its lines are those of a user here."""
+    kind: Any = factory.func if isinstance(factory, functools.partial) else factory
+    try:
+        folder = str(Path(inspect.getfile(kind)).parent)
+    except (TypeError, OSError):
+        return None
+    return None if folder.startswith(_PACKAGE) else folder

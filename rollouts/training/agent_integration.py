@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Required, Unpack, get_args
+from typing import Any, Never, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
@@ -142,16 +142,28 @@ class AgentOptions(RendererOptions, total=False):
     history: OnRewrite
 
 
-async def generate_rollout_batch(
-    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]], **options: Unpack[AgentOptions]
-) -> list[Sample]:
-    """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently.
+def generate_rollout_batch(
+    prompts: Iterable[Prompt | str | Sequence[Message | dict[str, Any]]],
+    *others: Never,
+    **options: Unpack[AgentOptions],
+) -> Coroutine[Any, Any, list[Sample]]:
+    """Run :func:`agent_rollout_to_samples` with ``options`` for all prompts concurrently; await the result.
 
     With the options bound by ``functools.partial``, it is the ``generate_fn`` of a ``RolloutConfig``.
 
     Returns:
         One sample for each prompt, in order; several where a rollout forks.
+
+    Raises:
+        ConfigError: at the call, if it has the arguments of slime's function for ``--rollout-function-path``.
     """
+    if others:  # slime does not await what it calls, so that an error of a coroutine would be lost
+        expected = "prompts, and options by name; slime takes rollouts.integrations.slime.generate_rollout_batch"
+        raise ConfigError.of("generate_rollout_batch", f"{1 + len(others)} arguments in order", expected)
+    return _generate_batch(prompts, **options)
+
+
+async def _generate_batch(prompts: Iterable[Any], **options: Unpack[AgentOptions]) -> list[Sample]:
     prompts = list(prompts)
     if len(prompts) == 1:  # as the manager calls it
         return await agent_rollout_to_samples(prompts[0], **options)

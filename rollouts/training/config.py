@@ -19,9 +19,9 @@ from rollouts.errors import ConfigError
 from rollouts.training.failures import FailurePolicy, check_policies
 from rollouts.training.types import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 
-__all__ = ["RolloutConfig"]
+__all__ = ["NEED_SPREAD", "RolloutConfig"]
 
-_NEED_SPREAD = ("check_reward_nonzero_std", "check_quality_and_diversity")
+NEED_SPREAD = ("check_reward_nonzero_std", "check_quality_and_diversity")
 """Names of the filters in ``filters.py`` that keep no group of one sample."""
 
 
@@ -106,7 +106,7 @@ class RolloutConfig:
                 expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
                 raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", policy.min_sound, expected)
         name = function_name(self.filter_fn)  # a partial has the name of its function
-        if self.n_samples_per_prompt == 1 and name in _NEED_SPREAD:
+        if self.n_samples_per_prompt == 1 and name in NEED_SPREAD:
             expected = (
                 f'at least 2 with filter_fn={name}: one reward has no spread; or keep="all", which drops no group'
             )

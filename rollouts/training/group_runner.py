@@ -21,6 +21,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.concurrency.times import Span, Timeline
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
@@ -96,6 +97,7 @@ class GroupRunner:
         self._attempts = attempts
         self._is_scarce = is_scarce
         self._slots = Slots(None) if slots is None else slots
+        self._turns = FairTurns()
         self._rng = random.Random()
 
     async def run(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
@@ -210,6 +212,7 @@ class GroupRunner:
         assert request.group_index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
+                await self._turns.passed()  # groups that start together
                 wait = await self._slots.acquire(request.group_index, number, group.limit)
                 try:
                     samples, policy = await self._attempts_at(request, index, wait)

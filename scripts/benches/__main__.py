@@ -46,7 +46,20 @@ def _suite(argv: list[str]) -> None:
         sys.exit("missed targets: " + "; ".join(short))
 
 
-OTHERS = ("calls", "fill", "gateway", "internals", "ors", "peers", "plan", "scale", "slime", "slots", "workers")
+OTHERS = (
+    "calls",
+    "dispatch",
+    "fill",
+    "gateway",
+    "internals",
+    "ors",
+    "peers",
+    "plan",
+    "scale",
+    "slime",
+    "slots",
+    "workers",
+)
 """Modules with ``bench_NAME`` and ``NAME_options``; imported on use, since some take seconds."""
 
 

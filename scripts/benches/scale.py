@@ -107,12 +107,21 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
     renderer_for(endpoint.model)
     writer = RunWriter(folder, recipe.describe(), format="jsonl")
     run_journal = begin(folder, recipe.describe(), recipe.data_buffer)
-    lag, before, peak = LoopLag(0.01, kept=1_000_000), _memory(), 0.0
+    lag, before, peak, longest = LoopLag(0.01, kept=1_000_000), _memory(), 0.0, 0.0
+
+    async def stretches() -> None:
+        """The longest time of this thread between two looks at the clock, which other processes do not lengthen."""
+        nonlocal longest
+        while True:
+            began_stretch = time.thread_time()
+            await anyio.sleep(0.01)
+            longest = max(longest, time.thread_time() - began_stretch)
 
     async def watch(manager: AsyncRolloutManager) -> None:
         nonlocal peak
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lag.run)
+            tasks.start_soon(stretches)
             while True:
                 peak = max(peak, _memory())
                 await anyio.sleep(0.25)
@@ -135,6 +144,7 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
         "lag p50, ms": 1000 * lag.quantile(0.5),
         "lag p99, ms": 1000 * lag.quantile(0.99),
         "lag max, ms": 1000 * lag.longest,
+        "longest pause, CPU ms": 1000 * longest,
         "all there": "yes" if played == options.trajectories == result.accounting.in_batch * n else "NO",
     }
 

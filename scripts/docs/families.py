@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
 HEAD = """# Model families
 
-Written by `scripts/docs/write families` from the renderer's self-test; do not edit. `rollouts check --model DIR` prints
-the same for any model.
+Written by `scripts/docs/write families` from the renderer's self-test; do not edit.
+`rollouts check-model --model DIR` prints the same for any model.
 
 Calls are **read** if the dialect parses each call that the template writes (one, two in parallel, nested arguments,
 after text) with its name and arguments; **one a turn** if the template writes only one; else **not read**, and a run
@@ -56,7 +56,7 @@ These families are tested with small templates of the same structure, because th
 UNCHECKED_HEAD = """
 ## Refused templates that are played by name
 
-With `dialect=…` and `calls="unchecked"`; `run.json`, `rollouts show` and `rollouts verify` say so.
+With `dialect=…` and `calls="unchecked"`; `run.json`, `rollouts show` and `rollouts check-run` say so.
 
 | family | options | calls | verdict |
 |---|---|---|---|

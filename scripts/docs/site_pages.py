@@ -89,6 +89,7 @@ API = {
         "rollouts.runs.run",
         "rollouts.runs.writer",
         "rollouts.runs.reader",
+        "rollouts.runs.in_folder",
         "rollouts.runs.resume",
         "rollouts.runs.verify",
         "rollouts.runs.export",

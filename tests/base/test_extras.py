@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from rollouts.base.extras import install_command
+from rollouts.base.torch_index import torch_index
 
 ROOT = Path(__file__).parents[2]
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -33,9 +36,17 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
 )
 def test_the_command_names_the_packages_of_the_extra(extra: str) -> None:
     """Those of pyproject.toml, quoted for a shell."""
-    pip, install, *packages = shlex.split(install_command(extra))
+    pip, install, *packages = shlex.split(install_command(extra).removesuffix(torch_index(extra)))
     assert (pip, install) == ("pip", "install")
     assert {*map(Requirement, packages)} == {*map(Requirement, EXTRAS[extra])}
+
+
+@pytest.mark.parametrize("extra", ["engine", "serve"])
+def test_torch_comes_from_the_index_of_cpu_builds_where_there_is_no_gpu(extra: str) -> None:
+    """PyPI's builds for Linux contain CUDA, 4 GB in all."""
+    without_gpu = sys.platform == "linux" and shutil.which("nvidia-smi") is None
+    named = install_command(extra).endswith(" --extra-index-url https://download.pytorch.org/whl/cpu")
+    assert named is (without_gpu and extra == "engine")
 
 
 def test_no_message_names_the_package_of_another_project() -> None:

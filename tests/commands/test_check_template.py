@@ -1,4 +1,4 @@
-"""``rollouts check``: verdicts, an example with its mask, and the echo of an endpoint."""
+"""``rollouts check-model``: verdicts, an example with its mask, and the echo of an endpoint."""
 
 from __future__ import annotations
 

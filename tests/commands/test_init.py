@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rollouts import __version__
-from rollouts.commands import VERBS, main
+from rollouts.commands import EARLIER, GROUPS, VERBS, main
 from rollouts.commands.arguments import tell
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import EndpointRefused
@@ -107,7 +107,7 @@ def test_a_run_starts_its_own_engine(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, "")
     assert "prompts taken = 2 in batch + " in out
-    assert f"rollouts verify {tmp_path / 'run'}" in out
+    assert f"rollouts check-run {tmp_path / 'run'}" in out
     assert verify_run(tmp_path / "run").violations == []
     assert read_info(tmp_path / "run")["tokenizer"] == str(DEMO_MODEL)
 
@@ -364,7 +364,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"rollouts {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["run", "show", "play", "verify", "export", "replay", "rescore", "serve"])
+@pytest.mark.parametrize("verb", ["run", "show", "play", "check-run", "export", "replay", "rescore", "serve"])
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--help describes the verb and shows an example command."""
     with pytest.raises(SystemExit) as ended:
@@ -397,6 +397,58 @@ def test_help_loads_no_verb_and_no_library() -> None:
 def test_only_verbs_that_serve_load_the_web_server(verb: str) -> None:
     """aiohttp is part of the extras that serve, so that no other verb needs it."""
     assert loaded_by(verb, "--help").isdisjoint({"aiohttp", "torch"})
+
+
+def test_the_command_alone_shows_the_verbs_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``--help`` does, with exit code 2; each verb once, in at most 80 columns."""
+    assert main([]) == 2
+    alone = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out == alone
+    lines = alone.splitlines()
+    assert [line for line in lines if line.endswith(":")] == [f"{title}:" for title in GROUPS]
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert sorted(listed) == sorted(VERBS)
+    assert max(map(len, lines)) <= 80
+
+
+def test_each_verb_is_in_one_group() -> None:
+    """A verb in no group comes last in the help."""
+    assert [name for name in VERBS if sum(name in names for names in GROUPS.values()) != 1] == []
+
+
+@pytest.mark.parametrize(("earlier", "present"), EARLIER.items())
+def test_earlier_names_of_verbs_work(earlier: str, present: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before and after ``--debug``; they are not listed."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--debug", earlier, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: rollouts {present} " in capsys.readouterr().out
+    assert earlier not in VERBS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rn"], "VERB: got 'rn'; expected a verb of rollouts --help (did you mean run?)"),
+        (["check-envs", "x"], "(did you mean check-env?)"),
+        (["nonsense"], "VERB: got 'nonsense'; expected a verb of rollouts --help\n"),
+        (["run", "x", "--out", "y", "--overwite"], "unrecognized arguments: --overwite (did you mean --overwrite?)"),
+        (
+            ["run", "x", "--out", "y", "--provider", "openai"],
+            "got 'openai'; expected sglang or vllm: a run sends token",
+        ),
+    ],
+)
+def test_a_misspelled_name_is_answered_with_the_nearest(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Verbs and options; exit code 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_table_of_verbs_agrees_with_the_verbs() -> None:

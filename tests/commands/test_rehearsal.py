@@ -10,9 +10,10 @@ import attrs
 import pytest
 
 from rollouts.commands.rehearsal import rehearse
+from rollouts.commands.tool_calls import check_tools
 from rollouts.dtypes import Endpoint, Message, Prompt
 from rollouts.engine import DEMO_MODEL
-from rollouts.environments import CalculatorEnvironment, StepResult
+from rollouts.environments import CalculatorEnvironment, StepResult, ToolEnvironment, tool
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.rewards.remote import RemoteReward
@@ -141,16 +142,87 @@ async def test_tools_are_called() -> None:
     assert called
 
 
-async def test_a_tool_that_fails_on_random_arguments_is_no_reason() -> None:
-    """An episode without calls goes well."""
+async def test_a_tool_that_fails_on_some_arguments_is_no_reason() -> None:
+    """One sound call of three is enough; a ValueError and an ArithmeticError are answers."""
+    tried: list[float] = []
 
-    class World(CalculatorEnvironment):
-        async def step(self, reply: Message) -> StepResult:
-            if reply.tool_calls:
-                raise FileNotFoundError(reply.tool_calls[0].name)
-            return StepResult(done=True)
+    class World(ToolEnvironment):
+        @tool
+        def root(self, a: int) -> str:
+            """Take the root of a."""
+            tried.append(a)
+            if len(tried) < 3:
+                raise FileNotFoundError(f"no root of {a}")
+            return str(a)
 
-    await rehearse(recipe_of(World))
+        @tool
+        def share(self, a: int) -> str:
+            """Divide by zero."""
+            return str(a // 0)
+
+    await check_tools(World, [Prompt("1 + 2?")], None)
+    assert len(tried) == 3
+
+
+async def test_a_tool_that_fails_in_each_call_is_refused() -> None:
+    """With the error, its line, and what a tool may raise; the episodes without calls go well."""
+
+    class World(ToolEnvironment):
+        @tool
+        def look(self, at: str) -> str:
+            """Look."""
+            raise KeyError(at)
+
+    with pytest.raises(GenerateFailure, match=r"3 of 3 calls of the tool look, .* raised KeyError: ") as caught:
+        await rehearse(recipe_of(World))
+    assert "test_rehearsal.py:" in str(caught.value)
+    assert "A ValueError is an answer that the model reads" in str(caught.value)
+
+
+async def test_an_environment_that_starts_with_some_prompts_is_tested_with_those() -> None:
+    """A prompt whose environment does not start says nothing about the tools."""
+
+    class World(ToolEnvironment):
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            if prompt.prompt == "1 + 2?":
+                raise ValueError("this prompt is bad")
+            return await super().start(prompt)
+
+        @tool
+        def look(self) -> str:
+            return "x"
+
+    with pytest.raises(ConfigError, match=r"World\.look: got 'no docstring'; expected a docstring"):
+        await rehearse(recipe_of(World))
+
+
+def misspelled(sample: Sample) -> float:
+    return sample.metrics.get("tool_erors", 0) + sample.metrics.get("tool_calls", 0)
+
+
+def refused(sample: Sample) -> float:
+    return sample.metrics["tool_erors"]
+
+
+def in_a_filter(samples: Sequence[Sample]) -> bool:
+    return "tol_calls" not in samples[0].metrics
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "near"),
+    [({"reward_fn": misspelled}, "tool_erors", "tool_errors"), ({"filter_fn": in_a_filter}, "tol_calls", "tool_calls")],
+    ids=["reward", "filter"],
+)
+async def test_a_metric_that_nothing_counts_is_doubted(fields: dict[str, Any], name: str, near: str) -> None:
+    """A name that a reward or a filter reads with a default, with the nearest names; the run starts."""
+    (doubt,) = await rehearse(recipe_of(**fields))
+    assert doubt.startswith(f"sample.metrics[{name!r}] is read (did you mean {near}")
+
+
+async def test_a_metric_that_is_needed_and_missing_is_refused() -> None:
+    """The error has the nearest names, and all."""
+    with pytest.raises(GenerateFailure, match=r"sample\.metrics has no 'tool_erors' .did you mean tool_errors"):
+        await rehearse(recipe_of(reward_fn=refused))
 
 
 async def test_different_failures_are_no_reason() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 
-from rollouts.concurrency.gc_pauses import calm_collector
+from rollouts.concurrency.gc_pauses import calm_collector, return_free_memory
 
 pytestmark = pytest.mark.usefixtures("thawed")
 
@@ -41,3 +42,31 @@ def test_a_process_that_has_frozen_its_objects_is_left_alone() -> None:
         assert gc.get_freeze_count() > count / 2, "some objects may be freed since, but they were not unfrozen"
     finally:
         gc.unfreeze()
+
+
+def test_a_long_full_collection_is_not_repeated_over_the_same_objects() -> None:
+    """The objects that remain are frozen; all are unfrozen at the end, so that their cycles are freed."""
+    with calm_collector():
+        frozen = gc.get_freeze_count()
+        kept: list[list[object]] = [[[number]] for number in range(1_000_000)]
+        gc.collect()
+        assert gc.get_freeze_count() > frozen + 1_000_000
+        kept[0].append(kept)
+        del kept
+        assert gc.get_freeze_count() > frozen + 1_000_000, "a cycle of frozen objects waits"
+    assert gc.collect() >= 1_000_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_free_memory_returns_to_the_system() -> None:
+    """Small objects between others leave no resident pages; harmless without glibc."""
+    resident = Path("/proc/self/statm")
+    if not resident.exists():
+        pytest.skip("/proc is not mounted")
+    small = [bytes(2_000) for _ in range(100_000)]
+    kept = small[::500]
+    del small
+    before = int(resident.read_text().split()[1])
+    return_free_memory()
+    assert len(kept) == 200
+    assert int(resident.read_text().split()[1]) < before - 20_000, "most of 200 MB in pages of 4 KB"

@@ -14,7 +14,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 from tests.peft_folders import merged_folder, write_adapter
 
 PROMPT = [(17 * number) % 500 for number in range(60)]
-TOLERANCE = 2e-5
+TOLERANCE = 5e-5
+"""The rounding of float32: the same sequence alone and in batches of other shapes differs by up to 3.6e-5 here."""
 LONG = {"ignore_eos": True, "max_new_tokens": 900}
 
 

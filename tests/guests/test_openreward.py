@@ -280,7 +280,7 @@ async def test_a_rollout_has_the_kits_metadata(tmp_path: Path, url: str) -> None
 
 
 def test_the_recipe_runs_on_the_embedded_engine(tmp_path: Path, url: str) -> None:
-    """``prepare_tasks``, ``rollouts run``, ``rollouts verify``: exact tokens, and every trajectory in the file."""
+    """``prepare_tasks``, ``rollouts run``, ``rollouts check-run``: exact tokens, and every trajectory in the file."""
     config = kit(tmp_path, url, "max_turns: 3\n    nonterminal_reward: -1.0")
     write_tasks(anyio.run(prepare_tasks, load_settings(config)), tmp_path / "rows.jsonl")
     line = ["run", str(ROOT / "configs/openreward.py"), "--data", str(tmp_path / "rows.jsonl")]

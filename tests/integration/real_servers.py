@@ -252,7 +252,7 @@ def proven(run: Path, models: Mapping[str | None, Path], *, tolerance: float) ->
 
 
 async def check_the_command(run: Path, weights: Mapping[str, Path], *, tolerance: float) -> None:
-    """``rollouts verify --model`` exits 0 for the weights ``default`` of a run, and 1 for those of ``v1``."""
+    """``rollouts check-run --model`` exits 0 for the weights ``default`` of a run, and 1 for those of ``v1``."""
     for version, code in (("default", 0), ("v1", 1)):
         line = ["verify", str(run), "--tolerance", str(tolerance), "--model", str(weights[version])]
         assert await anyio.to_thread.run_sync(main, line) == code

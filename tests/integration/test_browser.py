@@ -222,6 +222,40 @@ def test_the_overview_counts_what_the_files_count(page: str) -> None:
     assert shown.of("chart")
 
 
+def test_the_first_screen_has_numbers_and_both_ends(run: Path, page: str) -> None:
+    """The totals, a histogram, and one click to the best and to the worst sample; two batches are a table."""
+    shown = opened(page)
+    (tiles,) = shown.of("tiles")
+    assert tiles.text.startswith("batches2groups kept4groups dropped1groups failed1samples18")
+    (ends,) = shown.of("extremes")
+    assert re.search(r"best sample: reward 1 .*worst sample: reward 0 ", ends.text)
+    links = [element.attributes["href"] for element in shown.elements if element.tag == "a"]
+    found = [dict(part.split("=") for part in link[1:].split("&")) for link in links[:2]]
+    stored = load_run(run, "all")
+    assert [stored.group(int(one["group"]))[int(one["sample"])].reward for one in found] == [1.0, 0.0]
+    assert [len(opened(f"{page}{link}").of("sample")) for link in links[:2]] == [1, 1]
+    (numbers,) = shown.of("numbers")
+    assert "batch 1" in numbers.text
+    assert "reward of a batch" not in "".join(element.text for element in shown.of("chart"))
+
+
+def test_three_batches_are_lines_and_sources_are_rows(tmp_path: Path) -> None:
+    """A chart of the reward; a row for each environment of a mix, with its share of the reward."""
+    writer = RunWriter(tmp_path / "run", {"tokenizer": str(DEMO_MODEL)})
+    for batch in range(3):
+        samples = _group(batch)
+        for sample in samples:
+            sample.metadata = {"environment": "easy" if batch else "hard"}
+            sample.reward = 3.0 if batch else 1.0
+        writer.write_batch(samples, {"batch": batch, "reward/mean": 0.5})
+    out = tmp_path / "page.html"
+    write_view([build_payload(open_source(tmp_path / "run", verify=False), local_decoder(str(DEMO_MODEL)))], out)
+    shown = opened(out.as_uri())
+    assert "reward of a batch" in "".join(element.text for element in shown.of("chart"))
+    (sources,) = shown.of("sources")
+    assert re.search(r"hard11114 %.*easy22386 %", sources.text)
+
+
 def test_the_timeline_has_a_lane_for_each_rollout_and_names_what_was_waited_for(run: Path, page: str) -> None:
     """A seal for each batch that has its time, and the last rollout of each batch."""
     shown = opened(f"{page}#tab=timeline")

@@ -411,7 +411,7 @@ async def test_a_fleet_behind_a_router(
 
 
 async def test_the_command_proves_law_8(server: SGLangServer, weights: dict[str, Path], tmp_path: Path) -> None:
-    """``rollouts verify --model`` exits 0 for a run on the real server, and 1 for weights that it did not have."""
+    """``rollouts check-run --model`` exits 0 for a run on the real server, and 1 for weights that it did not have."""
     await play(tmp_path / "run", server, options={"groups": "5"})
     await check_the_command(tmp_path / "run", weights, tolerance=TOLERANCE)
 

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from rollouts.commands import main
 from rollouts.commands.check_env import load_environment, show_findings
+from rollouts.dtypes import Message, Prompt, Tool
+from rollouts.environments import CalculatorEnvironment, StepResult, ToolEnvironment
 from rollouts.errors import ConfigError
 from rollouts.testing.environment_check import CheckOptions, Finding, examine
 
@@ -215,3 +217,32 @@ async def test_an_environment_that_shows_images_is_checked_with_a_processor(tmp_
 """
     found = await findings(body, tmp_path)
     assert (found["agent"].verdict, found["determinism"].verdict) == ("good", "good"), found["agent"]
+
+
+async def test_a_busy_machine_is_not_a_fault_of_the_environment() -> None:
+    """A stall in a frame of this package, or outside of any code, is not a finding: no line of the user was running."""
+    found = await examine(Wide, [Prompt("1 + 2?")], CheckOptions(stall_seconds=0.02))
+    stalls = next(finding for finding in found if finding.about == "blocking calls")
+    assert stalls.verdict == "good", stalls.text
+
+
+async def test_an_error_outside_of_the_users_code_names_no_line_of_this_package() -> None:
+    """Python itself refuses the call of a method that has other arguments: no line of a user raised it."""
+    bad = (await examine(Unstartable, [Prompt("1 + 2?")]))[0]
+    assert bad.text.startswith("Unstartable.start raised TypeError: CalculatorEnvironment.restore() missing 1 ")
+    assert bad.text.endswith("argument: 'snapshot'")
+
+
+class Wide(ToolEnvironment):
+    """A schema of so many arguments that this package reads it for a while."""
+
+    tools = (Tool("look", "Look.", {"properties": {f"at_{n}": {"type": "integer"} for n in range(10_000)}}),)
+
+    async def step(self, reply: Message) -> StepResult:
+        return StepResult(done=True)
+
+
+class Unstartable(CalculatorEnvironment):
+    """An environment whose method has the arguments of another one."""
+
+    start = CalculatorEnvironment.restore  # type: ignore[assignment]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
+from rollouts.errors import ConfigError
 from rollouts.renderer import load_tokenizer
 from rollouts.testing.server import StubServer
-from rollouts.training import Status, agent_rollout_to_sample
+from rollouts.training import Status, agent_rollout_to_sample, generate_rollout_batch
 
 
 async def test_a_reply_that_a_server_aborts_is_continued() -> None:
@@ -34,3 +39,10 @@ async def test_a_reply_that_a_server_aborts_is_continued() -> None:
     assert [*sample.tokens][-len(whole) :] == whole
     assert second == [*first, *whole[: len(second) - len(first)]]
     assert len(second) > len(first)
+
+
+def test_the_arguments_of_slime_are_answered_with_the_path_of_its_function() -> None:
+    """At the call: slime does not await what it calls."""
+    call: Any = generate_rollout_batch
+    with pytest.raises(ConfigError, match=r"slime takes rollouts\.integrations\.slime\.generate_rollout_batch"):
+        call(object(), 3, object(), evaluation=False)

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.base.terminal import visible
+from rollouts.concurrency.deadlines import pauses
 from rollouts.dtypes import chat_text
-from rollouts.errors import is_of_users
 from rollouts.runs.failure_kinds import FailureKind, FailureKinds
 from rollouts.runs.folder import Row
 from rollouts.runs.run import RunResult
@@ -92,7 +92,7 @@ class Progress:
 
     def blocked(self, stall: Stall) -> None:
         """Name code of a user that blocks the event loop; called from a thread, while it does."""
-        if is_of_users(stall.place.rpartition(":")[0]):
+        if stall.of_user:
             text = f"the event loop is blocked, {stall.seconds:.1f} s so far, and every rollout waits: "
             self.say(f"{text}{line_of_users(stall.place)}", "yellow")
 
@@ -147,6 +147,8 @@ def panel(manager: AsyncRolloutManager, *, batches: int, progress: Progress | No
 
 def _batch(manager: AsyncRolloutManager, batches: int) -> str:
     """The batch that is being filled, by its number as in the files, which count from 0."""
+    if manager.batches >= batches:
+        return f"{batches} of {batches} batches are full"
     at = min(manager.batches + 1, batches)
     return f"batch {at - 1} ({at} of {batches})"
 
@@ -186,11 +188,11 @@ def _rewards(manager: AsyncRolloutManager, progress: Progress | None) -> str:
 
 
 def _time_left(manager: AsyncRolloutManager, batches: int, progress: Progress | None) -> list[str]:
-    """How long the rest takes at the pace of this process; nothing before a group is kept."""
+    """How long the rest takes at the pace of this process; nothing before a group is kept, or in an outage."""
     kept = manager.accounting.in_batch + manager.accounting.ready
     here = kept - (0 if progress is None else progress.kept_before)
     left = batches * manager.config.batch_size - kept
-    if here <= 0 or left <= 0:
+    if here <= 0 or left <= 0 or pauses():
         return []
     passed = time.monotonic() - manager.run_metrics.started
     return [f"about {duration(passed * left / here)} left"]
@@ -241,7 +243,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
     text.append(visible(f"files: {writer.path}\n"))
-    then = [f"rollouts show {writer.path}", f"rollouts verify {writer.path}"]
+    then = [f"rollouts show {writer.path}", f"rollouts check-run {writer.path}"]
     then = [f"rollouts show {writer.path} --failures", *then] if result.accounting.failed else then
     then = then if result.status == "finished" else [f"rollouts run --resume {writer.path}", *then]
     text.append(visible("next:  " + "\n       ".join(then)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
+import os
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +18,14 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Prompt
+from rollouts.concurrency.deadlines import listed_pause
+from rollouts.dtypes import Prompt, Tool
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
-from rollouts.testing.stalls import Stall, StallWatch
+from rollouts.testing.random_replies import schema_problems
+from rollouts.testing.stalls import Stall, StallWatch, _is_script
 from rollouts.training import AsyncRolloutManager, Sample
 from rollouts.training.metrics import RunMetrics
 from rollouts.views.terminal.progress import (
@@ -104,7 +109,7 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     assert f"{settled / (result.accounting.in_batch + result.unbatched):.2f} prompts for each kept group" in text
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
-    assert f"rollouts verify {writer.path}" in text
+    assert f"rollouts check-run {writer.path}" in text
     assert "--resume" not in text
 
 
@@ -179,8 +184,15 @@ async def test_the_time_left_is_that_at_the_pace_of_this_process(manager: AsyncR
     progress.kept_before = kept - 2
     left = 4 * 3 - kept
     assert f" · about {duration(600 * left / 2)} left" in plain_line(manager, batches=4, progress=progress)
+    with listed_pause("an outage", lambda: 0):
+        assert " left" not in plain_line(manager, batches=4, progress=progress).replace(" s left", "")
     progress.kept_before = kept
     assert "left" not in plain_line(manager, batches=4, progress=progress)
+
+
+async def test_after_the_last_batch_the_line_says_so(manager: AsyncRolloutManager) -> None:
+    """No batch is being filled."""
+    assert f"{manager.batches} of {manager.batches} batches are full: " in plain_line(manager, batches=manager.batches)
 
 
 async def test_the_rewards_of_the_last_batches_are_shown(manager: AsyncRolloutManager) -> None:
@@ -243,8 +255,33 @@ async def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
         text = console.file.getvalue()
     assert text.startswith("the event loop is blocked, 0.")
     assert f"{Path(__file__).relative_to(Path.cwd())}:" in text
-    progress.blocked(Stall(f"{batch_line.__code__.co_filename}:1 in batch_line", 1.0, 1))
+    progress.blocked(Stall(f"{batch_line.__code__.co_filename}:1 in batch_line", False, 1.0, 1))
     assert console.file.getvalue().count("blocked") == 1
+
+
+async def test_a_stall_of_this_package_names_no_line() -> None:
+    """No line of a user was running."""
+    console = Console(file=io.StringIO(), width=200)
+    big = Tool("look", "Look.", {"properties": {f"name_{number}": {"type": "text"} for number in range(50_000)}})
+    async with StallWatch(0.05, Progress(console).blocked) as watch:
+        await anyio.lowlevel.checkpoint()
+        ended = anyio.Event()
+        asyncio.get_running_loop().call_soon(schema_problems, big)
+        asyncio.get_running_loop().call_soon(ended.set)
+        await ended.wait()
+    assert not any(stall.of_user for stall in watch.stalls)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == ""
+
+
+def test_the_script_of_a_command_is_not_a_line_of_a_user(tmp_path: Path) -> None:
+    """``bin/rollouts`` is the outermost frame of every stall; by its own path, a relative one, or a link."""
+    script = Path(sysconfig.get_path("scripts")) / "rollouts"
+    (tmp_path / "rollouts").symlink_to(script)
+    scripts = [str(script), os.path.relpath(script), str(tmp_path / "rollouts")]
+    assert [_is_script(name) for name in scripts] == [True] * 3
+    assert not _is_script(str(tmp_path / "train"))
+    assert not _is_script(str(script.with_suffix(".py")))
 
 
 HOSTILE = "[/INST] [x] :smile: \x1b[2J\x9b\u202e"

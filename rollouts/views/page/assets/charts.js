@@ -72,7 +72,7 @@ function flowChart(title, taken, ends) {
   const total = rows.reduce((sum, end) => sum + end.count, 0);
   if (!total) return null;
   const [width, height, gap] = [560, Math.max(120, rows.length * 34), 10];
-  const scale = (height - gap * (rows.length - 1) - 8) / total;
+  const scale = (height - (gap + 8) * (rows.length - 1) - 8) / total;
   const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "flow", role: "img" });
   const leftHeight = total * scale;
   let [from, to] = [(height - leftHeight) / 2, 4];
@@ -87,7 +87,7 @@ function flowChart(title, taken, ends) {
     band.style.fill = end.colour;
     drawing.append(band, svg("text", { x: 308, y: to + size / 2 + 4, class: "label" }, `${end.count} ${end.name}`));
     from += size;
-    to += size + gap;
+    to += Math.max(size, 8) + gap; // a label is taller than a narrow band
   }
   return el("figure.chart.wide", {}, el("figcaption", {}, title), drawing);
 }

@@ -1,7 +1,16 @@
 // A run as a whole: what became of its prompts, whether the laws hold, how its batches went, why rollouts failed.
 
 function overview(runs, go) {
-  return el("section.overview", {}, runs.map((run) => runSummary(run, runs.length > 1)), verdicts(runs), batchCharts(runs), runs.map((run) => sampleCharts(run, runs.length > 1)), runs.map((run) => passRates(run, runs.length > 1)), runs.map((run) => failureTable(run, go)));
+  const several = runs.length > 1;
+  return el("section.overview", {}, runs.map((run) => runSummary(run, several)), verdicts(runs), runs.map((run) => sources(run, several)), batches(runs), runs.map((run) => sampleCharts(run, several)), runs.map((run) => passRates(run, several)), runs.map((run) => failureTable(run, go)));
+}
+
+/** Batches from which on lines are drawn; fewer are a table. */
+const BATCHES_OF_A_LINE = 3;
+
+function batches(runs) {
+  const most = Math.max(...runs.map((run) => run.metrics.length));
+  return most < BATCHES_OF_A_LINE ? runs.map((run) => batchTable(run, runs.length > 1)) : batchCharts(runs);
 }
 
 function runSummary(run, several) {
@@ -15,7 +24,66 @@ function runSummary(run, several) {
     info.error ? el("p.bad", {}, visibleText(String(info.error))) : null,
     estimates.length ? el("table", {}, el("tbody", {}, estimates.map(([name, value]) => el("tr", {}, el("th", {}, name), el("td", {}, `${shown(value.value)} [${shown(value.low)}, ${shown(value.high)}]`))))) : null,
     lengthBias(run),
-    accountingChart(run));
+    tiles(run),
+    el("section.charts.first", {}, accountingChart(run), histogram("rewards", run.samples.reward), extremes(run)));
+}
+
+function tiles(run) {
+  const outcomes = run.groups.outcome.map((number) => run.name("outcome", number));
+  const count = (outcome) => outcomes.filter((other) => other === outcome).length;
+  const rewards = run.samples.reward.filter(isNumber);
+  const numbers = [
+    ["batches", run.metrics.length],
+    ["groups kept", count("kept")],
+    ["groups dropped", count("dropped")],
+    ["groups failed", count("failed")],
+    ["samples", run.last],
+    ["reward, mean ± std", rewards.length ? `${shown(mean(rewards))} ± ${shown(deviation(rewards))}` : "-"],
+    ["trained tokens", run.samples.trained.reduce((sum, tokens) => sum + tokens, 0).toLocaleString("en")],
+    ["turns, mean", shown(mean(run.samples.turns))],
+  ];
+  return el("dl.tiles", {}, numbers.filter(([name, value]) => value || !name.startsWith("groups ")).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
+}
+
+/** The best and the worst sample, each with its last reply; of equal rewards the most and the least probable replies. */
+function extremes(run) {
+  const rows = run.samples.reward.map((_, row) => row).filter((row) => isNumber(run.samples.reward[row]) && run.samples.failure[row] === null);
+  if (!rows.length) return null;
+  const order = (a, b) => run.samples.reward[a] - run.samples.reward[b] || (run.samples.logprob[a] ?? 0) - (run.samples.logprob[b] ?? 0);
+  const sorted = rows.sort(order);
+  const ends = [["best sample", sorted.at(-1)], ["worst sample", sorted[0]]];
+  return el("figure.chart.extremes", {}, ends.map(([title, row]) => sampleCard(run, title, row)));
+}
+
+function sampleCard(run, title, row) {
+  let position = run.groups.first.length - 1;
+  while (run.groups.first[position] > row) position--;
+  const [group, sample] = [run.groups.number[position], row - run.groups.first[position]];
+  const reply = el("p.reply", {});
+  run.members(position).then((members) => {
+    const replies = members ? members[sample].messages.filter((message) => message.role === "assistant" && message.text.trim()) : [];
+    reply.textContent = replies.length ? visibleText(replies.at(-1).text.trim().slice(0, 240)) : "";
+  });
+  return el("article", {}, el("h3", {}, `${title}: reward ${shown(run.samples.reward[row])} `, el("a", { href: `#run=${run.number}&group=${group}&sample=${sample}` }, `group ${group}, sample ${sample}`)),
+    el("p.prompt", {}, visibleText(run.groups.prompt[position])), reply);
+}
+
+/** A row for each environment of a mix of them. */
+function sources(run, several) {
+  const names = run.names.environment;
+  if (names.length < 2) return null;
+  const total = run.samples.reward.filter(isNumber).reduce((sum, reward) => sum + reward, 0);
+  const rows = names.map((name, number) => {
+    const positions = run.groups.environment.flatMap((other, position) => (other === number ? [position] : []));
+    const kept = positions.filter((position) => run.name("outcome", run.groups.outcome[position]) === "kept");
+    const rewards = positions.flatMap((position) => run.rows(position).map((row) => run.samples.reward[row])).filter(isNumber);
+    const sum = rewards.reduce((whole, reward) => whole + reward, 0);
+    return [name || "(none)", positions.length, kept.length, shown(mean(rewards)), total > 0 ? `${Math.round((100 * sum) / total)} %` : "-"];
+  });
+  const header = ["environment", "groups", "kept", "mean reward", "share of all reward"];
+  return el("section.sources", {}, several ? el("h3", {}, visibleText(run.title)) : null, el("table", {},
+    el("thead", {}, el("tr", {}, header.map((name) => el("th", {}, name)))),
+    el("tbody", {}, rows.map(([name, ...cells]) => el("tr", {}, el("th", {}, visibleText(name)), cells.map((cell) => el("td.number", {}, String(cell))))))));
 }
 
 /** A warning where groups that were dropped for their age made the rollouts in batches shorter than all. */
@@ -87,6 +155,15 @@ function batchCharts(runs) {
   return el("section.charts", {}, charts, el("div", {}, choice, other));
 }
 
+/** The numbers of one or two batches. */
+function batchTable(run, several) {
+  if (!run.metrics.length) return null;
+  const rows = BATCH_CHARTS.flatMap(([title, lines]) => lines.map(([name, label]) => [lines.length > 1 || label !== "share" ? `${title}: ${label}` : title, run.metrics.map((_, batch) => valueOf(run, batch, name))]));
+  return el("details.numbers", {}, el("summary", {}, several ? `${visibleText(run.title)}: numbers of the batches` : "numbers of the batches"), el("table", {},
+    el("thead", {}, el("tr", {}, el("th", {}), run.metrics.map((_, batch) => el("th", {}, `batch ${batch}`)))),
+    el("tbody", {}, rows.filter(([, values]) => values.some(isNumber)).map(([name, values]) => el("tr", {}, el("th", {}, name), values.map((value) => el("td.number", {}, shown(value))))))));
+}
+
 function valueOf(run, batch, name) {
   const line = run.metrics[batch];
   if (!line) return null;
@@ -123,7 +200,7 @@ function sampleCharts(run, several) {
     return [...counts].sort(([, a], [, b]) => b - a);
   };
   const title = several ? `${run.title}: ` : "";
-  return el("section.charts", {}, countChart(`${title}why rollouts stopped`, counted("stop").filter(([name]) => name)), countChart(`${title}status`, counted("status")), histogram(`${title}rewards`, run.samples.reward), histogram(`${title}trained tokens of a sample`, run.samples.trained), histogram(`${title}turns`, run.samples.turns));
+  return el("section.charts", {}, countChart(`${title}why rollouts stopped`, counted("stop").filter(([name]) => name)), countChart(`${title}status`, counted("status")), histogram(`${title}trained tokens of a sample`, run.samples.trained), histogram(`${title}turns`, run.samples.turns));
 }
 
 /** The prompts that a sampler has tried, by estimated pass rate, at the last batch; nothing without a sampler. */

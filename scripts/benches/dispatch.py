@@ -1,0 +1,222 @@
+"""Many rollouts outstanding at simulated workers: what the parent pays for each, and how long its loop stands still.
+
+The links are in this process: each keeps its orders, and answers the oldest when as many rollouts are outstanding as
+wanted, 32 in a message, each with the same prebuilt sample. From then on a request follows each result, so that the
+number outstanding is constant. Dispatcher, manager, checks, journal and files are real. The links' own CPU is
+subtracted, except their decoding of orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import resource
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import numpy as np
+
+from rollouts.distributed.dispatch import Dispatcher
+from rollouts.distributed.messages import read_order, sample_records
+from rollouts.dtypes import Endpoint, Prompt, VersionSpan
+from rollouts.recipe import Recipe
+from rollouts.runs.resume import begin
+from rollouts.runs.run import run
+from rollouts.runs.writer import RunWriter
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
+from rollouts.trajectory import CompletionRecord
+
+__all__ = ["bench_dispatch", "dispatch_options"]
+
+_N = 8
+_IN_A_MESSAGE = 32
+_TOKENS = 2_400
+"""Of a sample: 32 KB in a message, with its texts."""
+_IDS = np.arange(_TOKENS, dtype=np.int32) % 500
+
+
+def _sample(prompt: Prompt) -> Sample:
+    """A finished sample of four turns."""
+    replies = [(start + 100, start + 600) for start in range(0, _TOKENS, 600)]
+    mask = np.zeros(_TOKENS, bool)
+    for start, stop in replies:
+        mask[start:stop] = True
+    sample = Sample(prompt.prompt, "word " * 400, _IDS, mask, float((prompt.index or 0) % 2))
+    sample.group_index, sample.index, sample.label, sample.metadata = prompt.group_index, prompt.index, None, {}
+    sample.rollout_log_probs = np.where(mask, -0.5, 0).astype(np.float32)
+    sample.versions = [VersionSpan("v0", *reply) for reply in replies]
+    sample.completions = [CompletionRecord("r", *reply, "stop", 0, 8, 0.5) for reply in replies]
+    sample.messages = [{"role": role, "content": "word " * 200} for role in ("user", "assistant") * len(replies)]
+    return sample
+
+
+@attrs.define(eq=False)
+class _Load:
+    """The workers together: they answer when ``outstanding`` rollouts wait."""
+
+    outstanding: int
+    waiting: int = 0
+    full: anyio.Event = attrs.field(factory=anyio.Event)
+    cpu: float = 0.0
+    """Seconds that the links themselves took."""
+    filled: float = 0.0
+    """Process time when all were outstanding."""
+    results: int = 0
+
+
+@attrs.define(eq=False)
+class _Link:
+    """A worker that plays nothing."""
+
+    load: _Load
+    build: Any
+    orders: deque[Any] = attrs.field(factory=deque)
+    arrived: anyio.Event = attrs.field(factory=anyio.Event)
+
+    async def send(self, message: bytes) -> None:
+        began = time.thread_time()
+        requests, _ = read_order(message)
+        self.orders.extend((request.number, request.prompt) for request in requests)
+        load = self.load
+        load.waiting += len(requests)
+        if load.waiting >= load.outstanding and not load.full.is_set():
+            load.filled = time.process_time()
+            load.full.set()
+        self.arrived.set()
+        load.cpu += time.thread_time() - began
+
+    async def receive(self) -> bytes:
+        load = self.load
+        await load.full.wait()
+        while not self.orders:
+            self.arrived = anyio.Event()
+            await self.arrived.wait()
+        await anyio.sleep(0.005)  # a message of a worker arrives when the loop is free
+        began = time.thread_time()
+        taken = [self.orders.popleft() for _ in range(min(_IN_A_MESSAGE, len(self.orders)))]
+        message = b"".join(self.build(number, prompt) for number, prompt in taken)
+        load.waiting -= len(taken)
+        load.results += len(taken)
+        load.cpu += time.thread_time() - began
+        return message
+
+    async def beat(self) -> None:
+        await anyio.sleep(0.5)
+
+    async def aclose(self) -> None:
+        return
+
+
+def _built(number: int, prompt: Prompt) -> bytes:
+    return sample_records(number, prompt, [_sample(prompt)])
+
+
+async def _generate(prompts: Any) -> list[Sample]:
+    raise AssertionError("the workers play")
+
+
+def _memory() -> float:
+    """Resident memory in MB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
+async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | int | str]:
+    load = _Load(options.outstanding)
+    batch = options.outstanding // _N // options.factor
+    config = RolloutConfig(
+        batch_size=batch,
+        n_samples_per_prompt=_N,
+        over_sampling_factor=options.factor,
+        generate_fn=_generate,
+        group_seconds=36000,
+        rollout_seconds=3600,
+    )
+    collections: list[tuple[int, float]] = []
+    began_collection = 0.0
+
+    def collected(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_collection
+        if phase == "start":
+            began_collection = time.perf_counter()
+        else:
+            collections.append((info["generation"], time.perf_counter() - began_collection))
+
+    before, peak, longest = _memory(), 0.0, 0.0
+
+    async def stretches() -> None:
+        """The longest time of this thread between two looks at the clock, which other processes do not lengthen."""
+        nonlocal longest
+        while True:
+            began_stretch = time.thread_time()
+            await anyio.sleep(0.01)
+            longest = max(longest, time.thread_time() - began_stretch)
+
+    async def watch(manager: AsyncRolloutManager) -> None:
+        nonlocal peak
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stretches)
+            while True:
+                peak = max(peak, _memory())
+                await anyio.sleep(0.25)
+
+    async def connect(number: int) -> _Link:
+        return _Link(load, _built)
+
+    async with Dispatcher(connect, options.workers, silent_seconds=60.0) as workers:
+        prompts = [f"question {number}" for number in range(batch * 4)]
+        recipe = Recipe(
+            name="dispatch",
+            config=workers.config(config),
+            data_buffer=DataBuffer(prompts),
+            endpoint=Endpoint(model="none"),
+            tokenizer="none",
+            batches=options.batches,
+        )
+        writer = RunWriter(folder, recipe.describe(), format="jsonl")
+        run_journal = begin(folder, recipe.describe(), recipe.data_buffer)
+        gc.callbacks.append(collected)
+        began = time.process_time()
+        with run_journal.journal:
+            result = await run(recipe, writer, run_journal=run_journal, watch=watch)
+        cpu = time.process_time()
+        gc.callbacks.remove(collected)
+    if result.error is not None:
+        raise result.error
+    kept = _memory()
+    cycles = gc.collect()
+    full = [seconds for generation, seconds in collections if generation == 2]
+    return {
+        "outstanding": options.outstanding,
+        "results": load.results,
+        "CPU ms a submit": 1000 * (load.filled - began) / options.outstanding,
+        "CPU ms a result": 1000 * (cpu - load.filled - load.cpu) / load.results,
+        "links, ms a result": 1000 * load.cpu / load.results,
+        "memory before, MB": before,
+        "peak, MB": peak,
+        "KB a rollout outstanding": 1000 * (peak - before) / options.outstanding,
+        "after the run, MB": kept,
+        "objects in cycles": cycles,
+        "full collections": len(full),
+        "longest of them, ms": 1000 * max(full, default=0.0),
+        "longest pause, CPU ms": 1000 * longest,
+        "given away": workers.given_away + workers.deaths,
+    }
+
+
+def bench_dispatch(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
+    """Rollouts outstanding at simulated workers: CPU of a submit and of a result, pauses, memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [anyio.run(functools.partial(_play, options, Path(folder) / "run"))]
+
+
+def dispatch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--outstanding", type=int, default=20_000, help="rollouts (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=64, help="(default: %(default)s)")
+    parser.add_argument("--factor", type=int, default=4, help="over-sampling factor (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=4, help="(default: %(default)s)")

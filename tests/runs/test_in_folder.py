@@ -1,0 +1,42 @@
+"""A run of Python in a folder: begun, continued and verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollouts.commands.target import RunTarget, resumed_target
+from rollouts.errors import ConfigError
+from rollouts.runs.folder import read_info
+from rollouts.runs.in_folder import run_in
+from rollouts.runs.run import run
+from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
+from tests.runs.test_run import a_recipe
+
+
+async def test_a_run_continues_in_its_folder(tmp_path: Path) -> None:
+    """The same call begins a run and continues it, up to the recipe's batches; every law holds."""
+    first = await run_in(tmp_path / "run", a_recipe(batches=1))
+    again = await run_in(str(tmp_path / "run"), a_recipe(batches=3))
+    assert (first.batches, again.batches, again.status) == (1, 3, "finished")
+    assert verify_run(tmp_path / "run").violations == []
+    assert read_info(tmp_path / "run")["batches"] == 3
+
+
+async def test_another_recipe_does_not_continue_a_run(tmp_path: Path) -> None:
+    """Its sizes are those of the run."""
+    await run_in(tmp_path / "run", a_recipe(batches=1))
+    with pytest.raises(ConfigError, match="n_samples_per_prompt"):
+        await run_in(tmp_path / "run", a_recipe(batches=2, n_samples_per_prompt=2))
+
+
+async def test_the_command_says_why_it_does_not_resume_a_run_of_python(tmp_path: Path) -> None:
+    """A run without a journal cannot be resumed; one with a journal is continued in Python, or with its recipe."""
+    await run(a_recipe(batches=1), RunWriter(tmp_path / "bare", a_recipe().describe()))
+    with pytest.raises(ConfigError, match=r"--resume: got .*bare'; expected a run with a journal"):
+        resumed_target(RunTarget(recipe=None), tmp_path / "bare")
+    await run_in(tmp_path / "run", a_recipe(batches=1))
+    with pytest.raises(ConfigError, match="does not store its recipe, as a run of Python"):
+        resumed_target(RunTarget(recipe=None), tmp_path / "run")
