@@ -50,6 +50,7 @@ __all__ = [
     "AgentFunction",
     "SandboxChoice",
     "check_program",
+    "chosen_kind",
     "function_rollout_to_samples",
     "generate_function_batch",
     "generate_program_batch",
@@ -65,7 +66,7 @@ SandboxChoice: TypeAlias = Sandbox | Callable[[Prompt], Sandbox | Awaitable[Sand
 """One kind of sandbox for all prompts, or a function that chooses the kind of a prompt, sync or async."""
 
 _CHECKED_PROMPTS, _CHECKED_KINDS = 64, 4
-"""Prompts whose kinds are chosen before a run, and different kinds of those that are opened."""
+"""Prompts whose kinds are chosen before a run, and how many different kinds of theirs are opened."""
 _OPEN_SECONDS = 300.0
 """Deadline of opening a sandbox: an image may be loaded."""
 _LONGEST_SECONDS = 1e6
@@ -139,7 +140,7 @@ async def program_rollout_to_samples(
 
     async def play(server: Gateway) -> dict[str, Any]:
         async with contextlib.AsyncExitStack() as stack:
-            chosen = await _chosen(sandbox, given)
+            chosen = await chosen_kind(sandbox, given)
             kind = type(chosen).__name__
             with boundary(EnvironmentFailure, f"{kind}.open", seconds=_OPEN_SECONDS):
                 place = await stack.enter_async_context(_closing(chosen, session))
@@ -294,7 +295,7 @@ def _is_kind(sandbox: SandboxChoice) -> TypeGuard[Sandbox]:
     return not isinstance(sandbox, type) and hasattr(sandbox, "open") and hasattr(sandbox, "containment")
 
 
-async def _chosen(sandbox: SandboxChoice, prompt: Prompt) -> Sandbox:
+async def chosen_kind(sandbox: SandboxChoice, prompt: Prompt) -> Sandbox:
     """The kind of sandbox for a prompt."""
     if _is_kind(sandbox):
         return sandbox
@@ -315,7 +316,7 @@ async def _kinds_of(sandbox: SandboxChoice, prompts: Sequence[Prompt]) -> list[S
         raise ConfigError.of("sandbox", sandbox, expected)
     kinds: list[Sandbox] = []
     for prompt in prompts[:_CHECKED_PROMPTS]:
-        kind = await _chosen(sandbox, prompt)
+        kind = await chosen_kind(sandbox, prompt)
         if kind not in kinds and len(kinds) < _CHECKED_KINDS:
             kinds.append(kind)
     return kinds

@@ -109,7 +109,7 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
 
 
 def check_members(archive: str | os.PathLike[str], max_bytes: int) -> None:
-    """Refuse an archive that :func:`unpack` would refuse in any folder, for those that extract it elsewhere.
+    """Refuse an archive that :func:`unpack` would refuse in any folder, before another program extracts it.
 
     Raises:
         OSError: a member has a path outside, is a device, or all of them have more than ``max_bytes``.

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Ability: TypeAlias = Literal["keep_processes", "users"]
-"""What a kind may do beyond the protocol's minimum: run several commands at once and keep their processes; run a
+"""Abilities of a kind beyond the protocol's minimum: run several commands at once and keep their processes; run a
 command as another user of the sandbox."""
 
 _MIB = 1 << 20
@@ -275,7 +275,7 @@ class Sandbox(Protocol):
 
     @property
     def abilities(self) -> frozenset[Ability]:
-        """What it does beyond the protocol's minimum; see :func:`require_abilities`."""
+        """Its abilities beyond the protocol's minimum; see :func:`require_abilities`."""
         ...
 
     def containment(self) -> Containment:

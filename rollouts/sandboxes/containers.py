@@ -231,7 +231,7 @@ def _is_root(user: str) -> bool:
 
 
 def _reason(message: str) -> str:
-    """What keeps a command from starting, in the words of the other kinds where the daemon's are known."""
+    """The reason why a command did not start, in the words of the other kinds where the daemon's are known."""
     words = {"executable file not found": "No such file or directory", "no such file": "No such file or directory"}
     words["permission denied"] = "Permission denied"
     return next((plain for found, plain in words.items() if found in message.lower()), message)
@@ -305,7 +305,7 @@ class RunningContainer(Running):
         if command.user is not None and "HOME" not in command.env:
             del env["HOME"]  # the daemon sets that of the user
         if self._kind.keep_processes:
-            return await self._beside_others(attrs.evolve(command, argv=argv, env=env), user)
+            return await self._among_others(attrs.evolve(command, argv=argv, env=env), user)
         async with self._turn:
             self._check_open()
             try:
@@ -315,7 +315,7 @@ class RunningContainer(Running):
                     with anyio.move_on_after(_GRACE_SECONDS, shield=True):
                         await self._kill("-1")
 
-    async def _beside_others(self, command: Command, user: str) -> Exit:
+    async def _among_others(self, command: Command, user: str) -> Exit:
         """Run a command whose group of processes is killed at its deadline, and no other process."""
         note = f"/tmp/.process-{self._count}"
         argv = ["sh", "-c", 'echo "$$" > "$0"; exec "$@"', note, *command.argv]

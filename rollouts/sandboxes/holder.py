@@ -170,7 +170,7 @@ def _make_folder(path: str, account: _Account) -> None:
 def _map_users(gate: int, *, whole: bool) -> None:
     """Map the users of a namespace to users without rights if we are root, else one of them to us.
 
-    With ``whole`` they are all users of an image, of whom root is the one that is mapped to us; else root, for the
+    With ``whole`` they are all users of an image, of whom only root is mapped if we are not root; else root, for the
     set-up, and the user of the programs.
     """
     user, group = os.geteuid(), os.getegid()

@@ -1,6 +1,6 @@
 """Unpacked images: folders with the files of a container image, and what its configuration says.
 
-Invariant: an image of the store is complete, and is never changed: it is made beside its place and renamed. The same
+Invariant: an image of the store is complete, and is never changed: it is made under another name and renamed. The same
 key is the same image. buildah reads Dockerfiles and keeps its layers; nothing here interprets them.
 
 Images are built with ``buildah --isolation chroot``, which needs no daemon; no image is pulled.
@@ -143,7 +143,8 @@ async def build_image(
     key = await anyio.to_thread.run_sync(context_key, context, dockerfile, *(f"{name}={text}" for name, text in pairs))
 
     async def make(identity_file: str) -> str:
-        line = ["build", "--isolation", "chroot", "--pull-never", "--layers", "--quiet", "--iidfile", identity_file]
+        line = ["build", "--isolation", "chroot", "--pull-never", "--layers", "--force-rm"]
+        line += ["--quiet", "--iidfile", identity_file]
         for name, text in pairs:
             line += ["--build-arg", f"{name}={text}"]
         await _buildah([*line, "--file", os.path.join(context, dockerfile), os.fspath(context)], seconds)
@@ -207,8 +208,8 @@ def _remove(folder: str) -> None:
 
 async def _unpack(identity: str, folder: Path, seconds: float) -> None:
     """Copy the files of an image of buildah, and write its configuration."""
-    text = await _buildah(["inspect", "--type", "image", "--format", "{{json .OCIv1.Config}}", identity], seconds)
-    config = msgspec.json.decode(text)
+    text = await _buildah(["inspect", "--type", "image", identity], seconds)
+    config = msgspec.json.decode(text)["OCIv1"].get("config") or {}
     container = (await _buildah(["from", "--pull-never", identity], seconds)).strip()
     try:
         mounted = (await _buildah(["mount", container], seconds)).strip()

@@ -49,7 +49,7 @@ NEW_NETWORK = 0x40000000
 
 CONTAINER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 18, 27, 29, 31)
 """CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SETPCAP, NET_BIND_SERVICE, SYS_CHROOT, MKNOD, AUDIT_WRITE,
-SETFCAP: those that Docker leaves to root of a container (moby 27, oci/caps/defaults.go)."""
+SETFCAP: what Docker leaves to root of a container (moby 27, oci/caps/defaults.go)."""
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000

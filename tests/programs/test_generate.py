@@ -39,7 +39,7 @@ from rollouts.recipes.configs.calculator_program import SCRIPTS, workspace_rewar
 from rollouts.runs.resume import begin, reopen
 from rollouts.runs.verify import check_sample, verify_run
 from rollouts.runs.writer import RunWriter
-from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox, Sandbox, SandboxError
+from rollouts.sandboxes import Image, ImageSandbox, NamespaceSandbox, ProcessSandbox, Sandbox, SandboxError, opened
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import (
@@ -101,7 +101,7 @@ async def ask_once(chat: Chat) -> int:
 # -- what a rollout is ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["process", "namespaces"])
+@pytest.mark.parametrize("kind", ["process", "namespaces", "image"])
 async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     """A script in a process has the tokens, mask and logprobs of the environment with the same tools and replies.
 
@@ -111,6 +111,14 @@ async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     if kind == "namespaces":
         await opens_namespaces()
         sandbox = NamespaceSandbox(readable=[sys.prefix, sys.base_prefix])
+    if kind == "image":
+        sandbox = ImageSandbox(Image(["/"]), workdir="/workspace")  # this machine as an image: it has the interpreter
+        try:
+            async with opened(sandbox) as place:
+                if (await place.exec([sys.executable, "-S", "-c", ""])).code:
+                    pytest.skip("the interpreter is on another file system than the root")
+        except SandboxError as error:
+            pytest.skip(f"this machine makes no overlay over its root: {error}")
     said = ['\n<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>', "The answer is 8."]
     options: dict[str, Any] = {"endpoint": ENDPOINT, "tokenizer": demo_renderer()}
     looped = await agent_rollout_to_sample(
@@ -793,7 +801,7 @@ async def test_a_function_chooses_the_kind_of_a_prompt(is_async: bool) -> None:
 
 @pytest.mark.parametrize("returned", [None, "ubuntu", ProcessSandbox])
 async def test_a_function_that_returns_no_kind_costs_its_rollout(returned: Any) -> None:
-    """With its name and the value; also one that raises."""
+    """With its name and the value, or its exception."""
     (sample,) = await rollout(ask_once, sandbox=lambda prompt: returned)
     assert sample.failure is not None
     assert "expected a kind of sandbox" in sample.failure.message

@@ -21,7 +21,7 @@ _SHOWN = 2000
 
 
 class Engine:
-    """A running Podman with storage of its own."""
+    """A running Podman with a separate storage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

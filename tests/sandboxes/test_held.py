@@ -57,7 +57,7 @@ async def test_what_a_command_leaves_running_lives_on_until_all_are_killed(kept:
 
 
 async def test_commands_run_at_once(kept: RunningSandbox) -> None:
-    """Each has its own exit, outputs and input; one that waits for another does not hold it up."""
+    """Each has its own exit, outputs and input; a command that waits for another does not hold it up."""
     await kept.exec(["mkfifo", "pipe"])
     said = {}
 
@@ -92,7 +92,7 @@ async def test_a_deadline_kills_the_group_of_its_command_and_no_other(kept: Runn
 
 
 async def test_all_are_killed_while_commands_run(kept: RunningSandbox) -> None:
-    """They end as killed, also one that left its group; the sandbox runs the next command."""
+    """They end as killed, also a process that left its group; the sandbox runs the next command."""
     ends = []
 
     async def run(script: str) -> None:
