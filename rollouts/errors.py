@@ -54,7 +54,7 @@ Kind: TypeAlias = (
     _OfUsers | Literal["rollout", "generation", "server", "recording", "a_free_thread", "a_pause", "other"]
 )
 """The subject of a wait or a failure: a call of user code (``environment_start`` includes creation and tools,
-``environment_step`` snapshots and close, ``verifier`` tests of a task), a whole ``rollout``, a ``generation`` request or
+``environment_step`` snapshots and close, ``verifier`` tests), a whole ``rollout``, a ``generation`` request or
 another request to a ``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import anyio
 import attrs
 
-from rollouts.errors import ConfigError, EnvironmentFailure, RolloutsError
+from rollouts.errors import ConfigError, RolloutsError
 from rollouts.harbor.grading import fill, grade, healthy, run_solution
 from rollouts.harbor.tasks import HarborTask, resolved_env
 from rollouts.harbor.verdict import RUNGS, Rung
@@ -135,7 +135,7 @@ async def _played(
                 env=verifier_env(task, variables),
                 reward_key=reward_key,
             )
-    except (EnvironmentFailure, SandboxError, TimeoutError, RolloutsError) as error:
+    except (RolloutsError, SandboxError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     return verdict.rewards
 
@@ -147,7 +147,7 @@ def digest_of(task: HarborTask) -> str:
     """The SHA-256 of the files of a task."""
     whole = hashlib.sha256()
     for path in sorted(task.folder.rglob("*")):
-        if path.is_file() and path.name != CHECKED:
+        if path.is_file() and not path.name.endswith((CHECKED, f"{CHECKED}.new")):
             mode = path.stat().st_mode & 0o777
             whole.update(f"{path.relative_to(task.folder).as_posix()}\0{mode:o}\0{path.stat().st_size}\0".encode())
             whole.update(path.read_bytes())
@@ -159,7 +159,9 @@ def save_checks(path: Path, checks: Sequence[TaskCheck]) -> None:
     rows = load_checks(path) if path.exists() else {}
     rows |= {check.task: check for check in checks}
     tasks = {name: attrs.asdict(row) for name, row in sorted(rows.items())}
-    path.write_text(json.dumps({"format": 1, "tasks": tasks}, indent=1) + "\n", encoding="utf-8")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps({"format": 1, "tasks": tasks}, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def load_checks(path: Path) -> dict[str, TaskCheck]:

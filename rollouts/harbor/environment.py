@@ -26,6 +26,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
+from rollouts.harbor.grading import sanitize
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -53,6 +54,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         self._aborted = False
         self.on_open: Callable[[RunningSandbox], Awaitable[None]] | None = None
         """Awaited with each sandbox that is opened, before the first command."""
+        self.carried: tuple[str, ...] = ()
+        """Paths that the rung ``carry`` takes to the fresh box, in addition to the working folder."""
         self.secrets: dict[str, str] = {}
         """Values that no command of the box may contain, with the names of their variables."""
         super().__init__(*args, **options)
@@ -126,10 +129,12 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         if self.on_open is not None:
             await self.on_open(self.place)
         folders = " ".join(_LOGS)
-        for command in (f"mkdir -p {folders}", f"chmod 777 /logs {folders}", f"mkdir -p '{self._workdir}'"):
-            done = await self.exec(command, cwd="/", user=self._root)
-            if done.return_code != 0:
-                raise SandboxError(f"{command} ended with {done.return_code}: {done.stderr}")
+        await self._must(f"mkdir -p {folders} '{self._workdir}' && chmod 777 /logs {folders}")
+
+    async def _must(self, command: str) -> None:
+        done = await self.exec(command, cwd="/", user=self._root)
+        if done.return_code != 0:
+            raise SandboxError(f"{command} ended with {done.return_code}: {done.stderr}; expected 0")
 
     async def stop(self, delete: bool) -> None:
         """Close the box: nothing of it is kept, also without ``delete``."""
@@ -154,19 +159,23 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             return
         await self.place.kill_all()
         if rung == "kill":
-            again = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
-            await self.exec(again, cwd="/", user=self._root)
+            await self._must(
+                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
+            )
             return
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
             packed = []
-            for number, source in enumerate((self._workdir, "/logs/artifacts", "/logs/agent")):
-                archive = f"{folder}/{number}.tar"
+            for number, source in enumerate((self._workdir, "/logs/artifacts", *map(self._inside, self.carried))):
+                archive, clean = f"{folder}/{number}.tar", f"{folder}/{number}-clean.tar"
+                if source == "/":
+                    raise SandboxError("/ is the whole box of the agent: it cannot be carried to another one")
                 if await self.place.pack(source, archive):
-                    packed.append((archive, source))
+                    await anyio.to_thread.run_sync(sanitize, archive, clean, source, (), False)
+                    packed.append((clean, source))
             await self._close()
             await self._open()
             for archive, source in packed:
-                await self.exec(f"find '{source}' -mindepth 1 -delete", cwd="/", user=self._root)
+                await self._must(f"if [ -d '{source}' ]; then find '{source}' -mindepth 1 -delete; fi")
                 await self.place.unpack(archive, posixpath.dirname(source))
 
     # -- commands ------------------------------------------------------------------------------------------------------
@@ -216,7 +225,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         """Write one file of this machine, with its mode."""
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
             archive = f"{folder}/file.tar"
-            parent, name = posixpath.split(posixpath.normpath(self._inside(target_path)))
+            parent, name = posixpath.split(self._inside(target_path))
             await anyio.to_thread.run_sync(_pack, {name: Path(source_path)}, archive)
             await self.place.unpack(archive, parent)
 
@@ -256,7 +265,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             await anyio.to_thread.run_sync(_extract, archive, str(target_dir))
 
     def _inside(self, path: str | os.PathLike[str]) -> str:
-        return posixpath.join(self._workdir, str(path))
+        return posixpath.normpath(posixpath.join(self._workdir, str(path)))
 
 
 def _pack(paths: dict[str, Path], archive: str) -> None:

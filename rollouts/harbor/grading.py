@@ -30,7 +30,7 @@ from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
 from rollouts.sandboxes.image import ImageSandbox
 
-__all__ = ["Box", "box_in", "fill", "grade", "healthy", "open_box", "run_solution", "upload"]
+__all__ = ["Box", "box_in", "fill", "grade", "healthy", "open_box", "run_solution", "sanitize", "upload"]
 
 AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
@@ -235,15 +235,17 @@ async def _packed(task: HarborTask, box: Box, rung: Rung, folder: Path) -> list[
     packed = []
     for number, artifact in enumerate(wanted):
         source = posixpath.normpath(posixpath.join(box.workdir, artifact.source))
+        if source == "/":
+            raise no_verdict("box", task.name, rung, "the artifact / is the whole box of the agent")
         archive = str(folder / f"{number}.tar")
         if await box.place.pack(source, archive):
             clean = str(folder / f"{number}-clean.tar")
-            await anyio.to_thread.run_sync(_sanitize, archive, clean, source, artifact.exclude, rung == "separate")
+            await anyio.to_thread.run_sync(sanitize, archive, clean, source, artifact.exclude, rung == "separate")
             packed.append((clean, source))
     return packed
 
 
-def _sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool) -> None:
+def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool) -> None:
     """Copy an archive without devices, pipes, set-user bits, excluded members, and links to the tests.
 
     Args:

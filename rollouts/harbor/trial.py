@@ -30,9 +30,8 @@ from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.schema import TaskConfig
 from rollouts.harbor.tasks import HarborTask, task_of
 from rollouts.harbor.verdict import LostVerdicts, NoVerdict, Reason, Rung, no_verdict, reward_in
-from rollouts.programs.gateway.server import shared_gateway
 from rollouts.programs.launchers import ModelServer
-from rollouts.sandboxes import RunningSandbox
+from rollouts.sandboxes import RunningSandbox, SandboxError
 from rollouts.sandboxes.base import GATEWAY_PORT
 
 __all__ = ["HarborAgent", "api_of", "check_variables", "secrets_of"]
@@ -55,11 +54,16 @@ _REASONS: Mapping[str, Reason] = {
     "RewardFileEmptyError": "empty",
     "VerifierOutputParseError": "unreadable",
     "VerifierTimeoutError": "timeout",
+    "RungError": "box",
 }
 _SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _LEAST_SECRET = 8
 """Characters of a secret; a shorter value occurs anywhere."""
+
+
+class RungError(RuntimeError):
+    """The agent's box could not be made ready for the tests; Harbor records the name."""
 
 
 def _harbor() -> None:
@@ -186,6 +190,8 @@ class HarborAgent:
             EnvironmentFailure: a box failed.
             GenerateFailure: the agent failed, or its model.
         """
+        from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
+
         task = task_of(prompt.metadata, self.tasks)
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
             async with contextlib.AsyncExitStack() as stack:
@@ -220,6 +226,7 @@ class HarborAgent:
         environment = trial.agent_environment
         environment.on_open = listen
         environment.secrets = secrets_of(os.environ, self.variables)
+        environment.carried = tuple(artifact.source for artifact in task.config.artifacts)
         ended = anyio.Event()
         if not self.install and hasattr(trial.agent, "install"):
             trial.agent.install = _nothing
@@ -229,8 +236,12 @@ class HarborAgent:
         rung = self.rungs.get(task.name, "keep")
 
         async def before_tests(event: Any) -> None:
-            if rung != "separate":
+            if rung == "separate":
+                return
+            try:
                 await environment.enter_rung(rung)
+            except (SandboxError, OSError) as error:
+                raise RungError(str(error)) from error
 
         trial.add_hook(TrialEvent.VERIFICATION_START, before_tests)
 
@@ -262,7 +273,8 @@ class HarborAgent:
         if api is not None:
             provider, suffix = _route(self.agent, api)
             host = urlsplit(server.base_url)
-            inside = self.agent not in _ON_THIS_MACHINE and self.boxes.network == "none"
+            open_box = self.boxes.network == "task" and task.config.environment.network_mode == "public"
+            inside = self.agent not in _ON_THIS_MACHINE and not open_box
             origin = f"http://127.0.0.1:{GATEWAY_PORT}" if inside else f"{host.scheme}://{host.netloc}"
             agent |= {
                 "model_name": f"{provider}/{server.model.rstrip('/').rpartition('/')[2]}",
@@ -309,9 +321,9 @@ class HarborAgent:
         ]
         kind = errors[0].exception_type if errors else "no reward"
         text = f"{kind}: {errors[0].exception_message}" if errors else kind
-        if cause in (None, "verifier_failed"):
+        if cause in (None, "verifier_failed") or kind == "RungError":
             return no_verdict(_REASONS.get(kind, "missing"), task.name, rung, shortened(text))
-        if cause in ("sandbox_failed", "harbor_failed", "cancelled"):
+        if cause in ("sandbox_failed", "harbor_failed", "cancelled") or kind == "SandboxError":
             return EnvironmentFailure(f"Harbor's Trial of task {task.name} ({cause}): {text}")
         return GenerateFailure(f"Harbor's agent {self.agent} on task {task.name} ({cause}): {text}")
 

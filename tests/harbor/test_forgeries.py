@@ -24,13 +24,15 @@ TESTS = {
 say() { if [ "$1" = "$2" ]; then echo 1; else echo 0; fi; }
 a=$(say "$(cat answer.txt 2>/dev/null)" "$(cat /tests/expected.txt)")
 b=$(python3 -I -c 'print(open("answer.txt").read().strip() == open("/tests/expected.txt").read().strip())' 2>/dev/null)
-python3 -I -m pytest -q /tests/test_answer.py >/dev/null 2>&1 && c=1 || c=0
+c=0
+if [ -f /tests/test_answer.py ]; then python3 -I -m pytest -q /tests/test_answer.py >/dev/null 2>&1 && c=1; fi
 echo "{\\"cat\\": $a, \\"python\\": $(say "$b" True), \\"pytest\\": $c}" > /logs/verifier/reward.json
 """,
-    "tests/test_answer.py": "def test_answer():\n    assert open('/app/answer.txt').read().strip() == '42'\n",
     "tests/expected.txt": "42\n",
     "solution/solve.sh": "echo 42 > answer.txt\n",
 }
+PYTEST = {"tests/test_answer.py": "def test_answer():\n    assert open('/app/answer.txt').read().strip() == '42'\n"}
+"""Of the tasks on which pytest itself is attacked; it costs half a second."""
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\n'
 SEPARATE = 'artifacts = ["/app/answer.txt"]\n' + TOML + '[verifier]\nenvironment_mode = "separate"\n'
 UNDONE = {"cat": 0, "python": 0, "pytest": 0}
@@ -51,6 +53,13 @@ class Attack:
     at_keep: tuple[str, ...] = ()
     """Its possible results where they live, if it is more: some race with the tests."""
 
+    @property
+    def on_pytest(self) -> bool:
+        return "pytest" in self.name or "conftest" in self.name
+
+
+Tasks = dict[tuple[Rung, bool], HarborTask]
+"""By rung, and whether the tests use pytest."""
 
 ATTACKS = [
     Attack("a reward.txt before the tests", "echo 1 > /logs/verifier/reward.txt"),
@@ -124,16 +133,21 @@ async def graded(task: HarborTask, rung: Rung, command: str) -> Verdict:
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[Rung, HarborTask]:
-    shared = load_task(write_task(tmp_path_factory.mktemp("shared"), TESTS, toml=TOML))
-    separate = load_task(write_task(tmp_path_factory.mktemp("separate"), TESTS, toml=SEPARATE))
-    return {"carry": shared, "kill": shared, "keep": shared, "separate": separate}
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Rung, bool], HarborTask]:
+    found: dict[tuple[Rung, bool], HarborTask] = {}
+    for with_pytest in (False, True):
+        files = {**TESTS, **(PYTEST if with_pytest else {})}
+        shared = load_task(write_task(tmp_path_factory.mktemp("shared"), files, toml=TOML))
+        separate = load_task(write_task(tmp_path_factory.mktemp("separate"), files, toml=SEPARATE))
+        found |= {("carry", with_pytest): shared, ("kill", with_pytest): shared, ("keep", with_pytest): shared}
+        found["separate", with_pytest] = separate
+    return found
 
 
 @pytest.mark.parametrize("rung", ["separate", "carry", "kill", "keep"])
-async def test_the_work_of_an_honest_agent_is_rewarded(tasks: dict[Rung, HarborTask], rung: Rung) -> None:
+async def test_the_work_of_an_honest_agent_is_rewarded(tasks: Tasks, rung: Rung) -> None:
     """On every rung."""
-    verdict = await graded(tasks[rung], rung, "echo 42 > answer.txt")
+    verdict = await graded(tasks[rung, True], rung, "echo 42 > answer.txt")
     assert verdict.rewards == {"cat": 1, "python": 1, "pytest": 1}
     assert verdict.metadata()["rung"] == rung
 
@@ -150,35 +164,31 @@ def of_attacks(test: Any) -> Any:
 
 @of_attacks
 async def test_no_attack_gets_or_prevents_a_verdict_in_a_box_with_the_agents_folder(
-    tasks: dict[Rung, HarborTask], attack: Attack
+    tasks: Tasks, attack: Attack
 ) -> None:
     """On the rung ``carry`` all rewards are 0, and written by the tests."""
-    assert (await graded(tasks["carry"], "carry", attack.command)).rewards == UNDONE
+    assert (await graded(tasks["carry", attack.on_pytest], "carry", attack.command)).rewards == UNDONE
 
 
 @of_attacks
 @pytest.mark.usefixtures("long_only")
-async def test_no_attack_gets_or_prevents_a_verdict_in_a_separate_box(
-    tasks: dict[Rung, HarborTask], attack: Attack
-) -> None:
+async def test_no_attack_gets_or_prevents_a_verdict_in_a_separate_box(tasks: Tasks, attack: Attack) -> None:
     """On the rung ``separate`` all rewards are 0, and written by the tests."""
-    assert (await graded(tasks["separate"], "separate", attack.command)).rewards == UNDONE
+    assert (await graded(tasks["separate", attack.on_pytest], "separate", attack.command)).rewards == UNDONE
 
 
 @of_attacks
 @pytest.mark.usefixtures("long_only")
-async def test_in_the_agents_box_without_its_processes_only_changes_of_it_deceive(
-    tasks: dict[Rung, HarborTask], attack: Attack
-) -> None:
+async def test_in_the_agents_box_without_its_processes_only_changes_of_it_deceive(tasks: Tasks, attack: Attack) -> None:
     """On the rung ``kill``: another tool, a link to the tests in the work, and a full disk."""
-    assert await outcome(tasks["kill"], "kill", attack) == attack.at_kill
+    assert await outcome(tasks["kill", attack.on_pytest], "kill", attack) == attack.at_kill
 
 
 @of_attacks
 @pytest.mark.usefixtures("long_only")
-async def test_on_harbors_own_rung_processes_deceive_too(tasks: dict[Rung, HarborTask], attack: Attack) -> None:
+async def test_on_harbors_own_rung_processes_deceive_too(tasks: Tasks, attack: Attack) -> None:
     """On the rung ``keep``, so that the attacks are real ones."""
-    found = await outcome(tasks["keep"], "keep", attack)
+    found = await outcome(tasks["keep", attack.on_pytest], "keep", attack)
     assert found in (attack.at_keep or (attack.at_kill,))
 
 
