@@ -67,7 +67,7 @@ def terminus(complete: bool) -> str:
 
 
 GUESTS = {
-    "terminus-2": Guest((terminus(False), terminus(True), terminus(True)), "<|im_end|>\n<|im_start|>assistant"),
+    "terminus-2": Guest((terminus(False), terminus(True), terminus(True)), '"analysis": "a"'),
     "claude-code": Guest(calls("Bash", command=WRITE, description="Writes")),
     "codex": Guest(calls("exec_command", cmd=WRITE)),
     "opencode": Guest(calls("bash", command=WRITE, description="Writes")),
