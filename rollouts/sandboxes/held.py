@@ -28,6 +28,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import archives, filesystem, holder, image_root, kernel
 from rollouts.sandboxes.base import Ability, Command, Exit, SandboxError, SandboxLimits, check_size, inner_path
+from rollouts.sandboxes.control_groups import join_groups, remove_groups
 from rollouts.sandboxes.running import Running, stopped_by
 
 __all__ = ["RunningHeld", "interpreter", "open_held"]
@@ -35,6 +36,7 @@ __all__ = ["RunningHeld", "interpreter", "open_held"]
 _SETUP_SECONDS = 30.0
 _GRACE_SECONDS = 30.0
 _ARCHIVE_SECONDS = 300.0
+_GROUPS_SECONDS = 5.0
 _LINE_BYTES = 1 << 16
 _Answer = tuple[dict[str, Any], list[bytes]]
 
@@ -104,6 +106,7 @@ async def _start(running: RunningHeld, prefix: Sequence[str], control: socket.so
             cwd="/",
             start_new_session=True,
         )
+    join_groups(running.settings["groups"], process.pid)  # it waits for the request before it starts anything
     assert process.stdin is not None
     with contextlib.suppress(anyio.BrokenResourceError):  # its end is seen by the first answer
         await process.stdin.send(text)
@@ -115,7 +118,7 @@ class RunningHeld(Running):
     Args:
         kind: the kind's name, for messages.
         settings: of the holder: ``port`` of the listener or ``None``, ``user``, ``home``, ``cwd``, ``files``,
-            ``readable``, ``image``, and the limits.
+            ``readable``, ``image``, ``groups`` of control, and the limits.
         env: the variables of every command.
         limits: the limits, again.
         abilities: those of the kind.
@@ -240,6 +243,9 @@ class RunningHeld(Running):
                 if end is not None:
                     end.close()
             await _end(self.process)
+            with anyio.move_on_after(_GROUPS_SECONDS):
+                while remove_groups(self.settings["groups"]):  # noqa: ASYNC110 - no event says when a process is gone
+                    await anyio.sleep(0.01)
 
     # -- requests and answers --
 

@@ -105,7 +105,9 @@ def _enter_namespaces(request: dict[str, Any], control: socket.socket) -> None:
             for number in roots:
                 os.close(number)
         ours.close()
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1]) & 0x7F)
+        code = os.waitstatus_to_exitcode(os.waitpid(gate, 0)[1]) & 0x7F
+        _leave(request["groups"])
+        os._exit(code)
     ours.close()
     kernel.die_with_parent()
     kernel.unshare(kernel.NAMESPACES if request["port"] is not None else kernel.NAMESPACES & ~kernel.NEW_NETWORK)
@@ -153,6 +155,14 @@ def _enter_namespaces(request: dict[str, Any], control: socket.socket) -> None:
         os.chown(path, _USER, _USER)
     kernel.drop_capabilities(_USER, _USER)
     kernel.die_with_parent()
+
+
+def _leave(groups: list[str]) -> None:
+    """Leave the control groups, and remove them; whoever launched us removes what is left."""
+    for group in groups:
+        with contextlib.suppress(OSError):
+            _put(os.path.join(os.path.dirname(group), "cgroup.procs"), "0")
+            os.rmdir(group)
 
 
 def _no_user_namespaces() -> None:
@@ -212,6 +222,7 @@ class _Command:
 class _Holder:
     def __init__(self, settings: dict[str, Any], control: socket.socket) -> None:
         self.settings, self.control = settings, control
+        self.account = _account(settings["user"])  # now: a program may change the tables of users
         self.unread = b""
         self.commands: dict[int, _Command] = {}
         self.wakeup, wake = os.pipe()
@@ -224,8 +235,7 @@ class _Holder:
         self.selector.register(self.wakeup, selectors.EVENT_READ, self._woken)
 
     def serve(self) -> None:
-        user = _account(self.settings["user"])
-        _answer(0, {"ready": True, "home": self.settings["home"] or user.home})
+        _answer(0, {"ready": True, "home": self.settings["home"] or self.account.home})
         while True:
             deadlines = [command.deadline for command in self.commands.values()]
             wait = max(min(deadlines) - time.monotonic(), 0) if deadlines else None
@@ -308,7 +318,7 @@ class _Holder:
     def _write(self, request: dict[str, Any], data: bytes) -> None:
         path = request["path"]
         try:
-            with _acting_as(_account(self.settings["user"])):
+            with _acting_as(self.account):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)  # it may be a link or a pipe
@@ -431,7 +441,9 @@ class _Holder:
             for target, number in enumerate((source, out, errors)):
                 os.dup2(number, target)
             os.closerange(3, 1 << 12)
-            account = _account(request["user"] or self.settings["user"])
+            with contextlib.suppress(OSError):
+                _put("/proc/self/oom_score_adj", "1000")  # where memory is short, the program ends and not the holder
+            account = _account(request["user"]) if request["user"] else self.account
             self._limit()
             if account.user != os.geteuid() or account.group != os.getegid():
                 os.setgroups(account.groups)

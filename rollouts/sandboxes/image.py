@@ -16,14 +16,19 @@ from typing import Any, Literal
 import anyio
 import attrs
 
-from rollouts.base.validators import check
+from rollouts.base.validators import check, integer, number
 from rollouts.errors import ConfigError
 from rollouts.sandboxes.base import BOOLEAN, GATEWAY_PORT, Ability, SandboxError, SandboxLimits
 from rollouts.sandboxes.containment import Containment
+from rollouts.sandboxes.control_groups import make_groups
 from rollouts.sandboxes.held import RunningHeld, open_held
+from rollouts.sandboxes.image_root import SHARED_BYTES
 from rollouts.sandboxes.images import Image, load_image
 
 __all__ = ["ImageSandbox"]
+
+_SPARE_BYTES = 64 << 20
+"""Memory that is left for processes where the writable layer is full: else no command of ours could run in it."""
 
 
 def _as_image(value: Any) -> Any:
@@ -37,6 +42,14 @@ def _check_user(instance: ImageSandbox, field: Any, value: str | None) -> None:
     if os.geteuid() and user.partition(":")[0] not in ("root", "0"):
         expected = "root: only one user can be mapped, because this process is not root"
         raise ConfigError.of("ImageSandbox.user", user, expected)
+
+
+def _check_memory(instance: ImageSandbox, field: Any, value: int | None) -> None:
+    integer(1, optional=True)(instance, field, value)
+    least = instance.limits.disk_bytes + SHARED_BYTES + _SPARE_BYTES
+    if value is not None and value < least:
+        expected = f"at least {least:,}: limits.disk_bytes={instance.limits.disk_bytes:,}, /dev/shm and 64 MiB more"
+        raise ConfigError.of("ImageSandbox.memory_bytes", value, expected)
 
 
 @attrs.frozen
@@ -59,7 +72,11 @@ class ImageSandbox:
     """``"none"``: loopback only, in which our listener answers. ``"host"``: the network of this machine."""
     keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
     """Whether commands run at once, and what one leaves running lives on in the next."""
+    cpus: float | None = attrs.field(default=None, validator=number("a number", above=0, optional=True))
+    """Processors of all processes together; needs control groups that can be written."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
+    memory_bytes: int | None = attrs.field(default=None, validator=_check_memory)
+    """Memory of all processes and of the writable layer together; needs control groups that can be written."""
 
     @property
     def abilities(self) -> frozenset[Ability]:
@@ -85,6 +102,10 @@ class ImageSandbox:
             "descriptors": "closed except the three streams",
         }
         reasons = {"cpu_seconds": "only wall time is limited"}
+        if self.memory_bytes is not None:
+            how["memory"] = "a control group"
+        if self.cpus is not None:
+            reasons["cpu_seconds"] = f"wall time is limited, and {self.cpus:g} processors"
         if self.network == "none":
             how["network"] = "a network namespace, in which only our listener answers"
         else:
@@ -108,6 +129,7 @@ class ImageSandbox:
             "readable": (),
             "files": files,
             "image": {"roots": self.image.roots},
+            "groups": make_groups(self.memory_bytes, self.cpus),
         }
         env = {"LANG": "C.UTF-8", "TZ": "UTC", "TMPDIR": "/tmp"} | self.image.variables | dict(self.env)
         running = RunningHeld("image", settings, env, self.limits, self.abilities)

@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from rollouts.sandboxes import kernel
 from rollouts.sandboxes.filesystem import DEVICES
 
-__all__ = ["build_image_root", "map_image"]
+__all__ = ["SHARED_BYTES", "build_image_root", "map_image"]
+
+SHARED_BYTES = 64 << 20
+"""The most that ``/dev/shm`` holds."""
 
 
 def map_image(roots: Sequence[str], process: int) -> list[int]:
@@ -37,12 +40,12 @@ def build_image_root(folder: str, roots: Sequence[int], *, disk_bytes: int, file
     Args:
         folder: any folder, to mount on.
         roots: copies of mounts, the topmost first.
-        disk_bytes: size of the writable layer, and of ``/dev/shm``.
+        disk_bytes: size of the writable layer; ``/dev/shm`` has as much, at most 64 MiB.
         files: files to write, by path.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     devices_only = kernel.MS_NOSUID | kernel.MS_NOEXEC
-    inodes = max(4096, disk_bytes // 4096)
+    inodes, shared = max(4096, disk_bytes // 4096), min(disk_bytes, SHARED_BYTES)
     kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NODEV, f"size={disk_bytes},nr_inodes={inodes},mode=755")
     lower = [f"{folder}/lower{number}" for number in range(len(roots))]
     upper, work, root = (f"{folder}/{name}" for name in ("upper", "work", "root"))
@@ -64,7 +67,7 @@ def build_image_root(folder: str, roots: Sequence[int], *, disk_bytes: int, file
         kernel.bind_read_only(path, f"{root}{path}", devices=True)
     for name in ("shm", "pts"):
         os.mkdir(f"{root}/dev/{name}")
-    kernel.mount("tmpfs", f"{root}/dev/shm", "tmpfs", devices_only | kernel.MS_NODEV, f"size={disk_bytes},mode=1777")
+    kernel.mount("tmpfs", f"{root}/dev/shm", "tmpfs", devices_only | kernel.MS_NODEV, f"size={shared},mode=1777")
     kernel.mount("devpts", f"{root}/dev/pts", "devpts", devices_only, "newinstance,ptmxmode=0666,mode=620")
     for name, target in {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}.items():
         os.symlink(f"/proc/self/fd{target}", f"{root}/dev/{name}")

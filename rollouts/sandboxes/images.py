@@ -40,8 +40,6 @@ def _check_roots(instance: Image, field: Any, value: Sequence[str]) -> None:
     for root in value:
         if not isinstance(root, str) or not os.path.isabs(root) or not os.path.isdir(root):
             raise ConfigError.of("Image.roots", root, "absolute paths of folders that exist")
-        if set(root) & set(":\\,"):
-            raise ConfigError.of("Image.roots", root, "a path without colon, comma and backslash")
     if not value:
         raise ConfigError.of("Image.roots", value, "at least one folder")
 

@@ -129,6 +129,7 @@ class NamespaceSandbox:
             "readable": readable,
             "files": _FILES,
             "image": None,
+            "groups": [],
         }
         env = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
         running = RunningHeld("namespaces", settings, env, self.limits, self.abilities)

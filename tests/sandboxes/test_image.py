@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Image, ImageSandbox, SandboxError, SandboxLimits, load_image, opened
+from rollouts.sandboxes.control_groups import make_groups
 from rollouts.sandboxes.held import RunningHeld
 from tests.sandboxes.roots import small_root
 
@@ -160,6 +162,50 @@ async def test_only_the_listener_is_reached(box: RunningHeld) -> None:
     await open_box.close()
 
 
+async def test_all_processes_together_have_memory_and_processors() -> None:
+    """By control groups, which are gone with the sandbox, also where its launcher or we are killed."""
+    box = await opened_here()
+    await box.close()
+    settings: dict[str, Any] = {"cpus": 0.2, "memory_bytes": 136 * MIB, "limits": LIMITS}
+    try:
+        box = await ImageSandbox(small_root(), **settings).open()
+    except SandboxError as error:
+        pytest.skip(f"no control groups: {error}")
+    groups = box.settings["groups"]
+    assert existing(groups) == groups
+    end = await box.run(["sh", "-c", "grep -a x /dev/zero & grep -a x /dev/zero; wait; echo done"], seconds=30)
+    assert end.stdout in ("done\n", "")  # the kernel kills one process or more, never the holder
+    assert (await box.exec(["echo", "next"])).stdout == "next\n"
+    await box.run(["sh", "-c", "while :; do :; done"], seconds=1.0)
+    assert "nr_throttled 0\n" not in content(f"{groups[-1]}/cpu.stat")
+    assert "oom_kill 0\n" not in content(f"{groups[0]}/memory.oom_control")
+    await box.close()
+    assert existing(groups) == []
+    for number in range(3):
+        box = await ImageSandbox(small_root(), **settings).open()
+        os.kill(chain_of(box)[number], signal.SIGKILL)
+        await box.close()
+        assert existing(box.settings["groups"]) == []
+
+
+def existing(paths: list[str]) -> list[str]:
+    return [path for path in paths if os.path.exists(path)]
+
+
+def content(path: str) -> str:
+    """That of a file of control groups; nothing where their version does not have it."""
+    return Path(path).read_text() if os.path.exists(path) else ""
+
+
+def test_control_groups_that_cannot_be_made_are_an_error(tmp_path: Path) -> None:
+    """By the limit's name; none is left."""
+    with pytest.raises(SandboxError, match=r"memory and cpus: no control group can be made \(.*: No such file or dir"):
+        make_groups(1 << 20, 2, str(tmp_path))
+    (tmp_path / "memory").mkdir()
+    with pytest.raises(SandboxError, match="expected to be root on a machine whose control groups can be written"):
+        make_groups(1 << 20, 2, str(tmp_path))
+
+
 # -- a hostile image --------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +228,15 @@ async def test_the_holder_runs_nothing_that_a_program_wrote(box: RunningHeld, tm
         assert await box.read("\udcff") is None
         await box.kill_all()
     assert await sh(box, "ls /back/work/made; test -e /caught || echo clean") == "f\nclean"
+
+
+async def test_the_user_of_the_kind_is_known_without_the_tables_of_the_image() -> None:
+    """A program that is root and deletes or changes them keeps no command and no file of its user from us."""
+    box = await opened_here(user="bob")
+    await sh(box, "rm /etc/group; echo 'bob:x:0:0::/root:/bin/sh' > /etc/passwd", user="root")
+    await box.write("file", b"x")
+    assert await sh(box, "id -u; id -G; echo $HOME; ls -ln file | grep -c ' 1000 '") == "1000\n1000 2000\n/home/bob\n1"
+    await box.close()
 
 
 async def test_links_of_a_program_lead_nowhere_outside(box: RunningHeld, tmp_path: Path) -> None:
@@ -251,12 +306,13 @@ async def test_a_killed_holder_leaves_nothing(kills: int) -> None:
 async def test_a_killed_process_of_ours_leaves_nothing(kills: int) -> None:
     """With programs under way in several sandboxes."""
     await (await opened_here()).close()
-    before = left()
+    before, grouped = left(), os.access("/sys/fs/cgroup/cpu", os.W_OK)
     code = f"""
 import anyio
 from rollouts.sandboxes import ImageSandbox
 async def main():
-    boxes = [await ImageSandbox({small_root()!r}, keep_processes=True).open() for _ in range(2)]
+    settings = {{"keep_processes": True, "cpus": 1 if {grouped} else None}}
+    boxes = [await ImageSandbox({small_root()!r}, **settings).open() for _ in range(2)]
     async with anyio.create_task_group() as group:
         for box in boxes:
             group.start_soon(lambda box=box: box.run(["sleep", "75.5"], seconds=60))
@@ -272,6 +328,9 @@ anyio.run(main)
         finally:
             process.kill()
             await process.aclose()
+        with anyio.fail_after(20):
+            while grouped and glob.glob(f"/sys/fs/cgroup/cpu/rollouts-{process.pid}-*"):  # the launcher removes them
+                await anyio.lowlevel.checkpoint()
         with anyio.fail_after(20):
             while left() != before:
                 await anyio.lowlevel.checkpoint()
@@ -295,6 +354,12 @@ async def test_no_descriptor_is_lost() -> None:
         ({"image": "/no/such"}, "Image.roots: got '/no/such'; expected absolute paths of folders that exist"),
         ({"workdir": "work"}, "ImageSandbox.workdir: got 'work'; expected an absolute path, or None"),
         ({"network": "bridge"}, 'ImageSandbox.network: got \'bridge\'; expected "none" or "host"'),
+        ({"cpus": 0}, "ImageSandbox.cpus: got 0; expected a number > 0"),
+        ({"memory_bytes": 0.5}, "ImageSandbox.memory_bytes: got 0.5; expected an integer >= 1"),
+        (
+            {"memory_bytes": 1 << 30},
+            "ImageSandbox.memory_bytes: got 1073741824; expected at least 1,207,959,552",
+        ),
         ({"user": ""}, "ImageSandbox.user: got ''; expected a user of the image, or None"),
         ({"keep_processes": 1}, "ImageSandbox.keep_processes: got 1; expected True or False"),
     ],

@@ -73,13 +73,6 @@ def test_a_bad_image_is_refused(arguments: dict[str, Any], words: str) -> None:
         Image(**arguments)
 
 
-def test_a_path_that_an_overlay_cannot_name_is_refused(tmp_path: Path) -> None:
-    """Its options separate folders by colons."""
-    (tmp_path / "a:b").mkdir()
-    with pytest.raises(ConfigError, match="expected a path without colon, comma and backslash"):
-        load_image(tmp_path / "a:b")
-
-
 async def test_a_folder_without_a_dockerfile_is_refused(tmp_path: Path) -> None:
     """Before buildah is asked."""
     with pytest.raises(ConfigError, match=r"build_image\(context\): got .*; expected a folder with Dockerfile"):
