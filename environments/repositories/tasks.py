@@ -144,8 +144,8 @@ class Tests(unittest.TestCase):
 
 
 def _diff(path: str, before: str, after: str) -> bytes:
-    lines = [text.splitlines(keepends=True) for text in (before, after)]
-    return "".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}")).encode()
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")).encode()
 
 
 def _task(name: str, problem: str, source: str, change: tuple[str, str], shows: str, keeps: str) -> RepositoryTask:
@@ -170,7 +170,7 @@ def _task(name: str, problem: str, source: str, change: tuple[str, str], shows: 
     )
 
 
-TASKS = {name: _task(name, *rest) for name, *rest in _ROWS}
+TASKS = {row[0]: _task(*row) for row in _ROWS}
 """By name."""
 SOLUTIONS = {name: source.replace(*change) for name, _, source, change, _, _ in _ROWS}
 """The mended module of each task."""

@@ -55,7 +55,7 @@ VERBS = {
     "check-model": Verb("check_template", "does a model's chat template render exact tokens?"),
     "new-env": Verb("new_env", "create a template of an environment, with tests"),
     "check-env": Verb("check_env", "does an environment work? It is played with random replies"),
-    "check-task": Verb("check_task", "are the tests of tasks sound? They run without and with the solution"),
+    "check-task": Verb("check_task", "do the tests of tasks tell a solution from none?"),
     "serve": Verb("serve", "start the embedded engine as a server"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),
@@ -67,7 +67,7 @@ VERBS = {
 GROUPS = {
     "Run": ("run", "eval", "plan"),
     "See": ("ls", "show", "view", "compare", "export", "replay", "rescore"),
-    "Judge": ("check-env", "check-model", "check-server", "check-run", "doctor"),
+    "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "doctor"),
     "Environments": ("recipes", "new-env", "play"),
     "Serve": ("serve", "serve-env", "gateway"),
 }

@@ -29,7 +29,7 @@ _OUTPUT_LINES = 12
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    does = "run the tests of tasks without a solution and with the reference"
+    does = "do the tests of a recipe's tasks tell a solution from none?"
     parser = add_verb(verbs, "check-task", _check_task, does, "check-task repositories")
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, or folder of Harbor tasks")
     parser.add_argument("--task", action="append", metavar="NAME", help="only this task; may be repeated")

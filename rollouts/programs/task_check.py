@@ -30,11 +30,11 @@ class TaskReport:
 
     name: str
     findings: tuple[str, ...] = ()
-    """What is wrong with it, a sentence each; empty if it is good."""
+    """Its faults, a sentence each; empty if it is good."""
     output: str = attrs.field(default="", repr=False)
     """The end of what the last tests wrote."""
     note: str = ""
-    """What was not checked."""
+    """The part that was not checked."""
 
     @property
     def good(self) -> bool:

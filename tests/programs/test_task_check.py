@@ -45,7 +45,7 @@ SHOWN, KEPT = "tests.test_leap.Tests.test_defect", "tests.test_leap.Tests.test_b
     ],
 )
 async def test_the_tests_of_a_task_tell_a_solution(change: dict[str, Any], findings: list[str]) -> None:
-    """They fail without one, pass with one, and those that pass before pass after; else each fault has a sentence."""
+    """They fail without one, pass with one, and pass_to_pass passes in both; else each fault has a sentence."""
     report = await check_repository_task(attrs.evolve(TASK, **change), SANDBOX)
     assert list(report.findings) == findings
     assert report.good == (not findings)
@@ -137,6 +137,6 @@ async def test_a_folder_of_this_machine_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_task_of_files_is_unchanged() -> None:
-    """A diff for checks is no part of what is shown."""
+    """Its diff for checks is never shown."""
     assert "reference" not in repr(TASK)
     assert isinstance(TASK.source, Files)

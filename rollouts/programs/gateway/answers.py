@@ -12,7 +12,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -35,6 +35,8 @@ __all__ = ["Answers"]
 
 _PROMPT_END = 16
 """Number of last prompt tokens that show whether the prompt opened a thinking block."""
+_MOST_SAMPLINGS = 16
+"""Sets of parameters of one session that are kept: the policy has encoded these objects before."""
 _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
@@ -61,6 +63,7 @@ class Answers:
     overflowed: bool = attrs.field(init=False, default=False)
     """Whether the last call did not fit the context of the model."""
     _in_flight: InFlight = attrs.field(init=False)
+    _samplings: dict[tuple[Any, ...], SamplingParams] = attrs.field(init=False, factory=dict)
     _route: str = attrs.field(init=False, factory=lambda: os.urandom(16).hex())
     """Not the key of the session: servers write routes to their logs."""
 
@@ -228,7 +231,8 @@ class Answers:
             return None
         ids = completion.tokens.tolist()
         texts = [self._renderer.decode([one]) for one in ids] if request.logprobs else []
-        return Sampled(prompt.tolist(), ids, completion.logprobs.tolist(), texts)
+        shown = prompt.tolist() if request.token_ids else []
+        return Sampled(shown, ids, completion.logprobs.tolist(), texts)
 
     def _sampling_of(
         self, request: CallRequest, budget: int, number: int, constraint: Mapping[str, str]
@@ -243,11 +247,17 @@ class Answers:
         if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop and not constraint:
             return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
-        limits = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
-        try:
-            return attrs.evolve(sampling, **limits, **constraint)
-        except ConfigError as error:
-            raise ApiError("invalid_request", str(error)) from None
+        limits: dict[str, Any] = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
+        key = (*limits.values(), *constraint.items())
+        if key not in self._samplings:
+            try:
+                made = attrs.evolve(sampling, **{**limits, **constraint})
+            except ConfigError as error:
+                raise ApiError("invalid_request", str(error)) from None
+            if len(self._samplings) >= _MOST_SAMPLINGS:
+                self._samplings.clear()
+            self._samplings[key] = made
+        return self._samplings[key]
 
     def _count_calls(self, written: Sequence[ToolCall], served: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
         ids = [call.id for call in written if call.id]

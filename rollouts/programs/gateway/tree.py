@@ -40,6 +40,8 @@ code, not from the program."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 """The part of the reply to its request for a summary that Claude Code quotes."""
+_MOST_FOREIGN_IDS = 4096
+"""Ids of programs that are kept: some give the same call new ids in each request."""
 _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
@@ -223,7 +225,8 @@ class Tree:
     def ids_of(self, before: int, reply: Message) -> list[str] | None:
         """The ids that were issued for the calls of a reply that came back with others; see :data:`FindIds`.
 
-        Of several replies with these calls in this place, one that no other ids have named, and that has this text.
+        Of several replies with these calls in this place, a reply that no other ids have named goes before the others,
+        and then a reply with the same text.
         """
         shape = shape_key(before, reply.tool_calls)
         names = shape, tuple([call.id for call in reply.tool_calls])
@@ -235,6 +238,8 @@ class Tree:
             )
             if found is None:
                 return None
+            if len(self._by_foreign_ids) >= _MOST_FOREIGN_IDS:
+                del self._by_foreign_ids[next(iter(self._by_foreign_ids))]
             self._by_foreign_ids[names] = found
         return _ids(self._by_foreign_ids[names])
 

@@ -124,6 +124,7 @@ class Sampled:
     """The ids of one reply, for requests that ask for them."""
 
     prompt: list[int]
+    """Empty unless the request has ``token_ids``."""
     ids: list[int]
     """All sampled ids: also of thoughts, calls, and the end of the turn."""
     logprobs: list[float]

@@ -323,7 +323,7 @@ def count_others(
     not_enforced: Mapping[str, Sequence[Any]],
     no_effect: Collection[str],
 ) -> None:
-    """Count the fields of a request that are not honoured, and those that this server does not know.
+    """Count the fields of a request that are not honoured, and the unknown ones.
 
     Args:
         fields: the body.

@@ -1,4 +1,4 @@
-"""The fields of the three APIs: each is honoured, refused, counted, or known to have no effect."""
+"""Fields of requests are honoured, refused, counted, or known to have no effect; answers have the ids asked for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLISHED: dict[str, tuple[Wire, str]] = {
         " workspace_id",
     ),
 }
-"""The fields of a request in the types of the SDKs openai 3.57.0 and anthropic 2.12.0."""
+"""The fields of a request in the types of the SDKs openai 3.57.0 and anthropic 2.14.0, and older ones of Messages."""
 SERVERS = (
     "add_generation_prompt best_of chat_template_kwargs continue_final_message echo ebnf enable_thinking guided_json"
     " guided_regex ignore_eos include_stop_str_in_output min_p min_tokens prompt_logprobs regex repetition_penalty"
