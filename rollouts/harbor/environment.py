@@ -14,6 +14,7 @@ import os
 import posixpath
 import tarfile
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 
+_LIVE: weakref.WeakSet[RolloutsEnvironment] = weakref.WeakSet()
+"""The environments of this process."""
+
+
 class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's types are not read
     """One box of ours as Harbor's environment."""
 
@@ -51,7 +56,6 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         self._options = BoxOptions.of({name: options.pop(name) for name in names & options.keys()})
         self._kind: Sandbox | None = None
         self._place: RunningSandbox | None = None
-        self._aborted = False
         self.on_open: Callable[[RunningSandbox], Awaitable[None]] | None = None
         """Awaited with each sandbox that is opened, before the first command."""
         self.carried: tuple[str, ...] = ()
@@ -59,6 +63,13 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         self.secrets: dict[str, str] = {}
         """Values that no command of the box may contain, with the names of their variables."""
         super().__init__(*args, **options)
+        self._aborted: bool = any(each._aborted for each in self._of_trial())
+        _LIVE.add(self)
+
+    def _of_trial(self) -> list[RolloutsEnvironment]:
+        """The environments of the same Trial: the agent's, and those of separate verifiers."""
+        folder = self.trial_paths.trial_dir
+        return [each for each in _LIVE if each.trial_paths.trial_dir == folder]
 
     @staticmethod
     def type() -> str:
@@ -141,9 +152,10 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         await self._close()
 
     async def abort(self) -> None:
-        """End the trial from outside: close the box, so that every command of it fails at once."""
-        self._aborted = True
-        await self._close()
+        """End the Trial from outside: close its boxes, so that each command of them fails at once."""
+        for each in self._of_trial():
+            each._aborted = True
+            await each._close()
 
     async def _close(self) -> None:
         place, self._place = self._place, None

@@ -121,7 +121,11 @@ def _rungs(tasks: list[HarborTask], grade: Grade, stored: Path) -> dict[str, Run
     if grade == "auto":
         with_steps: dict[str, Rung] = {task.name: "keep" for task in tasks if task.config.steps}
         return with_steps | stored_rungs([task for task in tasks if not task.config.steps], stored)
-    return {task.name: grade if grade in rungs_of(task) else rungs_of(task)[-1] for task in tasks}
+    rungs: dict[str, Rung] = {}
+    for task in tasks:
+        possible: tuple[Rung, ...] = ("kill", "keep") if task.config.steps else rungs_of(task)
+        rungs[task.name] = grade if grade in possible else possible[-1]
+    return rungs
 
 
 def _values_of(names: tuple[str, ...]) -> dict[str, str]:

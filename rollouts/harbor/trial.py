@@ -30,6 +30,7 @@ from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.schema import TaskConfig
 from rollouts.harbor.tasks import HarborTask, task_of
 from rollouts.harbor.verdict import LostVerdicts, NoVerdict, Reason, Rung, no_verdict, reward_in
+from rollouts.harbor.workspace import rungs_of
 from rollouts.programs.launchers import ModelServer
 from rollouts.sandboxes import RunningSandbox, SandboxError
 from rollouts.sandboxes.base import GATEWAY_PORT
@@ -175,9 +176,9 @@ class HarborAgent:
             if self.install and (self.boxes.network == "none" or task.config.environment.network_mode != "public"):
                 expected = "False in a box without a network: the agent is in the image"
                 raise ConfigError.of(f"HarborAgent.install (task {name!r})", True, expected)
-            rung = self.rungs.get(name, "keep")
-            if task.config.steps and rung not in ("keep", "kill", "separate"):
-                raise ConfigError.of(f"HarborAgent.rungs[{name!r}]", rung, "keep or kill: steps share their box")
+            rungs = ("keep", "kill") if task.config.steps else rungs_of(task)  # steps share their box
+            if self.rungs.get(name, rungs[-1]) not in rungs:
+                raise ConfigError.of(f"HarborAgent.rungs[{name!r}]", self.rungs[name], f"one of {', '.join(rungs)}")
 
     async def __call__(self, server: ModelServer, prompt: Prompt, over: anyio.Event) -> dict[str, Any]:
         """Play one Trial.
@@ -233,7 +234,7 @@ class HarborAgent:
         for name in ("run", "resume", "load"):
             if hasattr(trial.agent, name):
                 setattr(trial.agent, name, _until(getattr(trial.agent, name), ended))
-        rung = self.rungs.get(task.name, "keep")
+        rung = self._rung(task)
 
         async def before_tests(event: Any) -> None:
             if rung == "separate":
@@ -264,6 +265,10 @@ class HarborAgent:
             tasks.cancel_scope.cancel()
         return result
 
+    def _rung(self, task: HarborTask) -> Rung:
+        """That of the task, by default Harbor's."""
+        return self.rungs.get(task.name, "keep" if task.config.steps else rungs_of(task)[-1])
+
     def _config(self, task: HarborTask, server: ModelServer, folder: Path) -> Any:
         from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TrialConfig
         from harbor.models.trial.config import TaskConfig as TaskPath
@@ -292,7 +297,7 @@ class HarborAgent:
 
     def _outcome(self, task: HarborTask, result: Any) -> dict[str, Any]:
         """The reward and the record of a Trial."""
-        rung = "separate" if task.verifier_place() is not None else self.rungs.get(task.name, "keep")
+        rung = self._rung(task)
         cause = None if result.failure_cause is None else str(result.failure_cause.value)
         if not result.reward_valid:
             raise self._failure(task, result, cause, rung)

@@ -21,6 +21,7 @@ from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.tasks import HarborTask, load_task, prompts_of
 from rollouts.harbor.trial import HarborAgent, api_of, secrets_of
 from rollouts.programs.gateway.session import SessionLimits
+from rollouts.programs.launchers import ModelServer
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Sample, Status, function_rollout_to_samples
@@ -209,6 +210,21 @@ async def test_a_rollout_that_is_cancelled_leaves_no_box(task: HarborTask) -> No
         await asked.wait()
         assert len(children()) > len(before)
         tasks.cancel_scope.cancel()
+    assert children() == before
+
+
+@pytest.mark.parametrize("mode", ["shared", "separate"])
+async def test_a_trial_that_is_cancelled_while_it_is_graded_leaves_no_box(mode: str, tmp_path: Path) -> None:
+    """Also the box of a separate verifier is closed, and its tests are not waited for."""
+    test = "touch /logs/artifacts/begun; sleep 300\n"
+    toml = f'{TOML}[verifier]\nenvironment_mode = "{mode}"\n'
+    files = {"environment/Dockerfile": None, "environment/note.txt": "x", "tests/test.sh": test}
+    task = load_task(write_task(tmp_path / "task", files, toml=toml))
+    agent = HarborAgent("nop", {task.name: task}, BoxOptions(root=base_root()))
+    server = ModelServer("http://127.0.0.1:9", "k" * 32, "m", 1000, "/")
+    before = children()
+    with anyio.move_on_after(8), anyio.fail_after(100):
+        await agent(server, prompts_of([task])[0], anyio.Event())
     assert children() == before
 
 
