@@ -84,7 +84,7 @@ class HarborWorkspace:
     """The key of the reward that is trained; by default the only one, or ``reward``."""
     checked: bool = False
     """Whether the rungs are those of a check, so that every task is known to get verdicts."""
-    lost: LostVerdicts = attrs.field(factory=LostVerdicts, eq=False, repr=False)
+    lost: LostVerdicts = attrs.field(factory=LostVerdicts, eq=False, repr=lambda lost: "counted")
     """Counts the verdicts."""
 
     def __attrs_post_init__(self) -> None:
