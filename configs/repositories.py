@@ -30,7 +30,7 @@ PROGRAMS: Mapping[str, Callable[..., programs.Launch]] = {
 }
 
 
-@recipe_defaults(batch_size=4, n_samples_per_prompt=4, over_sampling_factor=1.0, max_new_tokens=4096)
+@recipe_defaults(batch_size=4, n_samples_per_prompt=4, over_sampling_factor=2.0, in_flight=16, max_new_tokens=4096)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -45,7 +45,10 @@ def recipe(
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Claude Code, Codex or another program of PROGRAMS, installed on this machine; command starts it."""
+    """Claude Code, Codex or another program of PROGRAMS, installed on this machine; command starts it.
+
+    At most 16 sandboxes are open at once, and each that closes makes room for the next rollout.
+    """
     kind = ProcessSandbox() if sandbox == "process" else NamespaceSandbox(readable=readable)
     launch = PROGRAMS[program]
     return program_recipe(

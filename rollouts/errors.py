@@ -203,6 +203,7 @@ def at(place: str) -> Iterator[None]:
 
 def shortened(value: Any) -> str:
     """The repr of a value for a message, at most 120 characters."""
+    value = value[:60] if type(value) in (list, tuple) else value  # the repr of 60 entries is longer
     try:
         text = repr(value)
     except KeyboardInterrupt:

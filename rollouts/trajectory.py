@@ -14,7 +14,6 @@ This module does not know text, tokenizers or environments.
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,19 +34,12 @@ from rollouts.dtypes import (
     StopReason,
     TokenColumn,
     VersionSpan,
+    digest,
     frozen,
 )
 from rollouts.errors import Failure, TokenMismatchError
 
 __all__ = ["CompletionRecord", "Segment", "Trajectory", "digest"]
-
-
-def digest(tokens: TokenColumn, start: int = 0) -> int:
-    """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    return zlib.crc32(np.ascontiguousarray(tokens, _WIRE_DTYPE).data, start)
-
-
-_WIRE_DTYPE = np.dtype("<i4")
 
 
 @attrs.frozen

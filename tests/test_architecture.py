@@ -622,7 +622,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (175, ("base",)),
     "rollouts.training.filters": (700, ("base", "errors")),
     "rollouts.training.manager": (
-        7365,
+        7364,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
 }

@@ -517,6 +517,14 @@ async def test_wrong_variables_of_a_prompt_are_found_before_the_run(own: Any, me
         await preflight(agent_recipe("mine", ENDPOINT, CalculatorEnvironment, prompts, **options))
 
 
+@pytest.mark.parametrize("name", ["repositories", "retool", "search_r1"])
+def test_a_recipe_for_asynchronous_training_keeps_its_slots_busy(name: str) -> None:
+    """At its defaults at least a batch of rollouts runs, and the open groups have more rollouts than may run."""
+    defaults = {option.name: option.default for option in recipe_options(load_recipe(name))}
+    batch = defaults["batch_size"] * defaults["n_samples_per_prompt"]
+    assert batch <= defaults["in_flight"] < batch * defaults["over_sampling_factor"]
+
+
 def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe() -> None:
     """``**options: Unpack[RecipeOptions]`` is each of them, with its type and the default that the recipe gives it."""
 

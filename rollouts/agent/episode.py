@@ -22,7 +22,7 @@ from rollouts.agent.prior_turns import PriorTurns
 from rollouts.agent.replies import Replies
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, SamplingParams, StopReason, Tool
+from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
 from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
@@ -91,11 +91,9 @@ class Episode:
                 request = self._next_request()
                 if isinstance(request, StopReason):
                     return request
-                completion = await self.policy.complete(self._completion_request(request.sampling))
-                # 4. Parse the reply.
-                reply = self._add_reply(completion, request, tools)
-                # 5. Check the limits.
-                reason = self._check_limits(request, reply, turn, tools)
+                completion = await self.policy.complete(request.completion_request)
+                # 4. Parse the reply, and 5. check the limits.
+                reply, reason = self._add_reply(completion, request, turn, tools)
                 if reason is not None:
                     return reason
             # 6. Step the environment.
@@ -123,9 +121,8 @@ class Episode:
         request = self._next_request()
         if isinstance(request, StopReason):
             return None, request
-        completion = await self.policy.complete(self._completion_request(request.sampling))
-        reply = self._add_reply(completion, request, tools)
-        return reply, self._check_limits(request, reply, turn, tools)
+        completion = await self.policy.complete(request.completion_request)
+        return self._add_reply(completion, request, turn, tools)
 
     # -- 1. start the environment, 2. open the conversation --
 
@@ -233,41 +230,40 @@ class Episode:
 
     def _next_request(self) -> ReplyRequest | StopReason:
         """The next request, or the limit that leaves no token for its reply."""
-        length = len(self.trajectory)
-        tokens, limit = self.budget.next_reply(length)
+        trajectory, budget = self.trajectory, self.budget
+        length = len(trajectory)
+        tokens, limit = budget.next_reply(length)
         if tokens < 1:
             return limit
-        seed = self.replies.begin(length, self.budget.sampling.seed, self.prompt)
-        return ReplyRequest(self.budget.sampling_of(tokens, seed), limit, now())
+        sampling = budget.sampling_of(tokens, self.replies.begin(length, budget.sampling.seed, self.prompt))
+        stops, version = self.renderer.stop_token_ids, _last_version(trajectory)
+        images = trajectory.images
+        request = CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=images, version=version)
+        return ReplyRequest(request, limit, now())
 
-    def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
-        tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
-        images, version = self.trajectory.images, _last_version(self.trajectory)
-        return CompletionRequest(tokens, sampling, stops, self.session, images=images, version=version)
+    def _add_reply(
+        self, completion: Completion, request: ReplyRequest, turn: int, tools: Sequence[Tool]
+    ) -> tuple[Message, StopReason | None]:
+        """Append the sampled tokens, and parse the reply that they complete.
 
-    def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
-        """Append the sampled tokens, and parse the reply that they complete."""
-        trajectory, cut = self.trajectory, self.budget.cut_tokens
+        Returns:
+            The reply, and why the episode ends before any of its calls runs; ``None`` if it continues.
+        """
+        trajectory, budget = self.trajectory, self.budget
+        cut = budget.cut_tokens
         if cut:
-            stop, stop_token_ids = request.sampling.stop, self.renderer.stop_token_ids
+            stop, stop_token_ids = budget.sampling.stop, self.renderer.stop_token_ids
             completion = until_stop(trajectory.tokens[-cut:], completion, stop, stop_token_ids, self.renderer.decode)
         _add_times(trajectory, completion, request.began)
-        self.budget.sampled += len(completion.tokens)
-        reply = self.replies.add(trajectory, completion, tools, self.budget.sampling.sent_temperature)
+        budget.sampled += len(completion.tokens)
+        reply = self.replies.add(trajectory, completion, tools, budget.sampling.sent_temperature)
         self._observe()
-        return reply
-
-    def _check_limits(
-        self, request: ReplyRequest, reply: Message, turn: int, tools: Sequence[Tool]
-    ) -> StopReason | None:
-        """Why the episode ends after this reply, before any of its calls runs; ``None`` if it continues."""
-        reason = self.budget.after_completion(self.trajectory.completions[-1], request)
-        calls = len(reply.tool_calls)
+        reason, calls = budget.after_completion(trajectory.completions[-1], request), len(reply.tool_calls)
         if reason is not None or not calls:
-            return reason
+            return reply, reason
         one_a_turn = calls > 1 and bool(tools) and self.renderer.self_test(tools).calls == "one a turn"
-        total, length = self.replies.call_count, len(self.trajectory)
-        return self.budget.before_calls(turn, calls, total, length, one_a_turn=one_a_turn)
+        total, length = self.replies.call_count, len(trajectory)
+        return reply, budget.before_calls(turn, calls, total, length, one_a_turn=one_a_turn)
 
     # -- 7. append the result --
 
@@ -366,10 +362,10 @@ def _last_version(trajectory: Trajectory) -> str:
 
 def _add_times(trajectory: Trajectory, completion: Completion, began: float) -> None:
     """Add the spans of a request that began at ``began`` and was just answered."""
-    sent = began  # of a policy that does not say how long its request took
+    sent, ended = began, now()  # sent at once, if the policy does not say how long its request took
     if completion.seconds:  # the rest was a wait for a free slot, a pause, a retry or an outage
-        sent = max(began, now() - completion.seconds + completion.waited)
+        sent = max(began, ended - completion.seconds + completion.waited)
     if sent - began >= _LEAST_WAIT:
         trajectory.times.add("queued", completion.server, began, sent - began)
-    trajectory.times.ended("generating", completion.server, sent)
+    trajectory.times.add("generating", completion.server, sent, ended - sent)
     trajectory.count("generation_seconds", completion.seconds)

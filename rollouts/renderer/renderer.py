@@ -326,11 +326,13 @@ class Renderer:
             prompt: the ids before the reply, or the last of them; used to see whether the prompt opened a thinking
                 block. Without them, a reply that never closes such a block is parsed as content.
         """
-        stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
-        text, stop = (self.decode(tokens[:-1]), self.decode(tokens[-1:])) if stopped else (self.decode(tokens), "")
-        prefix = "" if prompt is None else self.decode(prompt[-_PROMPT_END:])
-        opened = None if prompt is None else opens_thought(prefix, thought_marks(self.dialect)[0])
-        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
+        model, stop = self._model, ""
+        if len(tokens) and (last := int(tokens[-1])) in model.stop_ids:
+            tokens, stop = tokens[:-1], model.stops[model.stop_ids.index(last)]
+        text = model.codec.decode(tokens)
+        prefix = "" if prompt is None else model.codec.decode(prompt[-_PROMPT_END:])
+        opened = None if prompt is None else opens_thought(prefix, thought_marks(model.dialect)[0])
+        reply = parse_stopped(model.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
         takes_id = self._tests.takes_id
         calls = [usable_call(call, takes_id=takes_id, quotable=self.quotable) for call in reply.tool_calls]
         return Message("assistant", reply.content, tool_calls=calls, reasoning=reply.reasoning)

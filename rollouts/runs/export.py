@@ -19,7 +19,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -29,6 +29,7 @@ from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
+from rollouts.runs.reading import reading
 
 __all__ = ["Kind", "export_rows"]
 
@@ -91,8 +92,15 @@ def _copying_images(rows: Iterator[Row], run: Path, folder: Path) -> Iterator[Ro
     """Copy the images that the rows name to a folder, each before its row."""
     source, target = ImageFolder(run), ImageFolder(folder)
     for row in rows:
-        source.copy_to(target, hashes_of_row(row.data))
+        with reading(row):
+            hashes = hashes_of_row(row.data)
+        source.copy_to(target, hashes)
         yield row
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    with reading(row):
+        return plain_row(row.data)
 
 
 def _check_folder(out: Path, *, overwrite: bool) -> None:
@@ -135,7 +143,7 @@ def _remove(path: Path) -> None:
 def _write_lines(path: Path, rows: Iterator[Row]) -> None:
     with path.open("wb") as file:
         for row in rows:
-            file.write(to_json(plain_row(row.data)) + b"\n")
+            file.write(to_json(_plain(row)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -146,7 +154,7 @@ def _write_parquet(path: Path, rows: Iterator[Row], max_bytes: int | None = None
     with path.open("wb") as file:
         with parquet.RowWriter(file) as writer:
             for row in rows:
-                writer.write(plain_row(row.data))
+                writer.write(_plain(row))
                 count += 1
                 if max_bytes is not None and file.tell() >= max_bytes:
                     break

@@ -17,6 +17,7 @@ that does not match its checksum is refused. This module writes nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from rollouts.errors import ConfigError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
 from rollouts.runs.images import IMAGES, ImageFolder
+from rollouts.runs.reading import check_file, reading
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.sample_laws import column_digests
@@ -46,6 +48,7 @@ __all__ = [
     "Which",
     "batch_name",
     "batches_written",
+    "check_files",
     "check_output",
     "check_outside",
     "is_growing",
@@ -86,6 +89,8 @@ RECORDING = "recording"
 CHECKED = "checksums"
 """The entry of ``run.json`` that is true if every file of the run has checksums."""
 
+_MAX_INFO = 1 << 24
+"""Bytes of ``run.json``: it describes the run, and lists its resumptions."""
 _OUTCOMES: tuple[StoredOutcome, ...] = ("kept", "dropped", "failed", "unbatched")
 _ADDED = ("outcome", "reason", "batch", "digests")
 
@@ -111,11 +116,12 @@ class Row:
         Raises:
             ConfigError: the row is not a sample; the message names file and line.
         """
-        try:
+        with reading(self):
             fields = {key: value for key, value in self.data.items() if key not in _ADDED}
-            return Sample.from_dict(fields, ImageFolder(self.run).load)
-        except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self}: not a sample ({error})") from None
+            try:
+                return Sample.from_dict(fields, ImageFolder(self.run).load)
+            except (ConfigError, TypeError, ValueError) as error:
+                raise ConfigError(f"{self}: not a sample ({error})") from None
 
 
 def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
@@ -184,13 +190,17 @@ def read_info(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "run.json"
     if not file.is_file():
         raise ConfigError.of("run", str(path), "the folder of a run, with run.json")
-    return _decoded(file.read_bytes(), str(file))
+    check_file(file)
+    if file.stat().st_size > _MAX_INFO:
+        raise ConfigError.of("run", f"{file} of {file.stat().st_size} bytes", f"at most {_MAX_INFO}")
+    with reading(file):
+        return _decoded(file.read_bytes(), str(file))
 
 
 def batches_written(info: Mapping[str, Any]) -> int:
     """The number of batches that ``run.json`` counts; each was sealed in the journal, on disk, before it had a file."""
     batches = info.get("batches", 0)
-    return batches if isinstance(batches, int) else 0
+    return batches if isinstance(batches, int) and batches >= 0 else 0
 
 
 def check_outside(path: str | Path, option: str) -> None:
@@ -230,18 +240,31 @@ def run_files(path: str | Path, *, growing: bool = False) -> list[tuple[StoredOu
     Without ``unbatched.jsonl`` if the run is growing: it died at its end, and the journal has the groups.
 
     Raises:
-        ConfigError: one of them, or ``metrics.jsonl``, is a FIFO, a socket or a device.
+        ConfigError: as :func:`check_files`.
     """
     path = Path(path)
+    check_files(path)
     batches = sorted((path / "batches").glob("batch-*"))
     files: list[tuple[StoredOutcome, str]] = [
         ("kept", f"batches/{file.name}") for file in batches if file.suffix in (".jsonl", ".parquet")
     ]
-    for file in (*batches, *(path / f"{name}.jsonl" for name in _OUTCOMES[1:]), path / METRICS):
-        if file.exists() and not (file.is_file() or file.is_dir()):  # opening a FIFO waits for ever
-            raise ConfigError.of("run", str(file), "a file")
     appended = _OUTCOMES[1:3] if growing else _OUTCOMES[1:]
     return files + [(name, f"{name}.jsonl") for name in appended if (path / f"{name}.jsonl").exists()]
+
+
+def check_files(path: Path) -> None:
+    """Check that every file of a run but its images may be opened; a folder in the place of a file is found later.
+
+    Raises:
+        ConfigError: one of them is a FIFO, a socket, a device or a sparse file, or a link leads nowhere.
+    """
+    with reading(path):
+        names = ("run.json", METRICS, *(f"{name}.jsonl" for name in _OUTCOMES[1:]))
+        folders = (path / name for name in ("batches", JOURNAL, RECORDING))
+        files = [*(path / name for name in names), *(file for folder in folders for file in folder.glob("[!.]*"))]
+        for file in files:
+            if os.path.lexists(file) and not file.is_dir():
+                check_file(file)
 
 
 class _Head(msgspec.Struct):
@@ -291,6 +314,13 @@ def read_file(
     """
     if (run / file).is_dir():
         raise ConfigError.of(str(run / file), "a folder", "a file of samples")
+    with reading(run / file):
+        yield from _rows_of_file(run, outcome, file, growing=growing, offset=offset, first=first)
+
+
+def _rows_of_file(
+    run: Path, outcome: StoredOutcome, file: str, *, growing: bool, offset: int, first: int
+) -> Iterator[Row]:
     if file.endswith(".parquet"):
         for number, data in enumerate(parquet.read(run / file), 1):
             yield Row(run, file, number, outcome, with_current_names(data))

@@ -18,6 +18,7 @@ import anyio.to_thread
 
 from rollouts.dtypes import Image, hashes_in
 from rollouts.errors import ConfigError
+from rollouts.runs.reading import check_file
 
 __all__ = ["IMAGES", "ImageFolder", "hashes_of_row"]
 
@@ -122,10 +123,12 @@ class ImageFolder:
         return self.path / f"{sha256}.png"
 
     def _bytes(self, sha256: str) -> bytes:
+        if not isinstance(sha256, str) or len(sha256) != _HASH or not set(sha256) <= _DIGITS:
+            raise ConfigError.of("image", sha256, "a SHA-256 in hexadecimal digits")
         file = self._file(sha256)
         expected = f"the image with the SHA-256 {sha256}"
-        if len(sha256) != _HASH or not set(sha256) <= _DIGITS:
-            raise ConfigError.of("image", sha256[:80], "a SHA-256 in hexadecimal digits")
+        if file.exists():
+            check_file(file)
         try:
             data = file.read_bytes()
         except OSError as error:

@@ -25,6 +25,7 @@ from rollouts.base.extras import install_command
 from rollouts.base.storable import to_plain
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
+from rollouts.runs.reading import reading
 
 __all__ = ["RowWriter", "available", "damage_in", "encode", "group_indices", "heads", "read", "read_some"]
 
@@ -93,7 +94,9 @@ class RowWriter:
 
     def _flush(self) -> None:
         if self._waiting:
-            self._file.write_table(self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema))
+            with reading("a row"):
+                table = self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema)
+            self._file.write_table(table)
         self._waiting.clear()
         self._tokens = 0
 

@@ -22,15 +22,20 @@ import numpy.typing as npt
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Prompt
-from rollouts.errors import JournalError
+from rollouts.errors import JournalError, RolloutsError
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
+from rollouts.runs.reading import reading, unreadable
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.data_buffer import Draw
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.sample_fields import RECORDED
 from rollouts.training.types import Group, Outcome, Sample
+
+_AHEAD = 1 << 20
+"""Most groups by which an index may exceed the number of prompts taken: takes of one moment are recorded in any order,
+and the indices up to the highest are listed."""
 
 __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 
@@ -105,8 +110,15 @@ class RunHistory:
             JournalError: the journal is damaged.
         """
         history, reader = cls(path), JournalReader(path, batches)
-        for entry in reader:
-            history._add(entry)
+        entry: Entry | None = None
+        try:
+            for entry in reader:
+                history._add(entry)
+        except RolloutsError:
+            raise
+        except Exception as error:  # a record that a stranger made may make a reader raise anything
+            place = path if entry is None else _place(path, entry)
+            raise unreadable(place, error, JournalError) from error
         history.torn = reader.torn
         return history
 
@@ -123,17 +135,27 @@ class RunHistory:
         return sorted(number for number in kept if number not in in_batch)
 
     def samples(self, index: int) -> list[Sample]:
-        """The samples of one finished rollout, by its index."""
-        rollout = self.rollouts[index]
-        return [self._sample(read_entry(self.path, offset), rollout) for offset in rollout.branches]
+        """The samples of one finished rollout, by its index.
+
+        Raises:
+            JournalError: the journal does not have them.
+        """
+        with reading(f"{self.path}, rollout {index}", JournalError):
+            rollout = self.rollouts[index]
+            return [self._sample(read_entry(self.path, offset), rollout) for offset in rollout.branches]
 
     def group_samples(self, group_index: int) -> list[Sample]:
         """The samples of one settled group, in order."""
         return [sample for index in self.settled[group_index][2] for sample in self.samples(index)]
 
     def read_turns(self, index: int) -> list[Turn]:
-        """The turns of one unfinished rollout, by its index."""
-        return [self._turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
+        """The turns of one unfinished rollout, by its index.
+
+        Raises:
+            JournalError: the journal does not have them.
+        """
+        with reading(f"{self.path}, rollout {index}", JournalError):
+            return [self._turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
 
     def _add(self, entry: Entry) -> None:
         fields = entry.fields
@@ -143,6 +165,10 @@ class RunHistory:
             case "taken":
                 self.taken += 1
                 if fields["group"] >= self.groups:  # the first time
+                    if fields["group"] > self.taken + _AHEAD:
+                        raise JournalError(
+                            f"{_place(self.path, entry)}: group {fields['group']} of {self.taken} prompts"
+                        )
                     self.groups = fields["group"] + 1
                     self.draws.append((fields["group"], fields.get("position"), None))
             case "turn" | "attempt":
@@ -188,6 +214,10 @@ class RunHistory:
     def _turn(self, entry: Entry) -> Turn:
         assert entry.columns is not None, "a turn has columns"
         return turn_of(entry.fields, entry.columns, self.images.load)
+
+
+def _place(path: Path, entry: Entry) -> str:
+    return f"{path}, segment {entry.offset.segment}, offset {entry.offset.offset}, a record of kind {entry.kind}"
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:

@@ -42,6 +42,7 @@ from rollouts.runs.folder import (
     whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
+from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
 from rollouts.training.types import Sample
@@ -94,9 +95,14 @@ def verify_run(path: str | Path) -> Report:
     """Check laws 1 to 5 on a stored run, and every checksum of its files.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or it cannot be read.
     """
     path = Path(path)
+    with reading(path):
+        return _verified(path)
+
+
+def _verified(path: Path) -> Report:
     try:
         info = read_info(path)
     except ConfigError as error:
@@ -435,11 +441,14 @@ class _Verification:
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)
         self._check_images(entry)
+        row = str(entry.row)
+        repeated = None
         for call in stored.completions:
-            if call.request_id in self.requests:
-                expected = f"one sample for each request, and {self.requests[call.request_id]} has it"
-                self._broken(3, entry.place, f"request {call.request_id} again", expected)
-            self.requests[call.request_id] = str(entry.row)
+            if repeated is None and call.request_id in self.requests:  # one is reported for each sample
+                repeated = call.request_id
+                expected = f"one sample for each request, and {self.requests[repeated]} has it"
+                self._broken(3, entry.place, f"request {repeated} again", expected)
+            self.requests[call.request_id] = row
         if (stored.outcome, stored.batch) != (outcome, batch):
             got = f"outcome {stored.outcome!r}, batch {stored.batch}"
             self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
@@ -472,7 +481,12 @@ def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:
     fields, others = (_decoded(to_json(each.fields_to_dict())) for each in (sample, copy))
     for name in fields:
         got, expected = fields[name], others.get(name)
-        if got != expected and to_plain(got) != to_plain(expected):  # the journal has integers beyond 64 bits as text
+        if got == expected:
+            continue
+        lists = isinstance(got, list) and isinstance(expected, list)
+        if lists and len(got) != len(expected):
+            yield name, f"{len(got)} entries", f"{len(expected)} entries"
+        elif to_plain(got) != to_plain(expected):  # the journal has integers beyond 64 bits as text
             yield name, got, expected
 
 

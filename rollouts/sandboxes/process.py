@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from rollouts.sandboxes.base import (
     inner_path,
 )
 from rollouts.sandboxes.containment import NAMES, Containment
+from rollouts.sandboxes.leftovers import Folders
 from rollouts.sandboxes.removal import remove_tree
 from rollouts.sandboxes.running import Running
 
@@ -77,10 +77,13 @@ class ProcessSandbox:
 
 
 def _new_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="rollouts-sandbox-")
+    folder = _FOLDERS.new()
     for name in ("workspace", "home", "tmp"):
         os.mkdir(os.path.join(folder, name))
-    return os.path.realpath(folder)
+    return folder
+
+
+_FOLDERS = Folders("sandbox")
 
 
 class RunningProcess(Running):

@@ -42,7 +42,7 @@ def _is(kind: Any) -> Callable[[Any], bool]:
 
 
 def _all_are(kind: Any) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+    return lambda values: isinstance(values, list | tuple) and (not values or all(isinstance(v, kind) for v in values))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:

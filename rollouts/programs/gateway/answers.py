@@ -34,7 +34,7 @@ from rollouts.renderer.reply_text import opens_thought
 __all__ = ["Answers"]
 
 _PROMPT_END = 16
-"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
+"""Last prompt tokens that show whether the prompt opened a thinking block; as the renderer, which reads the reply."""
 _MOST_SAMPLINGS = 16
 """Sets of parameters of one session that are kept: the policy has encoded these objects before."""
 _MAX_STOPS = 32
@@ -184,7 +184,7 @@ class Answers:
         except ContextOverflow as error:
             length = len(tokens) + budget  # the server does not say its context: it is below this
             raise self._overflow(length, length - 1) from error
-        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
+        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens)
         message, stop_text = _until_stop(message, request.sent.stop, completion)
         written = message.tool_calls
         message, served = self._ids.give(message, request.sent.call_prefix)

@@ -27,6 +27,7 @@ from rollouts.dtypes import chat_text
 from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.runs.failure_kinds import FailureKinds
+from rollouts.runs.reading import reading
 from rollouts.runs.verify import LAWS, Report
 from rollouts.training.types import Sample
 from rollouts.views.page.held_up import Batches, as_rows
@@ -68,7 +69,15 @@ def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payloa
     Args:
         source: the run or evaluation.
         decode: from ids to text; ``None`` shows ids as numbers, and messages as the run has them.
+
+    Raises:
+        ConfigError: the source cannot be read.
     """
+    with reading(source.path):
+        return _payload(source, decode)
+
+
+def _payload(source: Source, decode: Callable[[Any], str] | None) -> Payload:
     head = _Head(TokenTexts(decode))
     chunks: list[Chunk] = []
     waiting: list[Entry] = []
