@@ -69,6 +69,8 @@ _CHECKED_PROMPTS, _CHECKED_KINDS = 64, 4
 """Prompts whose kinds are chosen before a run, and how many different kinds of theirs are opened."""
 _OPEN_SECONDS = 300.0
 """Deadline of opening a sandbox: an image may be loaded."""
+_CHOOSE_SECONDS = 1800.0
+"""Deadline of a function that chooses a kind: it may build an image."""
 _LONGEST_SECONDS = 1e6
 """Deadline of the sandbox for a program; the deadline of the session is earlier."""
 _TAIL = 4000
@@ -301,7 +303,7 @@ async def chosen_kind(sandbox: SandboxChoice, prompt: Prompt) -> Sandbox:
         return sandbox
     choose: Any = sandbox
     name = f"sandbox {function_name(choose)}"
-    kind: Any = await call_foreign(EnvironmentFailure, name, choose, prompt, seconds=_OPEN_SECONDS)
+    kind: Any = await call_foreign(EnvironmentFailure, name, choose, prompt, seconds=_CHOOSE_SECONDS)
     if not _is_kind(kind):
         raise EnvironmentFailure(f"{name}: got {shortened(kind)}; expected a kind of sandbox")
     return kind

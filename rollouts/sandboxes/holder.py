@@ -158,7 +158,7 @@ def _enter_namespaces(request: dict[str, Any], control: socket.socket) -> None:
 
 
 def _leave(groups: list[str]) -> None:
-    """Leave the control groups, and remove them; whoever launched us removes what is left."""
+    """Leave the control groups, and remove them; the process that launched us removes what is left."""
     for group in groups:
         with contextlib.suppress(OSError):
             _put(os.path.join(os.path.dirname(group), "cgroup.procs"), "0")

@@ -12,6 +12,7 @@ import pytest
 
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.planning.simulation import VirtualLoop
+from rollouts.programs.generate import chosen_kind
 from rollouts.programs.warm import WarmSandboxes
 from rollouts.sandboxes import Ability, Containment, Exit, Sandbox, SandboxError, SandboxLimits, opened
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
@@ -177,7 +178,7 @@ async def test_outside_of_its_context_it_opens_as_without_it() -> None:
     world = World(start_seconds=0)
     queue = WarmSandboxes(Kind(world), DataBuffer(prompts(["a", "b"])), ahead=2)
     kind = await queue(Prompt("a"))
-    assert kind == await queue(Prompt("b"))
+    assert kind == await queue(Prompt("b")) == await chosen_kind(queue, Prompt("c"))
     async with opened(kind):
         pass
     assert (world.opened, world.closed, queue.counts["cold"]) == (["one"], 1, 1)
