@@ -46,7 +46,7 @@ class BoxOptions:
     """``"none"``: no box has a network but our listener. ``"task"``: the box of a public task is in the network of this
     machine, its loopback interface too."""
     memory_mb: int = attrs.field(default=8192, validator=check("an integer > 0", lambda value: value > 0))
-    """Of each process of a box, where the task does not say."""
+    """Of each process of a box; ``memory_mb`` of a task limits all of them together."""
     storage_mb: int = attrs.field(default=4096, validator=check("an integer > 0", lambda value: value > 0))
     """Of the files that a box writes, where the task does not say."""
     ignore: tuple[str, ...] = attrs.field(
@@ -54,7 +54,7 @@ class BoxOptions:
         converter=as_texts,
         validator=check(f"some of {', '.join(_IGNORABLE)}", lambda value: set(value) <= set(_IGNORABLE)),
     )
-    """Settings of tasks that are dropped where the kind of sandbox has no such limit."""
+    """Limits of tasks that are dropped; ``cpus`` and ``memory_mb`` need control groups that can be written."""
 
     @classmethod
     def names(cls) -> set[str]:
@@ -99,11 +99,7 @@ async def sandbox_of(wanted: Wanted, options: BoxOptions, *, force_build: bool =
         ConfigError: a setting is not honoured, or the image cannot be built on this machine.
         SandboxError: the build failed.
     """
-    if wanted.cpus is not None and "cpus" not in options.ignore:
-        raise ConfigError.of(
-            "environment.cpus", wanted.cpus, 'none, or "cpus" in ignore: an image has no limit of CPUs'
-        )
-    memory = options.memory_mb if wanted.memory_mb is None or "memory_mb" in options.ignore else wanted.memory_mb
+    memory = None if "memory_mb" in options.ignore else wanted.memory_mb
     storage = options.storage_mb if wanted.storage_mb is None or "storage_mb" in options.ignore else wanted.storage_mb
     has_dockerfile = (wanted.folder / "Dockerfile").is_file()
     if options.root is not None:
@@ -120,8 +116,10 @@ async def sandbox_of(wanted: Wanted, options: BoxOptions, *, force_build: bool =
         user=wanted.user,
         network="host" if wanted.public and options.network == "task" else "none",
         keep_processes=True,
+        cpus=None if "cpus" in options.ignore else wanted.cpus,
+        memory_bytes=None if memory is None else memory * _MIB,
         limits=SandboxLimits(
-            memory_bytes=memory * _MIB,
+            memory_bytes=options.memory_mb * _MIB,
             disk_bytes=storage * _MIB,
             file_bytes=storage * _MIB,
             output_bytes=_OUTPUT,

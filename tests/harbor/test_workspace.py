@@ -225,13 +225,13 @@ def test_options_of_boxes_are_checked(given: dict[str, Any], message: str) -> No
         BoxOptions.of(given)
 
 
-async def test_a_processor_limit_is_refused_unless_it_is_ignored(tmp_path: Path) -> None:
-    """A box of an image has none."""
-    task = load_task(write_task(tmp_path / "task", toml=TOML + "cpus = 2\nmemory_mb = 64\n"))
-    with pytest.raises(ConfigError, match=r"environment\.cpus"):
-        await TaskBoxes(BoxOptions(root=str(tmp_path)))(task, False)
-    kind: Any = await TaskBoxes(BoxOptions(root=str(tmp_path), ignore=("cpus",)))(task, False)
-    assert kind.limits.memory_bytes == 64 << 20
+async def test_limits_of_a_task_are_those_of_its_box_unless_they_are_ignored(tmp_path: Path) -> None:
+    """Processors and memory of all processes together, and the files that it writes."""
+    task = load_task(write_task(tmp_path / "task", toml=TOML + "cpus = 2\nmemory_mb = 64\nstorage_mb = 32\n"))
+    kind: Any = await TaskBoxes(BoxOptions(root=str(tmp_path)))(task, False)
+    assert (kind.cpus, kind.memory_bytes, kind.limits.disk_bytes) == (2, 64 << 20, 32 << 20)
+    kind = await TaskBoxes(BoxOptions(root=str(tmp_path), ignore=("cpus", "memory_mb", "storage_mb")))(task, False)
+    assert (kind.cpus, kind.memory_bytes, kind.limits.disk_bytes) == (None, None, 4096 << 20)
     assert kind.network == "none"
 
 
