@@ -25,6 +25,8 @@ __all__ = ["BoxOptions", "TaskBoxes", "Wanted", "sandbox_of"]
 
 _MIB = 1 << 20
 _OUTPUT = 16 * _MIB
+_SPARE_MB = 128
+"""Of a box beyond its processes and files, which count as memory: its ``/dev/shm``, and the kernel's."""
 _IGNORABLE = ("cpus", "memory_mb", "storage_mb")
 
 
@@ -117,7 +119,7 @@ async def sandbox_of(wanted: Wanted, options: BoxOptions, *, force_build: bool =
         network="host" if wanted.public and options.network == "task" else "none",
         keep_processes=True,
         cpus=None if "cpus" in options.ignore else wanted.cpus,
-        memory_bytes=None if memory is None else memory * _MIB,
+        memory_bytes=None if memory is None else (memory + storage + _SPARE_MB) * _MIB,
         limits=SandboxLimits(
             memory_bytes=options.memory_mb * _MIB,
             disk_bytes=storage * _MIB,

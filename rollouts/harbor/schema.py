@@ -346,7 +346,9 @@ class EnvironmentConfig:
     docker_image: str | None = _field(_word, "both", "the image, by its name on this machine", None)
     os: str = _field(_one_of("linux", "windows", fold=True), "both", "`windows` is refused", "linux")
     cpus: float | None = _field(_cpus, "both", "needs control groups that can be written, or `ignore`", None)
-    memory_mb: int | None = _field(_count, "both", "as `cpus`; of all processes and files of the box", None)
+    memory_mb: int | None = _field(
+        _count, "both", "as `cpus`; of all processes, in addition to `storage_mb` for files, which are in memory", None
+    )
     storage_mb: int | None = _field(_count, "both", "limit of the box's files", None)
     gpus: int | None = _field(_count, "refused", "0 is accepted", None)
     gpu_types: tuple[str, ...] | None = _field(_texts, "refused", "an empty list is accepted", None)

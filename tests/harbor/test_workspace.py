@@ -229,7 +229,7 @@ async def test_limits_of_a_task_are_those_of_its_box_unless_they_are_ignored(tmp
     """Processors and memory of all processes together, and the files that it writes."""
     task = load_task(write_task(tmp_path / "task", toml=TOML + "cpus = 2\nmemory_mb = 64\nstorage_mb = 32\n"))
     kind: Any = await TaskBoxes(BoxOptions(root=str(tmp_path)))(task, False)
-    assert (kind.cpus, kind.memory_bytes, kind.limits.disk_bytes) == (2, 64 << 20, 32 << 20)
+    assert (kind.cpus, kind.memory_bytes, kind.limits.disk_bytes) == (2, (64 + 32 + 128) << 20, 32 << 20)
     kind = await TaskBoxes(BoxOptions(root=str(tmp_path), ignore=("cpus", "memory_mb", "storage_mb")))(task, False)
     assert (kind.cpus, kind.memory_bytes, kind.limits.disk_bytes) == (None, None, 4096 << 20)
     assert kind.network == "none"
