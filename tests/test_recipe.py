@@ -47,6 +47,7 @@ from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample, load_run
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.samplers import PoolSampler
+from tests.harbor.folders import write_task
 
 CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
 
@@ -706,6 +707,9 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
     if name == "openreward":
         options["config"] = tmp_path / "config.yaml"
         options["config"].write_text(SETTINGS)
+    if name == "harbor":
+        task = write_task(tmp_path / "task")
+        options |= {"data": task, "program": "claude_code", "grade": "keep", "root": str(tmp_path)}
     recipe = function(Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT)), **options)
     expected = {key: options.get(key, value) for key, value in OF_ENDPOINT.items()}
     if name == "search_r1":

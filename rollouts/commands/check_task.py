@@ -1,4 +1,7 @@
-"""``rollouts check-task``: run the tests of a recipe's tasks without a solution and with the reference."""
+"""``rollouts check-task``: run the tests of a recipe's tasks without a solution and with the reference.
+
+A folder in the place of the recipe is one of Harbor tasks, see :mod:`rollouts.commands.check_harbor`.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,17 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     does = "do the tests of a recipe's tasks tell a solution from none?"
     parser = add_verb(verbs, "check-task", _check_task, does, "check-task repositories")
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe with tasks that have tests")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipe, or folder of Harbor tasks")
     parser.add_argument("--task", action="append", metavar="NAME", help="only this task; may be repeated")
     parser.add_argument("--tasks", type=positive, metavar="N", help="only the first N tasks")
     add_options(parser, "--data", "--set")
 
 
 def _check_task(args: argparse.Namespace) -> int:
+    if args.recipe.is_dir():
+        from rollouts.commands.check_harbor import check_folder  # few use it
+
+        return check_folder(args.recipe, all_options_of(args), args.task, args.tasks)
     recipe = build(load_recipe(args.recipe), Endpoint(model=str(DEMO_MODEL)), all_options_of(args))
     checks = _chosen(checks_of(recipe.config.generate_fn), args.task, args.tasks)
     return 0 if in_loop(show_reports, checks, SafeConsole()) else BROKEN

@@ -58,8 +58,8 @@ __all__ = [
     "task_of",
 ]
 
-AgentFunction: TypeAlias = Callable[[Any, Prompt], Awaitable[Any]]
-"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``; see
+AgentFunction: TypeAlias = Callable[..., Awaitable[Any]]
+"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``, also with a third parameter ``over``; see
 :func:`function_rollout_to_samples`."""
 
 SandboxChoice: TypeAlias = Sandbox | Callable[[Prompt], Sandbox | Awaitable[Sandbox]]
@@ -194,7 +194,8 @@ async def function_rollout_to_samples(
         function: called with a client or a server, and the :class:`Prompt`. If its first parameter is named ``client``,
             it is an ``openai.AsyncOpenAI``; else a :class:`~rollouts.programs.ModelServer` with ``openai_url``,
             ``base_url`` (Anthropic), ``api_key`` and ``model``. It returns the reward, or a dict of metadata of which
-            ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session.
+            ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session; with a third parameter
+            named ``over`` it gets an ``anyio.Event`` instead, which is set at the limit, and must return soon after it.
         limits: this and the other arguments are as for :func:`program_rollout_to_samples`.
 
     Returns:
@@ -207,7 +208,7 @@ async def function_rollout_to_samples(
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     name = function_name(function)
-    wants_client = _wants_client(function)
+    wants_client, wants_over = _wants_client(function), _wants_over(function)
     limits = limits or SessionLimits()
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
@@ -220,8 +221,12 @@ async def function_rollout_to_samples(
             first: Any = await stack.enter_async_context(_openai_client(server)) if wants_client else server
             returned: Any = None
             async with first_error() as tasks:
-                tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
-                returned = await call_foreign(GenerateFailure, f"agent {name}", function, first, given)
+                if wants_over:
+                    arguments: tuple[Any, ...] = (first, given, session.over)
+                else:
+                    tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
+                    arguments = (first, given)
+                returned = await call_foreign(GenerateFailure, f"agent {name}", function, *arguments)
                 tasks.cancel_scope.cancel()
         gateway.close(session)
         record = _returned(returned, name)
@@ -537,13 +542,13 @@ def _wants_client(function: AgentFunction) -> bool:
     Raises:
         ConfigError: the function is not async or does not take two arguments, or ``openai`` is not installed.
     """
-    expected = "async def agent(client, prompt), or async def agent(server, prompt)"
+    expected = "async def agent(client, prompt), or async def agent(server, prompt); also with a third parameter over"
     called = function if inspect.isroutine(function) else getattr(function, "func", function)
     if not inspect.iscoroutinefunction(called) and not inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
         raise ConfigError.of("function", function, expected)
     signature = inspect.signature(function)
     try:
-        signature.bind(None, None)
+        signature.bind(*[None] * (3 if _wants_over(function) else 2))
     except TypeError:
         raise ConfigError.of("function", f"{function_name(function)}{signature}", expected) from None
     if next(iter(signature.parameters)) != "client":
@@ -554,6 +559,11 @@ def _wants_client(function: AgentFunction) -> bool:
         text = f"function: {function_name(function)}{signature} takes a client; expected the package openai"
         raise ConfigError(f'{text}: pip install openai, or name the parameter "server" ({error})') from error
     return True
+
+
+def _wants_over(function: AgentFunction) -> bool:
+    """Whether an agent function ends by itself at a limit of its session."""
+    return list(inspect.signature(function).parameters)[2:3] == ["over"]
 
 
 @contextlib.asynccontextmanager

@@ -62,7 +62,7 @@ def build_image_root(folder: str, roots: Sequence[int], *, disk_bytes: int, file
         os.makedirs(f"{root}/{name}", exist_ok=True)
     kernel.mount("proc", f"{root}/proc", "proc", devices_only | kernel.MS_NODEV)
     kernel.mount("tmpfs", f"{root}/dev", "tmpfs", devices_only, "size=64k,mode=755")
-    for path in DEVICES:
+    for path in (*DEVICES, "/dev/tty"):  # a terminal of the namespace: of tmux, asciinema, script
         os.close(os.open(f"{root}{path}", os.O_CREAT | os.O_WRONLY, 0o666))
         kernel.bind_read_only(path, f"{root}{path}", devices=True)
     for name in ("shm", "pts"):

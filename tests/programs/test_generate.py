@@ -683,6 +683,21 @@ async def test_a_function_is_cancelled_at_a_limit() -> None:
     assert sum(sample.turns for sample in samples) == 2
 
 
+async def test_a_function_that_knows_the_end_of_its_session_is_not_cancelled() -> None:
+    """With a third parameter ``over`` it ends by itself at a limit, and its reward counts."""
+
+    async def agent(server: ModelServer, prompt: Prompt, over: anyio.Event) -> float:
+        await chat_of(server, "one", "two", "three")
+        await over.wait()
+        await anyio.lowlevel.checkpoint()
+        return 0.5
+
+    samples = await by_function(agent, limits=SessionLimits(max_calls=2))
+    assert (samples[-1].stop_reason, samples[-1].status) == (StopReason.MAX_TURNS, Status.TRUNCATED)
+    assert samples[-1].reward == 0.5
+    assert sum(sample.turns for sample in samples) == 2
+
+
 async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:
     """As a program without a call."""
 

@@ -68,6 +68,7 @@ def manager_for(generate: Recorded, failures: dict[str, FailurePolicy], **option
         (EnvironmentFailure, "environment_step", "environment_step"),
         (RewardFailure, None, "reward"),
         (FilterFailure, None, "filter"),
+        (EnvironmentFailure, "verifier", "verifier"),
         (GenerateFailure, None, "generate"),
         (EndpointUnavailable, None, "endpoint"),
         (EndpointUnavailable, "generation", "endpoint"),
