@@ -67,7 +67,7 @@ VERBS = {
 
 GROUPS = {
     "Run": ("run", "eval", "plan"),
-    "See": ("ls", "show", "view", "compare", "export", "replay", "rescore"),
+    "See": ("ls", "show", "view", "compare", "export", "curate", "replay", "rescore"),
     "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "doctor"),
     "Environments": ("recipes", "new-env", "play"),
     "Serve": ("serve", "serve-env", "gateway"),
