@@ -129,6 +129,7 @@ LAW_BOOKS = {
     "manager_semantics/test_admission.py",
     "test_token_exactness.py",
     "agent/test_images.py",
+    "distributed/test_elastic.py",
     "agent/test_raw_continuation.py",
     "environments/test_returned_values.py",
     "programs/gateway/test_images.py",
