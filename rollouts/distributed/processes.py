@@ -2,8 +2,8 @@
 
 Invariant: a worker ends with the context that started it, and with its parent, however the parent dies, because the
 socket closes. Ctrl-C at the terminal does not reach it. At SIGTERM it leaves: it finishes its rollouts for a while, and
-the others play the rest. While it plays, one of its threads sends signs of life; a
-stopped process, or a native call that keeps the interpreter's lock, stops them.
+the others play the rest. While it plays, one of its threads sends signs of life; a stopped process, or a native call
+that keeps the interpreter's lock, stops them.
 """
 
 from __future__ import annotations
