@@ -52,9 +52,9 @@ class LeaseLog:
             file = take_lock(path)
             if file is None:
                 raise ConfigError.of("leases", str(path), "a log that no other process is writing to")
-            self._file = file
+            self._file: int | None = file
             try:
-                self._recover()
+                self._recover(file)
             except BaseException:
                 os.close(file)
                 raise
@@ -73,6 +73,7 @@ class LeaseLog:
         with self._writing:
             if self._error is not None:
                 raise self._error
+            assert self._file is not None, "a closed log has an error"
             try:
                 rest = memoryview(_frame(self._sequence, record))
                 while rest:
@@ -84,9 +85,14 @@ class LeaseLog:
             self._sequence += 1
 
     def close(self) -> None:
-        os.close(self._file)
+        """Release the file; later appends raise."""
+        with self._writing:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+            self._error = self._error or JournalError(f"{self.path}: the log of leases cannot be written: it is closed")
 
-    def _recover(self) -> None:
+    def _recover(self, file: int) -> None:
         """Read the records, and cut an incomplete last one."""
         data = self.path.read_bytes()
         self.records, end = [], 0
@@ -100,9 +106,9 @@ class LeaseLog:
                 if next(_read(data, at, None), None) is not None:
                     raise JournalError(f"{self.path}, offset {end}: damaged, and an intact record follows at {at}")
                 at = data.find(_MAGIC, at + 1)
-            os.ftruncate(self._file, end)
-        os.fsync(self._file)  # a killed process may have left a record that is not on disk
-        os.lseek(self._file, end, os.SEEK_SET)
+            os.ftruncate(file, end)
+        os.fsync(file)  # a killed process may have left a record that is not on disk
+        os.lseek(file, end, os.SEEK_SET)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # stores the file's name

@@ -205,7 +205,7 @@ class Leases:
         """Lease the oldest ready groups.
 
         Args:
-            groups: number of groups; at the end of the data, the lease has those that are left.
+            groups: number of groups; at the end of the data, the lease has the rest.
             lease_seconds: time after which the groups return unless the lease is acknowledged or renewed.
             wait_seconds: longest wait for groups.
             consumer: a name for :meth:`held`.

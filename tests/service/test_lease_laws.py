@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -189,13 +190,21 @@ async def test_a_full_disk_never_returns_a_group_that_may_be_acknowledged(tmp_pa
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
         leases.add(groups(0))
         lease = await taken(leases, 1)
-        leases._log.close()
+        assert leases._log._file is not None
+        os.close(leases._log._file)
         leases._log._file = -1
         for _ in range(2):
             with pytest.raises(JournalError, match="cannot be written"):
                 await leases.acknowledge(lease.token)
         assert (leases.leased, leases.acknowledged, await leases.take(1)) == (1, {}, None)
-        leases._log = LeaseLog(tmp_path / "log")
+        leases._log._file = None
+    with pytest.raises(JournalError, match="cannot be written"):
+        await leases.acknowledge(lease.token)
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.restore(groups(0))
+        assert (await taken(leases, 1)).groups == (0,)
+    with pytest.raises(JournalError, match="is closed"):
+        await leases.announce_version("a")
 
 
 class _SlowLog:
