@@ -55,6 +55,7 @@ __all__ = [
     "stop_signals",
     "target_of",
     "tell",
+    "worker_range",
 ]  # fmt: skip
 
 BAD_INPUT, BROKEN = 2, 1
@@ -314,6 +315,16 @@ def numbers(text: str) -> tuple[int, ...]:
 def positive(text: str) -> int:
     """Parse an integer >= 1."""
     return _integer(text, 1)
+
+
+def worker_range(text: str) -> int | tuple[int, int]:
+    """Parse a number of workers, or a minimum and a maximum: ``MIN:MAX``."""
+    least, colon, most = text.partition(":")
+    if not colon:
+        return positive(text)
+    if (bounds := (positive(least), positive(most))) != tuple(sorted(bounds)):
+        raise argparse.ArgumentTypeError(f"got {text}; expected a minimum and a maximum, as in 4:8")
+    return bounds
 
 
 def above_0(text: str) -> float:

@@ -34,6 +34,7 @@ from rollouts.commands.arguments import (
     stop_signals,
     target_of,
     tell,
+    worker_range,
 )
 from rollouts.commands.rehearsal import rehearse
 from rollouts.commands.target import (
@@ -333,7 +334,12 @@ def add(verbs: Any) -> None:
         help="folder of a run to resume; recipe, options, servers and model are those of the run by default",
     )
     parser.add_argument("--batches", type=positive, metavar="N", help="number of batches (default: the recipe's)")
-    parser.add_argument("--workers", type=positive, metavar="N", help="play rollouts in N processes on this machine")
+    parser.add_argument(
+        "--workers",
+        type=worker_range,
+        metavar="N",
+        help="play rollouts in N processes on this machine; MIN:MAX begins with MIN",
+    )
     parser.add_argument("--metrics-port", type=int, metavar="P", help="port on which Prometheus can scrape metrics")
     parser.add_argument(
         "--log",
@@ -430,7 +436,7 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _in_workers(count: int) -> Distribute:
+def _in_workers(count: int | tuple[int, int]) -> Distribute:
     from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
 
     @contextlib.asynccontextmanager

@@ -4,6 +4,10 @@ Invariant: the rollouts of one group go to one worker. Every requested rollout r
 worker died fails with :class:`~rollouts.errors.GenerateFailure`, and the config's failure policy retries it. If a
 worker cannot be replaced, the others do its work. Scheduling, accounting, filter and journal belong to the manager.
 
+With a range of workers, the run begins when the minimum has started; the other slots start when there is room, and get
+the next groups. A worker that leaves gets no new rollouts, has :data:`LEAVE_SECONDS` to finish, and costs no attempt:
+other workers play the rest. Its slot stays empty while the minimum is there.
+
 A worker without a sign of life (stopped, or in a native deadlock) loses its rollouts to the other workers. The number
 of a request is a fencing number: a rollout that another worker gets has a new number, and a late result with the old
 number is refused.
@@ -17,6 +21,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from enum import IntEnum
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -34,13 +39,15 @@ from rollouts.runs.record_bytes import Columns
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
-__all__ = ["SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost"]
+__all__ = ["LEAVE_SECONDS", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
 
 _DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
 _NEXT_START_SECONDS = 10.0
 """Pause between attempts to replace a worker while others are alive."""
 SILENT_SECONDS = 5.0
+LEAVE_SECONDS = 20.0
+"""Time of a worker that leaves to finish its rollouts; schedulers usually kill a process 30 s after SIGTERM."""
 _TICKS = 5
 """Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
 _REPLACED_AFTER = 12
@@ -57,6 +64,10 @@ class LinkLost(RolloutsError):
 
 class WorkerSilent(GenerateFailure):
     """The worker that played a rollout gave no sign of life; another worker gets the rollout."""
+
+
+class WorkerLeft(GenerateFailure):
+    """The worker of a rollout left, or its slot stays empty; another worker gets the rollout."""
 
 
 class Link(Protocol):
@@ -78,6 +89,9 @@ class Link(Protocol):
 
 Connect: TypeAlias = Callable[[int], Awaitable[Link]]
 """Starts the worker with a number; raises ConfigError if it cannot start."""
+
+Workers: TypeAlias = int | tuple[int, int]
+"""A number of workers, all of which must start before the run begins; or the minimum and the maximum."""
 
 Record: TypeAlias = tuple[dict[str, Any], Columns | None]
 
@@ -107,26 +121,50 @@ class _PendingRequest:
         return self._records.popleft()
 
 
+class _State(IntEnum):
+    """State of a slot. A new group goes to the lowest state that a slot has."""
+
+    ALIVE = 0
+    STARTING = 1
+    SILENT = 2
+    LEAVING = 3
+    """Its worker finishes its rollouts and gets no others."""
+    EMPTY = 4
+    """Its worker left, and the others suffice."""
+    FAILED = 5
+    """No worker could start; the next attempt is later."""
+
+
 @attrs.define(eq=False)
 class _Slot:
     """One of the worker positions: the worker that fills it now, and its requests."""
 
     number: int
+    state: _State = _State.STARTING
     pending: dict[int, _PendingRequest] = attrs.field(factory=dict)
     requests: dict[int, bytes] = attrs.field(factory=dict)
     """Encoded requests that are not sent yet."""
     cancelled: list[int] = attrs.field(factory=list)
     wanted: anyio.Event = attrs.field(factory=anyio.Event)
-    started: anyio.Event = attrs.field(factory=anyio.Event)
-    alive: bool = False
+    leaves: anyio.Event = attrs.field(factory=anyio.Event)
+    """Set when the worker of now leaves."""
+    released: anyio.Event = attrs.field(factory=anyio.Event)
+    has_started: bool = False
     deaths_without_result: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.state is _State.ALIVE
 
     async def orders(self) -> bytes:
         """Wait for requests or cancellations; return all of them as one message."""
-        while not (self.requests or self.cancelled):
+        while not (self.cancelled or (self.requests and not self.leaves.is_set())):
             self.wanted = anyio.Event()
             await self.wanted.wait()
-        requests, self.requests = self.requests, {}
+        if self.leaves.is_set():  # requests wait for the next worker
+            requests: dict[int, bytes] = {}
+        else:
+            requests, self.requests = self.requests, {}
         cancelled, self.cancelled = self.cancelled, []
         return order(list(requests.values()), cancelled)
 
@@ -142,6 +180,13 @@ class _Slot:
         if self.requests.pop(number, None) is None and not ended and pending.error is None:
             self.cancelled.append(number)
             self.wanted.set()
+        self.released.set()
+
+    async def finished(self) -> None:
+        """Wait until the worker plays no request."""
+        while self.pending.keys() - self.requests.keys():
+            self.released = anyio.Event()
+            await self.released.wait()
 
     def fail(self, error: RolloutsError) -> None:
         """Fail all pending requests."""
@@ -149,9 +194,15 @@ class _Slot:
             pending.fail(error)
         self.cancelled.clear()
 
-    def give_away(self, error: WorkerSilent) -> int:
-        """Fail the pending requests, and cancel them in the worker when it reads again. Return their number."""
-        numbers = [number for number, pending in self.pending.items() if pending.error is None]
+    def give_away(self, error: WorkerSilent | WorkerLeft, *, unsent: bool = False) -> int:
+        """Fail the pending requests, and cancel them in the worker when it reads again. Return their number.
+
+        Args:
+            error: the reason.
+            unsent: only the requests that the worker does not have.
+        """
+        of = self.requests if unsent else self.pending
+        numbers = [number for number in of if self.pending[number].error is None]
         for number in numbers:
             self.pending[number].fail(error)
             if self.requests.pop(number, None) is None:
@@ -171,7 +222,7 @@ class Dispatcher:
 
     Args:
         connect: starts a worker.
-        workers: number of workers.
+        workers: number of workers, or the minimum and the maximum.
         silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
 
     Attributes:
@@ -179,20 +230,22 @@ class Dispatcher:
         messages: number of messages received.
         bytes: size of those messages.
         deaths: number of workers that died.
+        departures: number of workers that left.
         given_away: number of rollouts that a silent worker lost to the others.
         refused: number of late records of such rollouts.
 
     Raises:
-        ConfigError: on entering, if a worker cannot start.
+        ConfigError: on entering, if the minimum of workers cannot start.
     """
 
-    def __init__(self, connect: Connect, workers: int, *, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(self, connect: Connect, workers: Workers, *, silent_seconds: float = SILENT_SECONDS) -> None:
         if not 0 < silent_seconds < float("inf"):
             raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
-        if not is_int(workers, 1):
-            raise ConfigError.of("workers", workers, "an integer >= 1")
+        self._minimum, maximum = _checked(workers)
         self._connect = connect
-        self._slots = [_Slot(number) for number in range(workers)]
+        self._slots = [_Slot(number) for number in range(maximum)]
+        self._changed = anyio.Event()
+        self._entered = False
         self._group_slots: dict[int, _Slot] = {}
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
@@ -201,6 +254,7 @@ class Dispatcher:
         self.messages = 0
         self.bytes = 0
         self.deaths = 0
+        self.departures = 0
         self.given_away = 0
         self.refused = 0
         self._silent_seconds = silent_seconds
@@ -208,17 +262,24 @@ class Dispatcher:
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
-        return f"<Dispatcher: {loads} rollouts in {len(self._slots)} workers, {self.deaths} deaths>"
+        alive = sum(slot.alive for slot in self._slots)
+        return f"<Dispatcher: {loads} rollouts in {alive} of {len(self._slots)} workers, {self.deaths} deaths>"
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of the workers that get new groups."""
+        return tuple(slot.number for slot in self._slots if slot.alive)
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
         try:
             for slot in self._slots:
                 self._tasks.start_soon(self._supervise, slot)
-            for slot in self._slots:
-                await slot.started.wait()
+            while self._broken is None and sum(slot.has_started for slot in self._slots) < self._minimum:
+                await self._changed.wait()
             if self._broken is not None:
                 raise self._broken
+            self._entered = True
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
@@ -231,6 +292,20 @@ class Dispatcher:
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
+
+    def drain(self, number: int) -> None:
+        """Let a worker leave: it finishes its rollouts for at most :data:`LEAVE_SECONDS`, and others play the rest.
+
+        Its slot stays empty while the minimum of workers is there. Without a worker in the slot, nothing changes.
+
+        Raises:
+            ConfigError: no slot has this number.
+        """
+        if not is_int(number, 0) or number >= len(self._slots):
+            raise ConfigError.of("drain(number)", number, f"the number of a worker, 0 to {len(self._slots) - 1}")
+        slot = self._slots[number]
+        if slot.state in (_State.ALIVE, _State.SILENT):
+            self._leave(slot)
 
     def config(self, config: RolloutConfig) -> RolloutConfig:
         """The config with generation and reward in the workers.
@@ -260,12 +335,19 @@ class Dispatcher:
             raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:
             raise self._broken
-        try:
-            return await self._play_once(prompt, log)
-        except WorkerSilent:  # not the rollout's fault: once more, without costing an attempt
+        was_silent = False
+        while True:
+            try:
+                return await self._play_once(prompt, log)
+            except WorkerLeft:  # a rollout does not make its worker leave
+                pass
+            except WorkerSilent:  # probably not the rollout's fault: once more, without costing an attempt
+                if was_silent:
+                    raise
+                was_silent = True
             if log is not None:
                 await log.claim()  # a second claim ends the logging of this rollout
-            return await self._play_once(prompt, None)
+                log = None
 
     async def _play_once(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         number, ended = next(self._numbers), False
@@ -281,10 +363,10 @@ class Dispatcher:
         return samples
 
     def _slot_for(self, group: int | None) -> _Slot:
-        """The slot of a group; for a new group, or if its worker died, the one with the fewest requests."""
+        """The slot of a group; for a new group, or without its worker, the one with the fewest requests."""
         slot = None if group is None else self._group_slots.get(group)
         if slot is None or not slot.alive:
-            slot = min(self._slots, key=lambda one: (not one.alive, len(one.pending)))
+            slot = min(self._slots, key=lambda one: (one.state, len(one.pending)))
         if group is not None:
             self._group_slots[group] = slot
             if len(self._group_slots) > _REMEMBERED_GROUPS:
@@ -300,46 +382,78 @@ class Dispatcher:
                 link = await self._connected(slot)
                 if link is None:
                     continue
-                slot.alive = True
-                slot.started.set()
+                slot.leaves, slot.has_started = anyio.Event(), True
+                self._set(slot, _State.ALIVE)
                 try:
                     lost = await self._serve(slot, link)
                 finally:
-                    slot.alive = False
+                    self._set(slot, _State.STARTING)
+                if lost is None:
+                    await self._left(slot)
+                    continue
                 self.deaths += 1
                 slot.deaths_without_result += 1
-                if slot.deaths_without_result >= _DEATHS_WITHOUT_RESULT:
-                    raise ConfigError(
-                        f"{slot.deaths_without_result} workers in a row died before they returned a rollout: {lost}"
-                    )
                 slot.fail(GenerateFailure(str(lost)))
+                if slot.deaths_without_result >= _DEATHS_WITHOUT_RESULT:
+                    deaths = slot.deaths_without_result
+                    error = ConfigError(f"{deaths} workers in a row died before they returned a rollout: {lost}")
+                    await self._pause(slot, error, needs=self._minimum)
         except RolloutsError as error:
             self._break(error)
         except Exception as error:  # noqa: BLE001 - a bug of ours: raised to the callers, not by the task group
             broken = TokenMismatchError(f"supervising worker {slot.number} raised {type(error).__name__}: {error}")
             broken.__cause__ = error
             self._break(broken)
-        finally:
-            slot.started.set()
 
     async def _connected(self, slot: _Slot) -> Link | None:
         """Start a worker for this slot; ``None``, after a pause, if that fails and others can do its work."""
         try:
             return await self._connect(slot.number)
         except ConfigError as error:
-            if not any(other.alive for other in self._slots) or not slot.started.is_set():
-                raise
-            slot.fail(GenerateFailure(str(error)))
-            await anyio.sleep(_NEXT_START_SECONDS)
+            await self._pause(slot, error, needs=1 if self._entered else self._minimum)
             return None
+
+    async def _pause(self, slot: _Slot, error: ConfigError, *, needs: int) -> None:
+        """Wait before the next start in this slot; raises the error if fewer than ``needs`` other slots have hope."""
+        self._set(slot, _State.FAILED)
+        if sum(other.state is not _State.FAILED for other in self._slots) < needs:
+            raise error
+        slot.give_away(WorkerLeft(str(error)))
+        await anyio.sleep(_NEXT_START_SECONDS)
+        self._set(slot, _State.STARTING)
+
+    async def _left(self, slot: _Slot) -> None:
+        """Give a worker's rollouts to the others, and wait until the slot is needed again."""
+        self.departures += 1
+        self._set(slot, _State.EMPTY)
+        slot.give_away(WorkerLeft(f"worker {slot.number} left"))
+        slot.cancelled.clear()
+        while sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
+            await self._changed.wait()
+        self._set(slot, _State.STARTING)
+
+    def _leave(self, slot: _Slot) -> None:
+        self._set(slot, _State.LEAVING)
+        slot.leaves.set()
+        slot.give_away(WorkerLeft(f"worker {slot.number} leaves"), unsent=True)
+
+    def _set(self, slot: _Slot, state: _State) -> None:
+        if slot.state is not state:
+            slot.state = state
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
     def _break(self, error: RolloutsError) -> None:
         self._broken = self._broken or error
         for slot in self._slots:
             slot.fail(self._broken)
+        self._notify()
 
-    async def _serve(self, slot: _Slot, link: Link) -> LinkLost:
-        """Send and receive until the worker has ended; return the reason."""
+    async def _serve(self, slot: _Slot, link: Link) -> LinkLost | None:
+        """Send and receive until the worker has ended; return the reason, ``None`` if it left."""
         lost: list[LinkLost] = []
 
         async def send() -> None:
@@ -354,9 +468,17 @@ class Dispatcher:
                 while True:
                     await self._read(slot, await link.receive())
             except LinkLost as error:
-                slot.alive = False  # before the cleanup: no new group may come here
+                if not slot.leaves.is_set():
+                    self._set(slot, _State.STARTING)  # before the cleanup: no new group may come here
                 lost.append(error)
                 tasks.cancel_scope.cancel()
+
+        async def leave() -> None:
+            await slot.leaves.wait()
+            with anyio.move_on_after(LEAVE_SECONDS):
+                await slot.finished()
+            slot.give_away(WorkerLeft(f"worker {slot.number} left"))
+            tasks.cancel_scope.cancel()
 
         async def watch() -> None:
             waits = 0
@@ -364,15 +486,17 @@ class Dispatcher:
                 with anyio.move_on_after(self._silent_seconds / _TICKS) as wait:
                     await link.beat()
                 if not wait.cancelled_caught:
-                    slot.alive, waits = True, 0
+                    waits = 0
+                    if slot.state is _State.SILENT:
+                        self._set(slot, _State.ALIVE)
                     continue
                 waits += 1
                 others = any(other.alive for other in self._slots if other is not slot)
-                if waits >= _TICKS and others:
-                    slot.alive = False
+                if waits >= _TICKS and others and not slot.leaves.is_set():
+                    self._set(slot, _State.SILENT)
                     error = WorkerSilent(f"worker {slot.number} gave no sign of life for {self._silent_seconds:g} s")
                     self.given_away += slot.give_away(error)
-            slot.alive = False
+            self._set(slot, _State.STARTING)
             seconds = self._silent_seconds * _REPLACED_AFTER
             lost.append(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
             tasks.cancel_scope.cancel()
@@ -382,10 +506,11 @@ class Dispatcher:
                 tasks.start_soon(send)
                 tasks.start_soon(receive)
                 tasks.start_soon(watch)
+                tasks.start_soon(leave)
         finally:
             with anyio.CancelScope(shield=True):
                 await link.aclose()
-        return lost[0]
+        return None if slot.leaves.is_set() else lost[0]
 
     async def _read(self, slot: _Slot, message: bytes) -> None:
         self.messages += 1
@@ -398,11 +523,22 @@ class Dispatcher:
             if record is None:
                 return
             fields, columns = record
+            if fields["kind"] == "leaving":
+                self._leave(slot)
+                continue
             pending = slot.pending.get(fields["number"])
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
+
+
+def _checked(workers: Workers) -> tuple[int, int]:
+    """The minimum and the maximum."""
+    bounds = workers if isinstance(workers, tuple) else (workers, workers)
+    if len(bounds) != 2 or not all(is_int(bound, 1) for bound in bounds) or bounds[0] > bounds[1]:
+        raise ConfigError.of("workers", workers, "an integer >= 1, or a tuple of a minimum and a maximum")
+    return bounds
 
 
 async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLog | None) -> list[Sample]:

@@ -24,6 +24,7 @@ from rollouts.training.types import Sample
 __all__ = [
     "Request",
     "broken_record",
+    "leaving_record",
     "order",
     "read_order",
     "read_records",
@@ -97,6 +98,11 @@ def reset_record(number: int) -> bytes:
 def broken_record(number: int, error: Exception) -> bytes:
     """The record of a broken law, or of a config error that fails every rollout."""
     return _record({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
+
+
+def leaving_record() -> bytes:
+    """The record of a worker that leaves; it belongs to no request."""
+    return _record({"number": -1, "kind": "leaving"}, None)
 
 
 def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | None]]:

@@ -1,8 +1,9 @@
 """Workers as processes of this machine, each with its own interpreter and event loop.
 
 Invariant: a worker ends with the context that started it, and with its parent, however the parent dies, because the
-socket closes. Ctrl-C at the terminal does not reach it. While it plays, one of its threads sends signs of life; a
-stopped process, or a native call that keeps the interpreter's lock, stops them.
+socket closes. Ctrl-C at the terminal does not reach it. At SIGTERM it leaves: it finishes its rollouts for a while, and
+the others play the rest. While it plays, one of its threads sends signs of life; a stopped process, or a native call
+that keeps the interpreter's lock, stops them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from multiprocessing.process import BaseProcess
 import anyio
 import anyio.to_thread
 
-from rollouts.distributed.dispatch import SILENT_SECONDS, Dispatcher, Link, LinkLost
+from rollouts.distributed.dispatch import SILENT_SECONDS, Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
 
@@ -44,13 +45,13 @@ _BUSY_BEATS = 120
 
 @contextlib.asynccontextmanager
 async def in_processes(
-    factory: ConfigFactory, workers: int, *, silent_seconds: float = SILENT_SECONDS
+    factory: ConfigFactory, workers: Workers, *, silent_seconds: float = SILENT_SECONDS
 ) -> AsyncIterator[Dispatcher]:
     """Start workers on this machine; they end with the context.
 
     Args:
         factory: creates the config in each worker: :class:`RecipeConfig`, a module-level function, or a partial of one.
-        workers: number of processes.
+        workers: number of processes; or the minimum with which the run begins, and the maximum.
         silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
 
     Raises:
@@ -200,9 +201,16 @@ async def _work(pipe: _Socket, beats: socket.socket, factory: ConfigFactory) -> 
         except ConfigError as error:
             await pipe.send(str(error).encode())
             return
-        await pipe.send(_READY)
+        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+            await pipe.send(_READY)
+            await _play(player, pipe, beats, signals)
+
+
+async def _play(player: Player, pipe: _Socket, beats: socket.socket, signals: AsyncIterator[signal.Signals]) -> None:
+    with contextlib.suppress(LinkLost):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(player.run)
+            tasks.start_soon(_leave_at, signals, player)
             tasks.start_soon(_send_records, player, pipe)
             tasks.start_soon(_send_beats, beats)
             await player.started.wait()
@@ -211,6 +219,11 @@ async def _work(pipe: _Socket, beats: socket.socket, factory: ConfigFactory) -> 
                     player.submit(await pipe.receive())
             except LinkLost:
                 tasks.cancel_scope.cancel()
+
+
+async def _leave_at(signals: AsyncIterator[signal.Signals], player: Player) -> None:
+    async for _ in signals:
+        player.leave()
 
 
 async def _send_records(player: Player, pipe: _Socket) -> None:

@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 
 from rollouts.base.extras import install_command
-from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost
+from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
 
@@ -41,19 +41,21 @@ _SILENT_SECONDS = 60.0
 
 @contextlib.asynccontextmanager
 async def in_actors(
-    factory: ConfigFactory, workers: int, *, address: str | None = None, cpus: float = 1.0
+    factory: ConfigFactory, workers: Workers, *, address: str | None = None, cpus: float = 1.0
 ) -> AsyncIterator[Dispatcher]:
     """Start workers on a Ray cluster, spread over its nodes; they end with the context.
 
     Args:
         factory: creates the config in each actor. This package and the factory's module must be importable there.
-        workers: number of actors.
+        workers: number of actors; or the minimum with which the run begins, and the maximum. Actors that wait for room
+            are the demand that Ray's autoscaler reads.
         address: of the cluster, as for ``ray.init``; ignored if this process is already connected. With ``None``, Ray
             finds a cluster or starts one on this machine.
         cpus: CPUs that each actor reserves.
 
     Raises:
-        ConfigError: Ray is not installed or not reachable, the factory fails in an actor, or no node has room.
+        ConfigError: Ray is not installed or not reachable, the factory fails in an actor, or no node has room for
+            the minimum.
     """
     ray = _ray()
     if not ray.is_initialized():

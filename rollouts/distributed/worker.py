@@ -19,7 +19,15 @@ from anyio.abc import TaskGroup
 
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.concurrency.gc_pauses import calm_collector
-from rollouts.distributed.messages import Request, broken_record, read_order, reset_record, sample_records, turn_record
+from rollouts.distributed.messages import (
+    Request,
+    broken_record,
+    leaving_record,
+    read_order,
+    reset_record,
+    sample_records,
+    turn_record,
+)
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
 from rollouts.inference.pauses import watch_pauses
@@ -96,6 +104,11 @@ class Player:
         """End :meth:`run`."""
         if self._tasks is not None:
             self._tasks.cancel_scope.cancel()
+
+    def leave(self) -> None:
+        """Announce that this worker leaves; the manager's side waits for its rollouts, and then ends it."""
+        self._ended = self._at_least  # the message does not wait for rollouts
+        self._put(leaving_record())
 
     def submit(self, message: bytes) -> None:
         """Start the requests of a message, and cancel the requests that it names."""

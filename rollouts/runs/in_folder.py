@@ -11,11 +11,12 @@ from typing import Any
 import anyio.to_thread
 
 from rollouts.recipe import Recipe
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.resume import Reopened, begin, reopen
 from rollouts.runs.run import RunResult, run
+from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.writer import RunWriter
 
-__all__ = ["run_in"]
+__all__ = ["open_in", "run_in"]
 
 
 async def run_in(path: str | Path, recipe: Recipe, **options: Any) -> RunResult:
@@ -30,12 +31,17 @@ async def run_in(path: str | Path, recipe: Recipe, **options: Any) -> RunResult:
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen` and
             :func:`rollouts.runs.run.run`.
     """
-    path, description, state = Path(path), recipe.describe(), None
+    writer, run_journal, found = await open_in(path, recipe)
+    with run_journal.journal:
+        state = None if found is None else found.state
+        return await run(recipe, writer, run_journal=run_journal, state=state, **options)
+
+
+async def open_in(path: str | Path, recipe: Recipe) -> tuple[RunWriter, RunJournal, Reopened | None]:
+    """Begin the run of a folder, or reopen it; raises as :func:`rollouts.runs.resume.reopen`."""
+    path, description = Path(path), recipe.describe()
     if (path / "run.json").exists():
         found = await anyio.to_thread.run_sync(reopen, path, description, recipe.data_buffer)
-        writer, run_journal, state = found.writer, found.run_journal, found.state
-    else:
-        writer = await anyio.to_thread.run_sync(RunWriter, path, description)
-        run_journal = await anyio.to_thread.run_sync(begin, path, description, recipe.data_buffer)
-    with run_journal.journal:
-        return await run(recipe, writer, run_journal=run_journal, state=state, **options)
+        return found.writer, found.run_journal, found
+    writer = await anyio.to_thread.run_sync(RunWriter, path, description)
+    return writer, await anyio.to_thread.run_sync(begin, path, description, recipe.data_buffer), None

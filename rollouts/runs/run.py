@@ -13,7 +13,7 @@ import functools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import anyio
@@ -32,6 +32,7 @@ from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
+from rollouts.training.types import Sample
 
 __all__ = ["RunResult", "Stop", "Watch", "abandon", "observe", "run"]
 
@@ -79,6 +80,9 @@ Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 """An observer that runs concurrently with the run and is cancelled at its end."""
 
 
+Deliver: TypeAlias = Callable[[list[Sample]], Awaitable[None]]
+
+
 async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
     """Await an observer; an error in it is printed to standard error and ends the observer, not the run."""
     try:
@@ -112,6 +116,7 @@ async def run(
     state: ManagerState | None = None,
     on_batch: Callable[[Mapping[str, float]], None] | None = None,
     loggers: Sequence[RunLogger] = (),
+    deliver: Deliver | None = None,
 ) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early on ``stop``, at the end of the data, or at an error.
 
@@ -124,6 +129,7 @@ async def run(
         state: the state of an earlier process; the recipe's buffer must be at the same position.
         on_batch: called with the metrics of each batch when it is written; must not raise.
         loggers: receive these metrics, too; their errors do not affect the run.
+        deliver: receives the samples of each batch when it is written; the next batch begins when it returns.
 
     Returns:
         The result; the reason of an early end is in ``error``, and in ``run.json``.
@@ -136,13 +142,13 @@ async def run(
     recipe.check_spread()
     with calm_collector():  # a pause for garbage collection stops every rollout
         if not loggers:
-            return await _run(recipe, writer, stop, watch, run_journal, state, on_batch)
+            return await _run(recipe, writer, stop, watch, run_journal, state, on_batch, deliver)
         path, log_id, described_run = writer.path, *writer.log_identity()
         logged = LoggedRun(path.resolve().name, log_id, path, described_run, writer.batches)
         try:
             async with logging_to(loggers, logged) as log:
                 on_each = _each(on_batch, log.batch)
-                result = await _run(recipe, writer, stop, watch, run_journal, state, on_each)
+                result = await _run(recipe, writer, stop, watch, run_journal, state, on_each, deliver)
                 log.status = result.status
                 return result
         except RolloutsError as error:
@@ -172,6 +178,7 @@ async def _run(
     run_journal: RunJournal | None,
     state: ManagerState | None,
     on_batch: Callable[[Mapping[str, float]], None] | None,
+    deliver: Deliver | None,
 ) -> RunResult:
     stop = stop or Stop()
     began = anyio.current_time()
@@ -188,7 +195,10 @@ async def _run(
                 tasks.start_soon(observe, watch, manager)
             async with manager:
                 for _ in range(manager.batches, recipe.batches):
-                    await _one_batch(manager, writer, run_journal)
+                    samples = await _one_batch(manager, writer, run_journal)
+                    if deliver is not None:
+                        await deliver(samples)
+                    del samples
                     await anyio.to_thread.run_sync(return_free_memory)  # that of the batch
                     metrics.append(manager.metrics)
                     if on_batch is not None:
@@ -222,7 +232,7 @@ async def _run(
     return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
 
 
-async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journal: RunJournal | None) -> None:
+async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journal: RunJournal | None) -> list[Sample]:
     samples = await manager.generate_batch()
     with anyio.CancelScope(shield=True):  # a batch that was handed out is written, even if the run is stopped now
         if run_journal is not None:
@@ -233,6 +243,7 @@ async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journa
             )
         except OSError as error:
             raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
+    return samples
 
 
 def described(error: BaseException) -> str:

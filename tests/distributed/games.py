@@ -146,3 +146,18 @@ def stopping(tombs: Path) -> RolloutConfig:
         return await generate(prompts)
 
     return attrs.evolve(config(attempts=1), generate_fn=generate_or_stop)
+
+
+def leaving(tombs: Path) -> RolloutConfig:
+    """The first worker that plays rollout 5 gets SIGTERM in the middle of it."""
+
+    async def generate_and_leave(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        tomb = tombs / str(prompt.index)
+        if prompt.index == 5 and not tomb.exists():
+            tomb.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep(0.5)
+        return await generate(prompts)
+
+    return attrs.evolve(config(attempts=1), generate_fn=generate_and_leave)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import anyio
@@ -11,7 +11,7 @@ import attrs
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rollouts.distributed.dispatch import Dispatcher, LinkLost
+from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
 from rollouts.distributed.worker import Player
 from rollouts.errors import ConfigError
 from rollouts.training import RolloutConfig
@@ -24,6 +24,7 @@ class LocalLink:
     player: Player
     scope: anyio.CancelScope
     back: MemoryObjectReceiveStream[bytes]
+    beat_seconds: float = 0.005
     orders: int = 0
     running: anyio.Event = attrs.field(factory=anyio.Event)
     """Not set: the worker is stopped. It gives no sign of life, and its messages do not arrive."""
@@ -37,7 +38,7 @@ class LocalLink:
 
     async def beat(self) -> None:
         await self.running.wait()
-        await anyio.sleep(0.005)
+        await anyio.sleep(self.beat_seconds)
 
     async def send(self, message: bytes) -> None:
         if self.scope.cancel_called:
@@ -71,24 +72,37 @@ class Local:
     options: Mapping[str, Any]
     links: list[LocalLink] = attrs.field(factory=list)
     refuses: bool = False
+    room: Callable[[int], bool] = lambda number: True
+    """Whether there is room for a worker with this number."""
+    beat_seconds: float = 0.005
 
     async def connect(self, number: int) -> LocalLink:
-        if self.refuses:
-            raise ConfigError("records is no room")
+        if self.refuses or not self.room(number):
+            raise ConfigError("there is no room")
         records, back = anyio.create_memory_object_stream[bytes](100)
-        link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back)
-        await self.tasks.start(_work, link, records)
+        link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back, self.beat_seconds)
+        try:
+            await self.tasks.start(_work, link, records)
+        except BaseException:  # cancelled before it was ready
+            await link.aclose()
+            raise
         self.links.append(link)
         return link
 
 
 @contextlib.asynccontextmanager
 async def local_workers(
-    config: RolloutConfig, count: int, *, silent_seconds: float = 5.0, **options: Any
+    config: RolloutConfig,
+    count: Workers,
+    *,
+    silent_seconds: float = 5.0,
+    room: Callable[[int], bool] = lambda number: True,
+    beat_seconds: float = 0.005,
+    **options: Any,
 ) -> AsyncIterator[tuple[Local, Dispatcher]]:
     """Players of a config, and their dispatcher."""
     async with anyio.create_task_group() as tasks:
-        local = Local(tasks, config, options)
+        local = Local(tasks, config, options, room=room, beat_seconds=beat_seconds)
         async with Dispatcher(local.connect, count, silent_seconds=silent_seconds) as workers:
             yield local, workers
         tasks.cancel_scope.cancel()

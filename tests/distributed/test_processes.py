@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from rollouts.commands import main
+from rollouts.commands.arguments import worker_range
 from rollouts.distributed import RecipeConfig, in_processes
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
@@ -79,6 +81,23 @@ async def test_a_stopped_process_costs_its_own_groups_only(tmp_path: Path) -> No
     assert (workers.deaths, manager.accounting.failed) == (0, 0)
 
 
+async def test_a_process_that_gets_sigterm_finishes_its_rollouts(tmp_path: Path) -> None:
+    """It costs no attempt, and its slot stays empty while the minimum is there."""
+    factory = functools.partial(games.leaving, tmp_path)
+    async with in_processes(factory, workers=(1, 2)) as workers:
+        with anyio.fail_after(60):
+            while len(workers.alive) < 2:
+                await anyio.lowlevel.checkpoint()
+            shared, manager = await games.batches(workers.config(factory()))
+            while not workers.departures:
+                await anyio.lowlevel.checkpoint()
+        assert len(workers.alive) == 1
+    alone, _ = await games.batches(games.config())
+    assert in_order(shared) == in_order(alone)
+    assert (workers.deaths, workers.departures, workers.given_away) == (0, 1, 0)
+    assert (manager.accounting.failed, manager.failures.lost.total()) == (0, 0)
+
+
 async def test_a_failing_factory_is_an_error_at_the_start() -> None:
     """The message contains the factory's error. A factory that cannot be pickled is an error too."""
     with pytest.raises(ConfigError, match=r"worker 0 cannot start: .* ValueError: no data"):
@@ -89,8 +108,8 @@ async def test_a_failing_factory_is_an_error_at_the_start() -> None:
             pass
 
 
-@pytest.mark.parametrize("workers", [0, True, 1.5])
-async def test_a_number_of_workers_is_checked(workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, True, 1.5, (0, 2), (3, 2), (1, 2, 3), (1, None), [1, 2]])
+async def test_a_number_of_workers_is_checked(workers: Any) -> None:
     """Before a process starts."""
     with pytest.raises(ConfigError, match="workers: got"):
         async with in_processes(games.config, workers=workers):
@@ -165,6 +184,19 @@ async def test_workers_whose_server_never_comes_return_their_prompts(tmp_path: P
     counts = manager.accounting
     assert (counts.taken, counts.returned, counts.failed) == (6, 6, 0)
     counts.check()
+
+
+@pytest.mark.parametrize(("text", "expected"), [("4", 4), ("2:8", (2, 8)), ("3:3", (3, 3))])
+def test_the_command_line_takes_a_range_of_workers(text: str, expected: object) -> None:
+    """``MIN:MAX``, or one number."""
+    assert worker_range(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "3:2", "0:2", "2:", ":2", "1:2:3"])
+def test_the_command_line_refuses_other_ranges(text: str) -> None:
+    """Before any work starts."""
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        worker_range(text)
 
 
 def test_a_recipe_runs_in_workers(tmp_path: Path, engine_url: str) -> None:

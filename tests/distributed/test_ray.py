@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import attrs
 import pytest
 
@@ -125,6 +126,21 @@ async def test_a_node_that_dies_costs_no_rollout(cluster: Any) -> None:
             await anyio.to_thread.run_sync(functools.partial(cluster.remove_node, node, allow_graceful=False))
     assert len({sample.index for sample in samples}) == 48
     assert workers.deaths == 2
+
+
+async def test_a_node_that_joins_is_used(cluster: Any) -> None:
+    """A run begins with its minimum; actors that wait for room start on the new node within 30 seconds."""
+    async with in_actors(games.config, (1, 6)) as workers:
+        samples, _ = await games.batches(workers.config(games.config()), 1)
+        with anyio.fail_after(60):
+            while len(workers.alive) < 4:
+                await anyio.lowlevel.checkpoint()
+        node = cluster.add_node(num_cpus=2, **_SMALL)
+        with anyio.fail_after(30):
+            while len(workers.alive) < 6:
+                await anyio.lowlevel.checkpoint()
+    await anyio.to_thread.run_sync(functools.partial(cluster.remove_node, node))
+    assert len({sample.index for sample in samples}) == 12
 
 
 async def test_a_message_contains_many_samples(cluster: Any) -> None:

@@ -1,0 +1,85 @@
+"""A run whose batches are leased: generation fills the leases while consumers take, train and acknowledge.
+
+Invariant: a group is delivered only after the seal of its batch is on disk, in the run's journal. A process that was
+killed at any moment is continued by the next :func:`leased_run` of the folder: sealed groups that were neither
+acknowledged nor dropped are ready again, from the journal, and everything else is generated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio.to_thread
+
+from rollouts.concurrency.task_groups import first_error
+from rollouts.errors import ConfigError
+from rollouts.recipe import Recipe
+from rollouts.runs.in_folder import open_in
+from rollouts.runs.run import run
+from rollouts.runs.run_journal import RunHistory
+from rollouts.service.leases import Leases
+from rollouts.training.types import Sample
+
+__all__ = ["LEASES", "leased_run"]
+
+LEASES = "leases.log"
+"""The log of leases in a run's folder."""
+
+
+@contextlib.asynccontextmanager
+async def leased_run(
+    path: str | Path, recipe: Recipe, *, groups_in_work: int | None = None, max_staleness: int | None = None
+) -> AsyncIterator[Leases]:
+    """Run a recipe in a folder while the context is open, and lease its groups.
+
+    Args:
+        path: the folder; its run, if there is one, is continued.
+        recipe: of a new run, or equal to that of the run in the folder.
+        groups_in_work: most groups that are ready or leased, at least ``batch_size``; by default twice that.
+        max_staleness: as for :class:`Leases`.
+
+    Raises:
+        ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
+            raised by :meth:`Leases.take` when no group is left.
+    """
+    size = recipe.config.batch_size
+    most = 2 * size if groups_in_work is None else groups_in_work
+    if most < size:
+        raise ConfigError.of("groups_in_work", most, f"at least batch_size, {size}")
+    writer, run_journal, found = await open_in(path, recipe)
+    with run_journal.journal, Leases(Path(path) / LEASES, groups_in_work=most, max_staleness=max_staleness) as leases:
+        await run_journal.journal.sync()  # a killed process may have left a seal that is not on disk
+        if found is not None:
+            leases.restore(await anyio.to_thread.run_sync(_unsettled, found.history, leases))
+
+        async def deliver(samples: list[Sample]) -> None:
+            await leases.room_for(size)
+            leases.add(_by_group(samples))
+            await leases.room_for(size)  # no batch is sealed that has no place
+
+        async def generate() -> None:
+            await leases.room_for(size)
+            state = None if found is None else found.state
+            result = await run(recipe, writer, run_journal=run_journal, state=state, deliver=deliver)
+            leases.finish(result.error)
+
+        async with first_error() as tasks:
+            tasks.start_soon(generate)
+            yield leases
+            tasks.cancel_scope.cancel()
+
+
+def _unsettled(history: RunHistory, leases: Leases) -> dict[int, list[Sample]]:
+    """Sealed groups that were neither acknowledged nor dropped, with their samples."""
+    sealed = [number for batch in history.sealed for number in batch.groups]
+    return {number: history.group_samples(number) for number in sealed if not leases.is_done(number)}
+
+
+def _by_group(samples: list[Sample]) -> dict[int, list[Sample]]:
+    groups: dict[int, list[Sample]] = {}
+    for sample in samples:
+        assert sample.group_index is not None, "the manager numbers its groups"
+        groups.setdefault(sample.group_index, []).append(sample)
+    return groups

@@ -1,0 +1,370 @@
+"""Laws of leases: each group is acknowledged once, whatever dies, and late tokens change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import attrs
+import pytest
+
+from rollouts.dtypes import Endpoint, Prompt
+from rollouts.environments import CalculatorEnvironment
+from rollouts.errors import ConfigError, DataExhausted, JournalError
+from rollouts.planning.simulation import VirtualLoop
+from rollouts.recipe import Recipe
+from rollouts.runs.folder import read_info
+from rollouts.runs.verify import verify_run
+from rollouts.service import Lease, LeaseLost, Leases, leased_run
+from rollouts.service.lease_log import LeaseLog
+from rollouts.training import DataBuffer, RolloutConfig, Sample
+from tests.distributed import games
+from tests.stored_runs import some_sample
+
+
+def group(number: int, size: int = 2) -> list[Sample]:
+    prompts = [Prompt(f"p{number}", group_index=number, index=size * number + member) for member in range(size)]
+    return [some_sample(prompt, 1) for prompt in prompts]
+
+
+def groups(*numbers: int) -> dict[int, list[Sample]]:
+    return {number: group(number) for number in numbers}
+
+
+async def taken(leases: Leases, count: int, **options: Any) -> Lease:
+    lease = await leases.take(count, **options)
+    assert lease is not None
+    return lease
+
+
+def on_virtual_clock(function: Callable[[], Awaitable[None]]) -> None:
+    anyio.run(function, backend_options={"loop_factory": VirtualLoop})
+
+
+async def test_a_group_is_in_one_lease_at_a_time(tmp_path: Path) -> None:
+    """Leases have whole groups, the oldest first; acknowledged groups do not return, nor can they be added again."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(3, 1, 2, 0))
+        first, second = await taken(leases, 2), await taken(leases, 2)
+        assert (first.groups, second.groups) == ((0, 1), (2, 3))
+        assert [sample.index for sample in first.samples] == [0, 1, 2, 3]
+        assert await leases.take(1) is None
+        await leases.acknowledge(first.token, step=1)
+        leases.release(second.token)
+        third = await taken(leases, 2)
+        assert third.groups == second.groups
+        await leases.acknowledge(third.token)
+        for number in range(4):
+            with pytest.raises(ConfigError, match="not added before"):
+                leases.add(groups(number))
+        leases.finish()
+        with pytest.raises(DataExhausted):
+            await leases.take(1)
+    assert leases.acknowledged == {0: first.token, 1: first.token, 2: third.token, 3: third.token}
+
+
+def test_a_lease_returns_after_its_time(tmp_path: Path) -> None:
+    """A waiting consumer gets its groups within a second of it; a renewed lease stays."""
+
+    async def run() -> None:
+        with Leases(tmp_path / "log", groups_in_work=8) as leases:
+            leases.add(groups(0, 1))
+            began = anyio.current_time()
+            first = await taken(leases, 2, lease_seconds=30)
+            await anyio.sleep(20)
+            leases.renew(first.token, lease_seconds=30)
+            await anyio.sleep(20)
+            assert leases.held() == [first]
+            second = await taken(leases, 2, wait_seconds=60)
+            assert 50 <= anyio.current_time() - began <= 51
+            assert (second.groups, second.samples) == (first.groups, first.samples)
+            with pytest.raises(LeaseLost):
+                leases.renew(first.token)
+
+    on_virtual_clock(run)
+
+
+def test_a_late_acknowledgement_changes_nothing(tmp_path: Path) -> None:
+    """1,000 of 1,000: after the end of the lease, after a release, and while another consumer has the groups."""
+
+    async def run() -> None:
+        dice, late = random.Random(0), 0
+        with Leases(tmp_path / "log", groups_in_work=8) as leases:
+            leases.add(groups(0, 1, 2))
+            for _ in range(1000):
+                lease = await taken(leases, dice.randint(1, 3), lease_seconds=dice.uniform(1, 100))
+                if dice.random() < 0.5:
+                    await anyio.sleep(100)
+                else:
+                    leases.release(lease.token)
+                other = await taken(leases, 1) if dice.random() < 0.5 else None
+                before = (tmp_path / "log").read_bytes()
+                with pytest.raises(LeaseLost):
+                    await leases.acknowledge(lease.token)
+                late += 1
+                assert (leases.acknowledged, (tmp_path / "log").read_bytes()) == ({}, before)
+                if other is not None:
+                    assert leases.held() == [other]
+                    leases.release(other.token)
+        assert late == 1000
+
+    on_virtual_clock(run)
+
+
+async def test_tokens_grow_over_restarts(tmp_path: Path) -> None:
+    """A token of an earlier process is late, and no later lease has it."""
+    tokens: list[int] = []
+    for _ in range(5):
+        with Leases(tmp_path / "log", groups_in_work=8) as leases:
+            leases.restore(groups(0, 1))
+            for token in tokens:
+                with pytest.raises(LeaseLost):
+                    await leases.acknowledge(token)
+            tokens += [(await taken(leases, 1)).token for _ in range(2)]
+    assert tokens == sorted(set(tokens))
+    assert leases.acknowledged == {}
+
+
+async def test_an_acknowledgement_may_be_repeated(tmp_path: Path) -> None:
+    """Also by a consumer that died, or whose service died, before the answer: the file does not change."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        lease = await taken(leases, 1)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(leases.acknowledge, lease.token)
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        before = (tmp_path / "log").read_bytes()
+        leases.restore(groups(0))
+        await leases.acknowledge(lease.token)
+        assert (await leases.take(1), leases.acknowledged) == (None, {0: lease.token})
+        assert (tmp_path / "log").read_bytes() == before
+
+
+async def test_a_kill_at_any_byte_leaves_what_was_acknowledged(tmp_path: Path) -> None:
+    """Cut at every byte, also with junk or zeros behind the cut: the whole records hold, the others never were."""
+    ends: list[tuple[int, set[int]]] = []
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(*range(6)))
+        ends.append(((tmp_path / "log").stat().st_size, set()))
+        for count in (1, 2, 3):
+            await leases.acknowledge((await taken(leases, count)).token)
+            ends.append(((tmp_path / "log").stat().st_size, set(leases.acknowledged)))
+    data = (tmp_path / "log").read_bytes()
+    dice = random.Random(0)
+    for cut in range(len(data) + 1):
+        whole = max((end for end in ends if end[0] <= cut), default=(0, set[int]()))
+        (tmp_path / "cut").write_bytes(data[:cut] + dice.choice((b"", bytes(7), dice.randbytes(20))))
+        with Leases(tmp_path / "cut", groups_in_work=8) as leases:
+            assert set(leases.acknowledged) == whole[1]
+            leases.restore(groups(*range(6)))
+            left = tuple(number for number in range(6) if number not in whole[1])
+            assert left == () or (await taken(leases, len(left))).groups == left
+
+
+async def test_a_flipped_bit_before_an_intact_record_is_an_error(tmp_path: Path) -> None:
+    """It would otherwise give out acknowledged groups again."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0, 1))
+        first = (tmp_path / "log").stat().st_size
+        await leases.acknowledge((await taken(leases, 1)).token)
+        second = (tmp_path / "log").stat().st_size
+        await leases.acknowledge((await taken(leases, 1)).token)
+    data = (tmp_path / "log").read_bytes()
+    for at in range(first, second):
+        changed = bytearray(data)
+        changed[at] ^= 4
+        (tmp_path / "flipped").write_bytes(changed)
+        with pytest.raises(JournalError, match="intact record follows"):
+            Leases(tmp_path / "flipped", groups_in_work=8)
+
+
+async def test_a_full_disk_never_returns_a_group_that_may_be_acknowledged(tmp_path: Path) -> None:
+    """Whether the record is on disk is unknown, so the groups wait for the next opening of the log."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        lease = await taken(leases, 1)
+        assert leases._log._file is not None
+        os.close(leases._log._file)
+        leases._log._file = -1
+        for _ in range(2):
+            with pytest.raises(JournalError, match="cannot be written"):
+                await leases.acknowledge(lease.token)
+        assert (leases.leased, leases.acknowledged, await leases.take(1)) == (1, {}, None)
+        leases._log._file = None
+    with pytest.raises(JournalError, match="cannot be written"):
+        await leases.acknowledge(lease.token)
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.restore(groups(0))
+        assert (await taken(leases, 1)).groups == (0,)
+    with pytest.raises(JournalError, match="is closed"):
+        await leases.announce_version("a")
+
+
+class _SlowLog:
+    """A disk that answers when the test lets it."""
+
+    def __init__(self, log: LeaseLog) -> None:
+        self._log = log
+        self.answers = threading.Event()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self.answers.wait(30)
+        self._log.append(record)
+
+    def close(self) -> None:
+        self._log.close()
+
+
+async def test_a_lease_does_not_end_while_its_acknowledgement_is_written(tmp_path: Path) -> None:
+    """However slow the disk is, no other consumer gets the groups, nor can they be released."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        slow = leases._log = _SlowLog(leases._log)  # type: ignore[assignment]
+        leases.add(groups(0))
+        lease = await taken(leases, 1, lease_seconds=0.05)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leases.acknowledge, lease.token)
+            assert await leases.take(1, wait_seconds=0.2) is None
+            with pytest.raises(LeaseLost, match="being acknowledged"):
+                leases.release(lease.token)
+            slow.answers.set()
+    assert leases.acknowledged == {0: lease.token}
+
+
+async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path) -> None:
+    """At the first delivery and after a return; the last version may be repeated; a restart changes nothing."""
+
+    def of(number: int, version: str) -> dict[int, list[Sample]]:
+        samples = group(number, 1)
+        for sample in samples:
+            sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
+        return {number: samples}
+
+    with Leases(tmp_path / "log", groups_in_work=8, max_staleness=1) as leases:
+        leases.add(of(0, "a") | of(1, "a"))
+        first = await taken(leases, 1)
+        for name in ("b", "b"):
+            await leases.announce_version(name)
+        leases.add(of(2, "b"))
+        await leases.announce_version("c")
+        for name in ("a", "b", ""):
+            with pytest.raises(ConfigError, match="version"):
+                await leases.announce_version(name)
+        assert (await taken(leases, 1)).groups == (2,)
+        assert leases.dropped == {"too old": 1}
+        leases.release(first.token)
+        assert (await leases.take(1), leases.dropped) == (None, {"too old": 2})
+    with Leases(tmp_path / "log", groups_in_work=8, max_staleness=1) as leases:
+        leases.restore(of(0, "a") | of(1, "a") | of(2, "b"))
+        await leases.announce_version("c")
+        assert (leases.dropped, (await taken(leases, 1)).groups) == ({"too old": 2}, (2,))
+
+
+async def test_ready_and_leased_groups_are_bounded(tmp_path: Path) -> None:
+    """A producer waits for room, which an acknowledgement makes and a returned lease does not."""
+    with Leases(tmp_path / "log", groups_in_work=3) as leases:
+        leases.add(groups(0, 1))
+        with pytest.raises(ConfigError, match="the room of"):
+            leases.add(groups(2, 3))
+        lease = await taken(leases, 2)
+        leases.release(lease.token)
+        assert leases.room == 1
+        lease = await taken(leases, 2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leases.acknowledge, lease.token)
+            await leases.room_for(3)
+
+
+async def test_bad_arguments_are_errors(tmp_path: Path) -> None:
+    """Each names its field; one process writes to a log at a time."""
+    with Leases(tmp_path / "log", groups_in_work=3) as leases:
+        bad: list[dict[str, Any]] = [{"groups": 0}, {"groups": 4}, {"groups": True}]
+        bad += [{"groups": 1, "lease_seconds": 0}, {"groups": 1, "wait_seconds": -1}]
+        for options in bad:
+            with pytest.raises(ConfigError, match=list(options)[-1]):
+                await leases.take(**options)
+        with pytest.raises(ConfigError, match="no other process"):
+            Leases(tmp_path / "log", groups_in_work=3)
+    with pytest.raises(ConfigError, match="groups_in_work"):
+        Leases(tmp_path / "other", groups_in_work=0)
+
+
+# -- over a run -------------------------------------------------------------------------------------------------------
+
+
+def recipe(batches: int = 5) -> Recipe:
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.sleep(random.random() / 1000)
+        return await games.generate(prompts)
+
+    config: RolloutConfig = attrs.evolve(games.config(), generate_fn=generate)
+    return Recipe(
+        name="leased",
+        config=config,
+        data_buffer=DataBuffer(games.PROMPTS),
+        endpoint=Endpoint(),
+        tokenizer="none",
+        environment_cls=CalculatorEnvironment,
+        batches=batches,
+    )
+
+
+class _Killed(Exception):
+    """The process ends here."""
+
+
+def copied(run: Path, to: Path) -> Path:
+    """The files that a kill at this moment leaves: the journal is the newest of them."""
+    paths = [path for path in run.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: "journal" in path.parts):
+        target = to / path.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            target.write_bytes(path.read_bytes())
+    return to
+
+
+async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path: Path) -> None:
+    """Killed 20 times with a lease in hand: before the acknowledgement, or between the disk and the answer."""
+    dice = random.Random(3)
+    folder, kills, lost_answers = tmp_path / "0", 0, 0
+    token: int | None = None
+    while True:
+        try:
+            async with leased_run(folder, recipe(20)) as leases:
+                if token is not None:
+                    before = dict(leases.acknowledged)
+                    await leases.acknowledge(token)  # the trainer asks again
+                    assert leases.acknowledged == before
+                    token = None
+                while True:
+                    lease = await leases.take(2, wait_seconds=30)
+                    assert lease is not None
+                    assert leases.room >= 0
+                    assert len(lease.samples) == 4 * len(lease.groups)
+                    killed = kills < 20 and dice.random() < 0.6
+                    if not killed or dice.random() < 0.4:
+                        await leases.acknowledge(lease.token)
+                        token = lease.token if killed else None
+                        lost_answers += killed
+                    if killed:
+                        folder = copied(folder, tmp_path / str(kills + 1))
+                        raise _Killed
+        except DataExhausted:
+            break
+        except _Killed:
+            kills += 1
+    assert (kills, lost_answers > 0) == (20, True)
+    log = LeaseLog(folder / "leases.log")
+    log.close()
+    stored = [number for record in log.records if record["kind"] == "acknowledged" for number in record["groups"]]
+    assert sorted(stored) == list(range(60))
+    assert verify_run(folder).violations == []
+    counts = read_info(folder)["accounting"]
+    assert (counts["in_batch"], counts["failed"]) == (60, 0)
