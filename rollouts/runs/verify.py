@@ -43,7 +43,7 @@ from rollouts.runs.folder import (
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.run_journal import RunHistory
-from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
+from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
@@ -277,8 +277,7 @@ class _Verification:
             replies: dict[tuple[int, ...], _Entry] = {}
             for entry in branches:
                 for number, call in enumerate(entry.stored.completions):
-                    reply = (call.prompt_digest, call.start, *entry.stored.tokens[call.start : call.stop])
-                    first = replies.setdefault(reply, entry)
+                    first = replies.setdefault(reply_key(entry.stored, call), entry)
                     if first is not entry:
                         place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
                         self._broken(3, place, "trained again", f"once, and {first.row} trains this request's reply")
