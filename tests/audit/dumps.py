@@ -13,7 +13,6 @@ import numpy as np
 
 from rollouts.audit import ModelTokens
 from rollouts.engine import DEMO_MODEL
-from rollouts.engine.teacher import Teacher
 from rollouts.renderer import load_tokenizer
 
 __all__ = [
@@ -45,7 +44,9 @@ def _decode(tokens: Sequence[int]) -> str:
 
 
 @functools.cache
-def _teacher() -> Teacher:
+def _teacher() -> Any:
+    from rollouts.engine.teacher import Teacher  # here: it imports torch
+
     return Teacher(DEMO_MODEL, "float32")
 
 

@@ -19,6 +19,7 @@ from rollouts.audit import CHECKS, AuditReport, Weights, audit, reader_of  # noq
 from rollouts.commands import main  # noqa: E402
 from rollouts.engine import DEMO_MODEL  # noqa: E402
 from rollouts.errors import ConfigError  # noqa: E402
+from rollouts.integrations.slime import write_debug_data  # noqa: E402
 from tests.audit.dumps import (  # noqa: E402
     Dump,
     encode,
@@ -30,6 +31,7 @@ from tests.audit.dumps import (  # noqa: E402
     of_traces,
     write_lines,
 )
+from tests.trainer_samples import scored_groups  # noqa: E402
 
 Defect = Callable[[Dump], Any]
 
@@ -352,6 +354,14 @@ def test_a_sound_dump_raises_no_alarm(form: str, tmp_path: Path) -> None:
     assert found(report) == set()
     assert report.rows == 12
     assert {check for check in CHECKS if not report.judged[check]} == set(report.reasons)
+
+
+def test_a_dump_of_forked_rollouts_raises_no_alarm(tmp_path: Path) -> None:
+    """Branches of one rollout have one number and another prompt; a reply of the first is context in the second."""
+    path = write_debug_data(scored_groups(forks=True), tmp_path / "0.pt")
+    report = audit(path, reader_of("slime-pt"))
+    assert found(report) == set()
+    assert report.judged["once"] == 8
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
