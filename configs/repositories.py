@@ -18,19 +18,25 @@ from rollouts.recipes.environments.repositories.tasks import TASKS
 from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox
 
 PROGRAMS: Mapping[str, Callable[..., programs.Launch]] = {
+    "aider": programs.aider,
     "claude_code": programs.claude_code,
+    "cline": programs.cline,
     "codex": programs.codex,
     "mini_swe_agent": programs.mini_swe_agent,
     "opencode": programs.opencode,
+    "openhands": programs.openhands,
+    "pi": programs.pi,
     "qwen_code": programs.qwen_code,
 }
 
 
-@recipe_defaults(batch_size=4, n_samples_per_prompt=4, over_sampling_factor=1.0, max_new_tokens=4096)
+@recipe_defaults(batch_size=4, n_samples_per_prompt=4, over_sampling_factor=2.0, in_flight=16, max_new_tokens=4096)
 def recipe(
     endpoint: Endpoint,
     *,
-    program: Literal["claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code"] = "claude_code",
+    program: Literal[
+        "aider", "claude_code", "cline", "codex", "mini_swe_agent", "opencode", "openhands", "pi", "qwen_code"
+    ] = "claude_code",
     command: tuple[str, ...] = (),
     sandbox: Literal["process", "namespaces"] = "namespaces",
     readable: tuple[str, ...] = (),
@@ -39,7 +45,10 @@ def recipe(
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Claude Code, Codex, mini-swe-agent, opencode or qwen-code, installed on this machine; command starts it."""
+    """Claude Code, Codex or another program of PROGRAMS, installed on this machine; command starts it.
+
+    At most 16 sandboxes are open at once, and each that closes makes room for the next rollout.
+    """
     kind = ProcessSandbox() if sandbox == "process" else NamespaceSandbox(readable=readable)
     launch = PROGRAMS[program]
     return program_recipe(

@@ -14,7 +14,7 @@ from rollouts.recipes.environments.retool import STOP, CodeTagsEnvironment, Reto
 from rollouts.rewards import boxed_math
 
 
-@recipe_defaults(temperature=1.0, max_new_tokens=4096)
+@recipe_defaults(temperature=1.0, max_new_tokens=4096, over_sampling_factor=3.0, in_flight=384)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -30,7 +30,9 @@ def recipe(
 ) -> Recipe:
     """Problems from a file or ``hub:OWNER/DATASET/PATH``; ``require`` names the required restrictions.
 
-    With ``style="tags"`` programs and their outputs are text of one assistant turn.
+    With ``style="tags"`` programs and their outputs are text of one assistant turn. The defaults are for asynchronous
+    training: 384 rollouts run (1.5 batches), of groups that are 2 versions old on average. For training on-policy set
+    ``over_sampling_factor=1`` and ``in_flight=None``.
     """
     tags: dict[str, Any] = {"stop": STOP, "dialect": "plain"} if style == "tags" else {}
     return agent_recipe(

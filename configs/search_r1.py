@@ -24,7 +24,7 @@ from rollouts.recipes.environments.search_r1 import (
 )
 
 
-@recipe_defaults(temperature=1.0, max_new_tokens=512)
+@recipe_defaults(temperature=1.0, max_new_tokens=512, over_sampling_factor=3.0, in_flight=384)
 def recipe(
     endpoint: Endpoint,
     *,
@@ -40,7 +40,10 @@ def recipe(
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """Questions from ``data``, searched in ``corpus`` or by the server ``retriever``; or a generated world."""
+    """Questions from ``data``, searched in ``corpus`` or by the server ``retriever``; or a generated world.
+
+    The defaults are for asynchronous training, see ``retool``.
+    """
     if corpus is not None and retriever is not None:
         raise ConfigError.of("options corpus, retriever", (corpus, retriever), "one of them")
     if (data is None) != (corpus is None and retriever is None):

@@ -44,27 +44,18 @@ __all__ = [
 ]
 
 
-CAUSES = ("endpoint", "environment_start", "environment_step", "reward", "filter", "generate", "deadline")
+CAUSES = ("endpoint", "environment_start", "environment_step", "verifier", "reward", "filter", "generate", "deadline")
 """Why rollouts fail, by the boundary in which the error was raised. The model is never the cause: a malformed tool call
 is answered with an error message, and a limit is a stop reason."""
 
 
-Kind: TypeAlias = Literal[
-    "environment_start",
-    "environment_step",
-    "reward",
-    "filter",
-    "rollout",
-    "generation",
-    "server",
-    "recording",
-    "a_free_thread",
-    "a_pause",
-    "other",
-]
+_OfUsers = Literal["environment_start", "environment_step", "verifier", "reward", "filter"]
+Kind: TypeAlias = (
+    _OfUsers | Literal["rollout", "generation", "server", "recording", "a_free_thread", "a_pause", "other"]
+)
 """The subject of a wait or a failure: a call of user code (``environment_start`` includes creation and tools,
-``environment_step`` snapshots and close), a whole ``rollout``, a ``generation`` request or another request to a
-``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
+``environment_step`` snapshots and close, ``verifier`` tests), a whole ``rollout``, a ``generation`` request or
+another request to a ``server``, a ``recording``, or a wait for ``a_free_thread`` or the end of ``a_pause``."""
 
 
 class RolloutsError(Exception):
@@ -187,7 +178,7 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, RolloutsError) and error.late:
         return "deadline"
     if isinstance(error, EnvironmentFailure):
-        return "environment_step" if error.kind == "environment_step" else "environment_start"
+        return error.kind if error.kind in ("environment_step", "verifier") else "environment_start"
     kinds = ((EndpointError, "endpoint"), (RewardFailure, "reward"), (FilterFailure, "filter"))
     return next((cause for kind, cause in kinds if isinstance(error, kind)), "generate")
 
@@ -212,6 +203,7 @@ def at(place: str) -> Iterator[None]:
 
 def shortened(value: Any) -> str:
     """The repr of a value for a message, at most 120 characters."""
+    value = value[:60] if type(value) in (list, tuple) else value  # the repr of 60 entries is longer
     try:
         text = repr(value)
     except KeyboardInterrupt:

@@ -14,7 +14,6 @@ This module does not know text, tokenizers or environments.
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,19 +34,12 @@ from rollouts.dtypes import (
     StopReason,
     TokenColumn,
     VersionSpan,
+    digest,
     frozen,
 )
 from rollouts.errors import Failure, TokenMismatchError
 
 __all__ = ["CompletionRecord", "Segment", "Trajectory", "digest"]
-
-
-def digest(tokens: TokenColumn, start: int = 0) -> int:
-    """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    return zlib.crc32(np.ascontiguousarray(tokens, _WIRE_DTYPE).data, start)
-
-
-_WIRE_DTYPE = np.dtype("<i4")
 
 
 @attrs.frozen
@@ -108,6 +100,7 @@ class Trajectory:
     Attributes:
         history: the policy for a history that the template rewrites.
         messages: the conversation as text; a view, never the record.
+        tools: the tools that the policy was shown, as the JSON of their schemas; ``None`` if unknown.
         images: the images of the tokens, in order, with the positions of their placeholder ids.
         segments: adjacent tokens of equal origin, covering all tokens.
         completions: records of the completions, in order.
@@ -122,6 +115,7 @@ class Trajectory:
     def __init__(self, history: OnRewrite = "append") -> None:
         self.history: OnRewrite = history
         self.messages: list[Message] = []
+        self.tools: str | None = None
         self.images: list[ImageSpan] = []
         self.segments: list[Segment] = []
         self.completions: list[CompletionRecord] = []
@@ -253,8 +247,7 @@ class Trajectory:
         self._readable = self._tokens
         self._sealed = self.sampled(0)
         self._replies.clear()
-        self.stop_reason = stop_reason
-        self.failure = failure
+        self.stop_reason, self.failure = stop_reason, failure
         return self
 
     def _check_not_sealed(self) -> None:

@@ -455,7 +455,7 @@ ROWS = [
     Row(CONFIG, "over-sampling below one", "RolloutConfig.over_sampling_factor: got 0.5; expected a number >= 1", configured(over_sampling_factor=0.5)),
     Row(CONFIG, "no slot for a rollout", "RolloutConfig.in_flight: got 0; expected an integer >= 1", configured(in_flight=0)),
     Row(CONFIG, "a filter for spread over one rollout", "RolloutConfig.n_samples_per_prompt: got 1; expected at least 2 with filter_fn=check_reward_nonzero_std", configured(n_samples_per_prompt=1, filter_fn=check_reward_nonzero_std)),
-    Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, reward, filter, generate, deadline", configured(failures={"oom": FailurePolicy()})),
+    Row(CONFIG, "a cause of failure that does not exist", "RolloutConfig.failures: got 'oom'; expected one of endpoint, environment_start, environment_step, verifier, reward, filter, generate, deadline", configured(failures={"oom": FailurePolicy()})),
     Row(CONFIG, "a temperature below zero", "SamplingParams.temperature: got -1; expected a number >= 0", lambda folder: SamplingParams(temperature=-1)),
     Row(CONFIG, "no turns", "Limits.max_turns: got 0; expected an integer >= 1", lambda folder: Limits(max_turns=0)),
     Row(CONFIG, "a key and a password in the URL", "Endpoint.api_key: got '(not shown)'; expected none where a URL has a user name or a password", lambda folder: Endpoint(base_url="http://me:pw@host:1", api_key="k")),

@@ -263,7 +263,7 @@ def test_the_page_about_filters_has_all_with_their_defaults() -> None:
     assert sorted(rows) == sorted(filters.__all__)
     for name, arguments in rows.items():
         parameters = inspect.signature(getattr(filters, name)).parameters.values()
-        bounds = [f"={each.default}" * name.startswith("check_") for each in parameters if each.name != "samples"]
+        bounds = [f"={each.default!r}" * name.startswith("check_") for each in parameters if each.name != "samples"]
         names = [each.name for each in parameters if each.name != "samples"]
         given = ["samples"] * name.startswith("check_") + [a + b for a, b in zip(names, bounds, strict=True)]
         assert arguments == ", ".join(given)
@@ -359,6 +359,54 @@ def test_the_commands_of_the_tutorial_run(engine_url: str, tmp_path: Path, capsy
         assert len(load_run("runs/gsm8k")) == 2 * 2
     expected = ["check-env", "run", "show", "view", "check-run", "run", "check-model", "eval", "run", "plan"]
     assert verbs == expected
+
+
+# -- every page -------------------------------------------------------------------------------------------------------
+
+
+def commands_of(page: Path) -> list[tuple[list[str], bool]]:
+    """The commands of a page that begin with ``rollouts`` or ``scripts/``, and whether each is whole.
+
+    Those within a sentence may name the option that it is about, and leave the rest out.
+    """
+    found = []
+    for language, block, inline in re.findall(
+        r"```(\w*)\n(.*?)```|`((?:rollouts |scripts/)[^`\n]*)`", page.read_text(encoding="utf-8"), re.DOTALL
+    ):
+        if language in ("", "bash", "sh"):
+            for line in (block or inline).replace("\\\n", " ").splitlines():
+                command = line.partition(" #")[0].partition(" > ")[0].split(" && ")[0]
+                if re.match(r"(\w+=\S+ )*(rollouts \S|scripts/)", command):
+                    words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+                    found.append((words, bool(block) and not {"...", "…"} & set(words)))
+    return found
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("training/**/*.md")])
+STANDS_FOR_A_RECIPE = {"RECIPE", "FILE", "my_recipe.py", "chess"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_exist(page: Path) -> None:
+    """Each script is there, each verb is known, and its parser takes the options."""
+    for words, whole in commands_of(page):
+        if words[0] != "rollouts":
+            assert (ROOT / words[0]).exists(), words
+            continue
+        verb = words[1]
+        if verb.isupper() or verb.startswith("-") or verb == "rate":  # rollouts VERB --help, and a plug-in's verb
+            continue
+        assert verb in VERBS, words
+        if whole and words[2:] != ["--help"]:
+            try:
+                check_command([dict.fromkeys(STANDS_FOR_A_RECIPE, "calculator").get(word, word) for word in words])
+            except SystemExit as error:
+                raise AssertionError(f"the parser refuses {shlex.join(words)}") from error
+        else:
+            verbs = argparse.ArgumentParser(allow_abbrev=False).add_subparsers()
+            importlib.import_module(f"rollouts.commands.{VERBS[verb].module}").add(verbs)
+            known = verbs.choices[verb]._option_string_actions
+            assert [word for word in words[2:] if word.startswith("--") and word not in known] == [], words
 
 
 # -- docs/slime.md ----------------------------------------------------------------------------------------------------

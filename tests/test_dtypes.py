@@ -341,6 +341,17 @@ def test_an_image_of_another_mode_becomes_rgb(mode: str) -> None:
     assert Image.of(_file(given)).to_pil().tobytes() == given.convert("RGB").tobytes()
 
 
+def test_a_png_of_16_bits_becomes_one_of_8() -> None:
+    """With the upper byte of each channel, as Pillow and the processors of transformers read it."""
+    rows = b"".join(b"\0" + bytes([high, 7] * 3 * 2) for high in (1, 200))  # filter 0, two pixels
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    body = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    image = Image.of(b"\x89PNG\r\n\x1a\n" + body)
+    assert image.to_pil().tobytes() == bytes([1] * 6 + [200] * 6)
+
+
 def test_a_photograph_is_turned_upright() -> None:
     """A file with an EXIF orientation is read as transformers reads it."""
     exif = PIL.Image.Exif()

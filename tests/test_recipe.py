@@ -47,6 +47,7 @@ from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample, load_run
 from rollouts.training.failures import FailurePolicy
 from rollouts.training.samplers import PoolSampler
+from tests.harbor.folders import write_task
 
 CALCULATOR = Path(__file__).parents[1] / "configs" / "calculator.py"
 
@@ -516,6 +517,14 @@ async def test_wrong_variables_of_a_prompt_are_found_before_the_run(own: Any, me
         await preflight(agent_recipe("mine", ENDPOINT, CalculatorEnvironment, prompts, **options))
 
 
+@pytest.mark.parametrize("name", ["repositories", "retool", "search_r1"])
+def test_a_recipe_for_asynchronous_training_keeps_its_slots_busy(name: str) -> None:
+    """At its defaults at least a batch of rollouts runs, and the open groups have more rollouts than may run."""
+    defaults = {option.name: option.default for option in recipe_options(load_recipe(name))}
+    batch = defaults["batch_size"] * defaults["n_samples_per_prompt"]
+    assert batch <= defaults["in_flight"] < batch * defaults["over_sampling_factor"]
+
+
 def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe() -> None:
     """``**options: Unpack[RecipeOptions]`` is each of them, with its type and the default that the recipe gives it."""
 
@@ -698,6 +707,9 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
     if name == "openreward":
         options["config"] = tmp_path / "config.yaml"
         options["config"].write_text(SETTINGS)
+    if name == "harbor":
+        task = write_task(tmp_path / "task")
+        options |= {"data": task, "program": "claude_code", "grade": "keep", "root": str(tmp_path)}
     recipe = function(Endpoint(model="m", sampling=SamplingParams(**OF_ENDPOINT)), **options)
     expected = {key: options.get(key, value) for key, value in OF_ENDPOINT.items()}
     if name == "search_r1":

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from rollouts.programs.launchers.repository_task import Files, RepositoryTask
 
 __all__ = ["SOLUTIONS", "TASKS"]
@@ -141,7 +143,12 @@ class Tests(unittest.TestCase):
 """.encode()
 
 
-def _task(name: str, problem: str, source: str, shows: str, keeps: str) -> RepositoryTask:
+def _diff(path: str, before: str, after: str) -> bytes:
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    return "".join(difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")).encode()
+
+
+def _task(name: str, problem: str, source: str, change: tuple[str, str], shows: str, keeps: str) -> RepositoryTask:
     test_file = f"tests/test_{name}.py"
     tests = _tests(name, shows.partition("(")[0], shows, keeps)
     files = {
@@ -158,11 +165,12 @@ def _task(name: str, problem: str, source: str, shows: str, keeps: str) -> Repos
         test_files={"tests/__init__.py": b"", test_file: tests},
         fail_to_pass=f"tests.test_{name}.Tests.test_defect",
         pass_to_pass=f"tests.test_{name}.Tests.test_before",
+        reference=_diff(f"{name}.py", source, source.replace(*change)),
         test_seconds=30.0,
     )
 
 
-TASKS = {name: _task(name, problem, source, shows, keeps) for name, problem, source, _, shows, keeps in _ROWS}
+TASKS = {row[0]: _task(*row) for row in _ROWS}
 """By name."""
 SOLUTIONS = {name: source.replace(*change) for name, _, source, change, _, _ in _ROWS}
 """The mended module of each task."""

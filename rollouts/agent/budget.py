@@ -10,6 +10,7 @@ import math
 import attrs
 
 from rollouts.dtypes import Limits, SamplingParams, StopReason
+from rollouts.inference.base import CompletionRequest
 from rollouts.trajectory import CompletionRecord
 
 __all__ = ["Budget", "ReplyRequest"]
@@ -19,8 +20,8 @@ __all__ = ["Budget", "ReplyRequest"]
 class ReplyRequest:
     """One request for a reply, or for the rest of a reply that was cut."""
 
-    sampling: SamplingParams
-    """``max_new_tokens`` is what the limits allow this request."""
+    completion_request: CompletionRequest
+    """Its ``sampling.max_new_tokens`` is what the limits allow this request."""
     limit: StopReason
     """The stop reason if ``max_new_tokens`` is too few because of a limit."""
     began: float
@@ -66,7 +67,7 @@ class Budget:
 
     def after_completion(self, completion: CompletionRecord, request: ReplyRequest) -> StopReason | None:
         """Why the completion ends the episode; ``None`` if it does not."""
-        whole, asked = self._of_reply, request.sampling.max_new_tokens
+        whole, asked = self._of_reply, request.completion_request.sampling.max_new_tokens
         self.cut_tokens = self.spent_tokens = 0
         if completion.finish_reason == "abort":
             return StopReason.ABORTED

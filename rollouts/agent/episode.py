@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -22,9 +23,9 @@ from rollouts.agent.prior_turns import PriorTurns
 from rollouts.agent.replies import Replies
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, SamplingParams, StopReason, Tool
+from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, Tool
 from rollouts.environments.base import EnvironmentFactory, bad_step
-from rollouts.errors import ConfigError, GenerateFailure, HistoryRewritten, ReplyRefused
+from rollouts.errors import ConfigError, Failure, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
 from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
@@ -66,8 +67,12 @@ class Episode:
     memory: BridgeMemory = attrs.field(init=False, factory=BridgeMemory)
     """The state on which bridges of the current branch depend; a bridge then costs as much as its new messages."""
     environment: GuardedEnvironment | None = attrs.field(init=False, default=None)
+    tools: tuple[Tool, ...] | None = attrs.field(init=False, default=None)
+    """The tools of the environment; ``None`` before it has started."""
     stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
     """Why the episode ended: a deadline, unless :meth:`play` returned another reason."""
+    failure: Failure | None = attrs.field(init=False, default=None)
+    """The failure that ended it."""
 
     def __attrs_post_init__(self) -> None:
         self.branches = [Trajectory(self.history)]
@@ -91,11 +96,9 @@ class Episode:
                 request = self._next_request()
                 if isinstance(request, StopReason):
                     return request
-                completion = await self.policy.complete(self._completion_request(request.sampling))
-                # 4. Parse the reply.
-                reply = self._add_reply(completion, request, tools)
-                # 5. Check the limits.
-                reason = self._check_limits(request, reply, turn, tools)
+                completion = await self.policy.complete(request.completion_request)
+                # 4. Parse the reply, and 5. check the limits.
+                reply, reason = self._add_reply(completion, request, turn, tools)
                 if reason is not None:
                     return reason
             # 6. Step the environment.
@@ -106,7 +109,7 @@ class Episode:
                 return StopReason.MAX_TURNS
             # 7. Append the result: text in the same turn, a bridge after the tokens so far, or a new branch.
             if step.continuation:
-                await self._append_continuation(step.continuation, environment.name, tools)
+                await self.append_continuation(step.continuation, environment.name, tools)
             else:
                 await self.append_messages(step.messages, tools)
             # 8. Log the turn. Without a snapshot the first turn is enough: it shows that the episode had begun.
@@ -123,9 +126,8 @@ class Episode:
         request = self._next_request()
         if isinstance(request, StopReason):
             return None, request
-        completion = await self.policy.complete(self._completion_request(request.sampling))
-        reply = self._add_reply(completion, request, tools)
-        return reply, self._check_limits(request, reply, turn, tools)
+        completion = await self.policy.complete(request.completion_request)
+        return self._add_reply(completion, request, turn, tools)
 
     # -- 1. start the environment, 2. open the conversation --
 
@@ -149,17 +151,17 @@ class Episode:
         if self.recorder is not None and self.recorder.log.turns:
             self.trajectory.count("restarted_at_resume")
         messages = await environment.open(self.prompt, self.trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
         await self.open_conversation(messages, tools)
         return 0, None, tools
 
-    def _tools(self, environment: GuardedEnvironment) -> tuple[Tool, ...]:
+    def tools_of(self, environment: GuardedEnvironment) -> tuple[Tool, ...]:
         """The tools of the started environment.
 
         Raises:
             ConfigError: the chat template failed its self-test for them.
         """
-        tools = environment.tools()
+        tools = self.tools = environment.tools()
         self.renderer.self_test(tools).raise_if_refused()
         return tools
 
@@ -175,7 +177,7 @@ class Episode:
         if prior.part_start is not None and not prior.new:
             known = [*before, self.replies.turn_until(trajectory, prior.part_start, ())]
         await environment.start(attrs.evolve(self.prompt, prompt=known), trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
         if self.history != "append":
             self.rendered = await rendered(before, self.renderer.render, before, tools)
         if prior.new:
@@ -199,7 +201,13 @@ class Episode:
         """Restore the environment's last snapshot, and continue the trajectory of the logged turns."""
         last = recorder.log.turns[-1].fields
         await environment.restore(self.prompt, last["snapshot"], self.trajectory)
-        tools = self._tools(environment)
+        tools = self.tools_of(environment)
+        self.adopt_logged(earlier, last)
+        recorder.resumed(earlier, is_open=self.replies.continues)
+        return tools
+
+    def adopt_logged(self, earlier: Trajectory, last: Mapping[str, Any]) -> None:
+        """Continue the trajectory of logged turns; ``last`` are the fields of the last of them."""
         self.branches = [earlier]
         self.session = last["session"]
         replies = self.replies
@@ -210,8 +218,6 @@ class Episode:
             replies.continue_after(last["open_turn"], len(earlier))
         self.budget.sampled = int(earlier.mask.sum())
         earlier.count("turns_before_resume", len(earlier.completions))
-        recorder.resumed(earlier, is_open=replies.continues)
-        return tools
 
     async def open_conversation(self, messages: Sequence[Message], tools: tuple[Tool, ...]) -> None:
         """Append the opening: the tokens before the first reply.
@@ -233,41 +239,40 @@ class Episode:
 
     def _next_request(self) -> ReplyRequest | StopReason:
         """The next request, or the limit that leaves no token for its reply."""
-        length = len(self.trajectory)
-        tokens, limit = self.budget.next_reply(length)
+        trajectory, budget = self.trajectory, self.budget
+        length = len(trajectory)
+        tokens, limit = budget.next_reply(length)
         if tokens < 1:
             return limit
-        seed = self.replies.begin(length, self.budget.sampling.seed, self.prompt)
-        return ReplyRequest(self.budget.sampling_of(tokens, seed), limit, now())
+        sampling = budget.sampling_of(tokens, self.replies.begin(length, budget.sampling.seed, self.prompt))
+        stops, version = self.renderer.stop_token_ids, _last_version(trajectory)
+        images = trajectory.images
+        request = CompletionRequest(trajectory.tokens, sampling, stops, self.session, images=images, version=version)
+        return ReplyRequest(request, limit, now())
 
-    def _completion_request(self, sampling: SamplingParams) -> CompletionRequest:
-        tokens, stops = self.trajectory.tokens, self.renderer.stop_token_ids
-        images, version = self.trajectory.images, _last_version(self.trajectory)
-        return CompletionRequest(tokens, sampling, stops, self.session, images=images, version=version)
+    def _add_reply(
+        self, completion: Completion, request: ReplyRequest, turn: int, tools: Sequence[Tool]
+    ) -> tuple[Message, StopReason | None]:
+        """Append the sampled tokens, and parse the reply that they complete.
 
-    def _add_reply(self, completion: Completion, request: ReplyRequest, tools: Sequence[Tool]) -> Message:
-        """Append the sampled tokens, and parse the reply that they complete."""
-        trajectory, cut = self.trajectory, self.budget.cut_tokens
+        Returns:
+            The reply, and why the episode ends before any of its calls runs; ``None`` if it continues.
+        """
+        trajectory, budget = self.trajectory, self.budget
+        cut = budget.cut_tokens
         if cut:
-            stop, stop_token_ids = request.sampling.stop, self.renderer.stop_token_ids
+            stop, stop_token_ids = budget.sampling.stop, self.renderer.stop_token_ids
             completion = until_stop(trajectory.tokens[-cut:], completion, stop, stop_token_ids, self.renderer.decode)
         _add_times(trajectory, completion, request.began)
-        self.budget.sampled += len(completion.tokens)
-        reply = self.replies.add(trajectory, completion, tools, self.budget.sampling.sent_temperature)
+        budget.sampled += len(completion.tokens)
+        reply = self.replies.add(trajectory, completion, tools, budget.sampling.sent_temperature)
         self._observe()
-        return reply
-
-    def _check_limits(
-        self, request: ReplyRequest, reply: Message, turn: int, tools: Sequence[Tool]
-    ) -> StopReason | None:
-        """Why the episode ends after this reply, before any of its calls runs; ``None`` if it continues."""
-        reason = self.budget.after_completion(self.trajectory.completions[-1], request)
-        calls = len(reply.tool_calls)
+        reason, calls = budget.after_completion(trajectory.completions[-1], request), len(reply.tool_calls)
         if reason is not None or not calls:
-            return reason
+            return reply, reason
         one_a_turn = calls > 1 and bool(tools) and self.renderer.self_test(tools).calls == "one a turn"
-        total, length = self.replies.call_count, len(self.trajectory)
-        return self.budget.before_calls(turn, calls, total, length, one_a_turn=one_a_turn)
+        total, length = self.replies.call_count, len(trajectory)
+        return reply, budget.before_calls(turn, calls, total, length, one_a_turn=one_a_turn)
 
     # -- 7. append the result --
 
@@ -291,7 +296,7 @@ class Episode:
             raise failure(f"the template cannot render the next turn: {error}") from error
         self._observe()
 
-    async def _append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:
+    async def append_continuation(self, text: str, name: str, tools: Sequence[Tool]) -> None:
         """Append the environment's text to the assistant turn of the last reply.
 
         Raises:
@@ -366,10 +371,10 @@ def _last_version(trajectory: Trajectory) -> str:
 
 def _add_times(trajectory: Trajectory, completion: Completion, began: float) -> None:
     """Add the spans of a request that began at ``began`` and was just answered."""
-    sent = began  # of a policy that does not say how long its request took
+    sent, ended = began, now()  # sent at once, if the policy does not say how long its request took
     if completion.seconds:  # the rest was a wait for a free slot, a pause, a retry or an outage
-        sent = max(began, now() - completion.seconds + completion.waited)
+        sent = max(began, ended - completion.seconds + completion.waited)
     if sent - began >= _LEAST_WAIT:
         trajectory.times.add("queued", completion.server, began, sent - began)
-    trajectory.times.ended("generating", completion.server, sent)
+    trajectory.times.add("generating", completion.server, sent, ended - sent)
     trajectory.count("generation_seconds", completion.seconds)

@@ -92,7 +92,8 @@ class GuardedEnvironment:
     async def step(self, reply: Message, trajectory: Trajectory, *, has_tools: bool) -> StepResult:
         """The result of one step, with its rewards and metrics added to the trajectory."""
         step = await self._run_calls(reply, trajectory, has_tools=has_tools)
-        trajectory.add_rewards(step.rewards)
+        if step.reward is not None:
+            trajectory.add_rewards(step.rewards)
         for span in step.times:
             trajectory.times.add(*span)
         for metric, amount in step.metrics.items():

@@ -14,7 +14,7 @@ This module does not know samples, rewards or groups. The turns themselves are :
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Required, TypedDict, Unpack
 
 import attrs
@@ -26,6 +26,7 @@ from rollouts.agent.turn_log import TurnLog
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Limits, OnRewrite, Prompt, SamplingParams, StopReason
+from rollouts.dtypes.tools import tools_json
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import (
     ConfigError,
@@ -42,7 +43,7 @@ from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
 
-__all__ = ["EpisodeOptions", "begin_episode", "ending", "run_agent", "run_branches"]
+__all__ = ["EpisodeOptions", "begin_episode", "ending", "run_agent", "run_branches", "seal", "within"]
 
 
 class EpisodeOptions(TypedDict, total=False):
@@ -150,10 +151,25 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
         ConfigError, EndpointAway, TokenMismatchError: as :func:`run_branches`.
     """
     seconds_before = 0.0 if episode.recorder is None else episode.recorder.seconds_before
-    failure: Failure | None = None
     try:
-        with deadline(episode.budget.limits.episode_seconds - seconds_before):
+        with within(episode, episode.budget.limits.episode_seconds - seconds_before):
             yield
+    finally:
+        if episode.environment is not None:
+            await episode.environment.close(episode.trajectory)
+    seal(episode)
+
+
+@contextlib.contextmanager
+def within(episode: Episode, seconds: float) -> Iterator[deadline]:
+    """Play a part of the episode inside, for at most ``seconds``; a limit or a failure inside is the episode's end.
+
+    Raises:
+        ConfigError, EndpointAway, TokenMismatchError: as :func:`run_branches`.
+    """
+    try:
+        with deadline(seconds) as limit:
+            yield limit
     except ContextOverflow:
         episode.stop_reason = StopReason.CONTEXT_OVERFLOW
     except ReplyRefused:
@@ -161,11 +177,12 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
     except EndpointAway:
         raise
     except (EnvironmentFailure, EndpointError, GenerateFailure, HistoryRewritten) as error:
-        episode.stop_reason, failure = StopReason.FAILED, Failure.of(error)
-    finally:
-        if episode.environment is not None:
-            await episode.environment.close(episode.trajectory)
-    reason = episode.stop_reason
+        episode.stop_reason, episode.failure = StopReason.FAILED, Failure.of(error)
+
+
+def seal(episode: Episode) -> None:
+    """Seal all branches of an ended episode. An episode without a reply failed, unless its prompt was too long."""
+    reason, failure = episode.stop_reason, episode.failure
     too_long = reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
     if failure is None and episode.prior is None and not too_long and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
@@ -176,6 +193,10 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
 def _seal(episode: Episode, stop_reason: StopReason, failure: Failure | None) -> None:
     """Seal all branches. A last branch without a completion is removed; its messages go to the branch before it."""
     *earlier, last = episode.branches
+    if episode.tools is not None:
+        schemas = tools_json(episode.tools)
+        for branch in episode.branches:
+            branch.tools = schemas
     if earlier and not last.completions:
         earlier[-1].messages = last.messages
         *earlier, last = earlier

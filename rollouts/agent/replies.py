@@ -20,9 +20,6 @@ from rollouts.trajectory import Trajectory
 
 __all__ = ["Replies"]
 
-_PROMPT_END = 16
-"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
-
 _UNPARSED = Message("assistant")
 
 
@@ -129,8 +126,7 @@ class Replies:
 
     def _parsed(self, trajectory: Trajectory, start: int, stop: int | None, tools: Sequence[Tool]) -> Message:
         tokens = trajectory.tokens
-        prompt = tokens[max(start - _PROMPT_END, 0) : start]
-        return self.renderer.parse(tokens[start:stop], tools=tools, prompt=prompt)
+        return self.renderer.parse(tokens[start:stop], tools=tools, prompt=tokens[:start])
 
     def _whole_turn(self, trajectory: Trajectory, reply: Message, tools: Sequence[Tool]) -> Message:
         """The whole assistant turn that ends with ``reply``: its earlier parts have no calls."""

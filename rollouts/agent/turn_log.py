@@ -236,3 +236,9 @@ class TurnLog:
     async def save(self, turn: Turn) -> None:
         if self._claims == 1:
             await self._save(turn)
+
+    async def void(self) -> None:
+        """Drop the turns so far: the rollout begins again."""
+        self.turns = ()
+        if self._claims == 1:
+            await self._save(None)

@@ -47,6 +47,7 @@ VERBS = {
     "view": Verb("view", "write a run as an HTML page, or serve an active run"),
     "check-run": Verb("verify", "do the laws hold on a stored run? With --model: its logprobs"),
     "audit": Verb("audit", "do the laws hold on a dump of another system?"),
+    "curate": Verb("curate", "make a data set for SFT or preference training of stored runs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),
     "rescore": Verb("rescore", "apply another reward function and filter to a stored run"),
@@ -56,6 +57,7 @@ VERBS = {
     "check-model": Verb("check_template", "does a model's chat template render exact tokens?"),
     "new-env": Verb("new_env", "create a template of an environment, with tests"),
     "check-env": Verb("check_env", "does an environment work? It is played with random replies"),
+    "check-task": Verb("check_task", "do the tests of tasks tell a solution from none?"),
     "serve": Verb("serve", "start the embedded engine as a server"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),
@@ -66,8 +68,8 @@ VERBS = {
 
 GROUPS = {
     "Run": ("run", "eval", "plan"),
-    "See": ("ls", "show", "view", "compare", "export", "replay", "rescore"),
-    "Judge": ("check-env", "check-model", "check-server", "check-run", "audit", "doctor"),
+    "See": ("ls", "show", "view", "compare", "export", "curate", "replay", "rescore"),
+    "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "audit", "doctor"),
     "Environments": ("recipes", "new-env", "play"),
     "Serve": ("serve", "serve-env", "gateway"),
 }

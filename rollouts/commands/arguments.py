@@ -28,6 +28,7 @@ from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
+from rollouts.runs.folder import check_files
 
 __all__ = [
     "BAD_INPUT",
@@ -246,13 +247,14 @@ def add_output(verb: argparse.ArgumentParser) -> None:
 
 
 def check_run(path: Path, argument: str = "RUN") -> None:
-    """Check that a folder contains a run.
+    """Check that a folder contains a run whose files may be opened.
 
     Raises:
-        ConfigError: it does not; the message names the argument.
+        ConfigError: it does not, with the argument in the message; or it has a FIFO, a device or a sparse file.
     """
     if not (path / "run.json").is_file():
         raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")
+    check_files(path)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:

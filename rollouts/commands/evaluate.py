@@ -35,6 +35,7 @@ from rollouts.recipe import Recipe, preflight
 from rollouts.runs.folder import check_outside
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.run import observe
+from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.evaluation import (
     TaskScore,
     compare,
@@ -188,7 +189,7 @@ class _Writer:
 
     def __init__(self, path: Path, done: int, wanted: int) -> None:
         self._path = path
-        self._images = ImageFolder(path.parent)
+        self._images, self._tools = ImageFolder(path.parent), ToolFolder(path.parent)
         self._lock = threading.Lock()
         self._count, self._wanted = done, max(done, wanted)
         self._rewards: list[float] = []
@@ -198,7 +199,8 @@ class _Writer:
             # Numbered by position in the file: in earlier versions, the ids of a resumed evaluation began at 0 again.
             for sample in group.samples:
                 self._images.write(sample.named_images)
-            rows = [{**sample.to_dict(), "rollout_id": self._count} for sample in group.samples]
+                self._tools.write(sample.tools)
+            rows = [{**named(sample.to_dict()), "rollout_id": self._count} for sample in group.samples]
             file.write(b"".join(to_json(row) + b"\n" for row in rows))
             self._count += 1
             self._rewards += [sample.reward or 0.0 for sample in group.samples]
@@ -220,7 +222,8 @@ def _stored(file: Path) -> Iterator[Sample]:
         os.truncate(file, whole)
     for number, line in enumerate(text[:whole].splitlines(), 1):
         try:
-            yield Sample.from_dict(msgspec.json.decode(line, type=dict[str, Any]), ImageFolder(file.parent).load)
+            fields = ToolFolder(file.parent).restored(msgspec.json.decode(line, type=dict[str, Any]))
+            yield Sample.from_dict(fields, ImageFolder(file.parent).load)
         except (msgspec.DecodeError, ConfigError, TypeError, ValueError) as error:
             raise ConfigError(f"{file}, line {number}: not a rollout ({error})") from None
 

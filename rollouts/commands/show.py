@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from rollouts.commands.arguments import add_verb, check_run, positive
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.folder import Row, Which, note_of_calls, read_info, read_rows
+from rollouts.runs.reading import reading
 from rollouts.training.types import Sample
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
@@ -50,11 +51,37 @@ def show_run(
         failures: print the kinds of failures, and the traceback of the most frequent.
 
     Raises:
-        ConfigError: the run, group or sample does not exist.
+        ConfigError: the run, group or sample does not exist, or cannot be read.
     """
-    info = read_info(path)
-    if (note := note_of_calls(info)) is not None:
-        console.print(Text(visible(note), "yellow"), soft_wrap=True)
+    for part in _parts(path, group, number, outcome, limit, tokenizer, failures=failures):
+        console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def _parts(
+    path: Path,
+    group: int | None,
+    number: int | None,
+    outcome: Which,
+    limit: int,
+    tokenizer: str | None,
+    *,
+    failures: bool,
+) -> Iterator[RenderableType]:
+    """Yield the parts to print, so that an error of the output is not taken for one of the run."""
+    with reading(path):
+        info = read_info(path)
+        if (note := note_of_calls(info)) is not None:
+            yield Text(visible(note), "yellow")
+        groups = _groups(path, group, outcome)
+        if failures:
+            yield from _failures(path, groups)
+        elif number is not None:
+            yield from _transcript(path, groups, group, number, tokenizer or info.get("tokenizer"))
+        else:
+            yield from _tables(path, groups, group, outcome, limit)
+
+
+def _groups(path: Path, group: int | None, outcome: Which) -> Iterator[list[Row]]:
     groups: Iterator[list[Row]] = (
         list(rows) for _, rows in itertools.groupby(read_rows(path, outcome), lambda row: row.data.get("group_index"))
     )
@@ -64,53 +91,65 @@ def show_run(
         if members is None:
             raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {path} lists them)")
         groups = iter([members])
-    if failures:
-        _show_failures(path, groups, console)
-        return
-    if number is not None:
-        sample, position = _sample(groups, group, number)
-        console.print(transcript(sample, _decoder(tokenizer or info.get("tokenizer"), console)))
-        link = f"rollouts view {path} shows it at {path.name}.html#group={sample.group_index}&sample={position}"
-        console.print(Text(visible(link), "dim"), soft_wrap=True)
-        return
+    return groups
+
+
+def _transcript(
+    path: Path, groups: Iterator[list[Row]], group: int | None, number: int, tokenizer: Any
+) -> Iterator[RenderableType]:
+    sample, position = _sample(groups, group, number)
+    decode: Callable[[Any], str] | None = None
+    try:
+        decode = local_decoder(tokenizer)
+    except ConfigError as error:
+        yield Text(visible(f"messages instead of tokens: {error}"), "yellow")
+    yield transcript(sample, decode)
+    yield _dim(f"rollouts view {path} shows it at {path.name}.html#group={sample.group_index}&sample={position}")
+
+
+def _tables(
+    path: Path, groups: Iterator[list[Row]], group: int | None, outcome: Which, limit: int
+) -> Iterator[RenderableType]:
     listed = list(itertools.islice(groups, limit))
     if group is not None:
-        console.print(samples_table(listed[0]))
-        _print_next(path, listed[0], console)
+        yield samples_table(listed[0])
+        yield _next(path, listed[0])
         return
     if not listed:
-        console.print(Text(visible(f"{path} contains no groups of outcome {outcome}")), soft_wrap=True)
+        yield Text(visible(f"{path} contains no groups of outcome {outcome}"))
         return
-    console.print(groups_table(listed))
+    yield groups_table(listed)
     more = sum(1 for _ in groups)
     if more:
-        console.print(f"... and {more} more: --limit", style="dim")
+        yield _dim(f"... and {more} more: --limit")
     failed = next((rows for rows in listed if any(row.data.get("failure") for row in rows)), None)
     if failed is not None:
-        console.print(Text(visible(f"next: rollouts show {path} --failures"), "dim"), soft_wrap=True)
-    _print_next(path, failed or listed[0], console)
+        yield _dim(f"next: rollouts show {path} --failures")
+    yield _next(path, failed or listed[0])
 
 
-def _show_failures(path: Path, groups: Iterator[list[Row]], console: Console) -> None:
-    """Print the kinds of failures with their number, and the traceback of the first sample of the most frequent."""
+def _failures(path: Path, groups: Iterator[list[Row]]) -> Iterator[RenderableType]:
+    """The kinds of failures with their number, and the traceback of the first sample of the most frequent."""
     kinds = failure_kinds(groups)
     if not kinds:
-        console.print(Text(visible(f"{path} contains no failure")), soft_wrap=True)
+        yield Text(visible(f"{path} contains no failure"))
         return
-    console.print(failures_table(kinds))
+    yield failures_table(kinds)
     first = kinds[0]
     place = f"group {first.group}, sample {first.sample}"
-    console.print(Text(visible(f"\n{place}:\n{first.failure.traceback.rstrip()}"), "red"), soft_wrap=True)
+    yield Text(visible(f"\n{place}:\n{first.failure.traceback.rstrip()}"), "red")
     for kind in kinds:
-        text = f"next: rollouts show {path} --group {kind.group} --sample {kind.sample}"
-        console.print(Text(visible(text), "dim"), soft_wrap=True)
+        yield _dim(f"next: rollouts show {path} --group {kind.group} --sample {kind.sample}")
 
 
-def _print_next(path: Path, rows: Sequence[Row], console: Console) -> None:
-    """Print the command that shows the first failed sample of a group, else the first."""
+def _next(path: Path, rows: Sequence[Row]) -> Text:
+    """The command that shows the first failed sample of a group, else the first."""
     group = rows[0].data.get("group_index")
-    text = f"next: rollouts show {path} --group {group} --sample {first_failed(rows)}"
-    console.print(Text(visible(text), "dim"), soft_wrap=True)
+    return _dim(f"next: rollouts show {path} --group {group} --sample {first_failed(rows)}")
+
+
+def _dim(text: str) -> Text:
+    return Text(visible(text), "dim")
 
 
 def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> tuple[Sample, int]:
@@ -129,14 +168,6 @@ def _sample(groups: Iterator[list[Row]], group: int | None, number: int) -> tupl
     if not 0 <= number < len(members):
         raise ConfigError.of("--sample", number, f"0 to {len(members) - 1}, in group {group}")
     return members[number].sample(), number
-
-
-def _decoder(tokenizer: Any, console: Console) -> Callable[[Any], str] | None:
-    try:
-        return local_decoder(tokenizer)
-    except ConfigError as error:
-        console.print(Text(visible(f"messages instead of tokens: {error}"), "yellow"), soft_wrap=True)
-        return None
 
 
 def add(verbs: Any) -> None:

@@ -21,6 +21,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.recipe import Recipe
 from rollouts.recipe_files import RecipeFunction, build, load_recipe, read_options
 from rollouts.runs.folder import JOURNAL, read_info
+from rollouts.runs.reading import reading
 
 __all__ = [
     "ENGINE_LOG",
@@ -174,9 +175,13 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
     With ``allow_changes`` the server may have another model: the comparison of the settings records it.
 
     Raises:
-        ConfigError: the run does not exist, or neither it nor the command line names a recipe.
+        ConfigError: the run does not exist or cannot be read, or neither it nor the command line names a recipe.
     """
-    info = read_info(run)
+    with reading(run / "run.json"):
+        return _resumed(target, run, read_info(run), allow_changes)
+
+
+def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_changes: bool) -> RunTarget:
     before = info.get("command") or {}
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:

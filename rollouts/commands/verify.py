@@ -33,7 +33,8 @@ def add(verbs: Any) -> None:
         nargs="+",
         default=[],
         metavar="[VERSION=]DIR",
-        help="compare every logprob with these weights (law 8); without VERSION, for all versions that have no other",
+        help="compare every logprob with these weights (law 8); without VERSION, for all versions that have no other; "
+        "SEAT=DIR for a seat whose replies another policy samples",
     )
     parser.add_argument(
         "--lora",

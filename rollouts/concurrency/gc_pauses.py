@@ -71,6 +71,6 @@ def return_free_memory() -> None:
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]  # a function of the C library
+        return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
         return None

@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,6 +82,8 @@ def waking(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    import socket  # here: rollouts --help has no event loop
+
     reading, writing = socket.socketpair()
     with reading, writing:
         reading.setblocking(False)

@@ -5,6 +5,7 @@ Invariant: a column is checked and copied once, when it is packed; from then on 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -16,6 +17,7 @@ __all__ = [
     "LogprobColumn",
     "TokenColumn",
     "are_logprobs",
+    "digest",
     "frozen",
     "is_frozen",
     "packed_logprobs",
@@ -34,6 +36,11 @@ def packed_tokens(values: Iterable[int] | TokenColumn) -> TokenColumn:
 def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
     """Pack logprobs (natural logarithm) into a read-only float32 column, shape ``(n,)``."""
     return _packed(values, np.float32)
+
+
+def digest(tokens: TokenColumn, start: int = 0) -> int:
+    """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
+    return zlib.crc32(np.ascontiguousarray(tokens, "<i4").data, start)
 
 
 LOGPROB_TOLERANCE = 1e-4

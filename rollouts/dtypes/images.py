@@ -22,6 +22,7 @@ from rollouts.errors import ConfigError
 __all__ = ["Image", "ImageSpan", "image_label"]
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_RGB_8 = b"\x08\x02"  # bit depth and colour type in the header of a PNG
 _DATA_URL = "data:image/png;base64,"
 _EXIF_ORIENTATION = 0x0112
 _MAX_PIXELS = 1 << 26
@@ -48,21 +49,18 @@ class Image:
 
     def __attrs_post_init__(self) -> None:
         data: Any = self.data
-        if not isinstance(data, bytes) or data[:8] != _PNG or data[24:26] != b"\x08\x02":
-            raise ConfigError.of(
-                "Image.data",
-                data[:40] if isinstance(data, bytes) else data,
-                "a PNG in RGB with 8 bits a channel; use Image.of",
-            )
+        if not isinstance(data, bytes) or data[:8] != _PNG or data[24:26] != _RGB_8:
+            got = data[:40] if isinstance(data, bytes) else data
+            raise ConfigError.of("Image.data", got, "a PNG in RGB with 8 bits a channel; use Image.of")
         object.__setattr__(self, "sha256", hashlib.sha256(data).hexdigest())
 
     @classmethod
     def of(cls, value: Any) -> Image:
         """Convert an image: bytes of a file, a path, a PIL image, a ``data:`` URL, or an :class:`Image`.
 
-        A file is a BMP, GIF, JPEG, PNG, TIFF or WEBP. Bytes of an RGB PNG stay as they are. A file with an EXIF
-        orientation is turned upright, as transformers does when it loads one; the pixels of a PIL image stay where they
-        are. Transparency is dropped.
+        A file is a BMP, GIF, JPEG, PNG, TIFF or WEBP. Bytes of an RGB PNG with 8 bits a channel stay as they are; of
+        16 bits Pillow keeps the upper 8. A file with an EXIF orientation is turned upright, as transformers does when
+        it loads one; the pixels of a PIL image stay where they are. Transparency is dropped.
 
         Raises:
             ConfigError: the value has another form, it cannot be decoded, or Pillow is not installed.
@@ -159,7 +157,7 @@ def _png_of(value: Any) -> bytes:
     if isinstance(value, bytes | bytearray):
         image = _decoded(bytes(value))
         upright = image.getexif().get(_EXIF_ORIENTATION, 1) == 1
-        if image.format == "PNG" and image.mode == "RGB" and upright and "transparency" not in image.info:
+        if image.format == "PNG" and value[24:26] == _RGB_8 and upright and "transparency" not in image.info:
             return bytes(value)
         image = image if upright else pillow.ImageOps.exif_transpose(image)
     elif not isinstance(value, pillow.Image.Image):

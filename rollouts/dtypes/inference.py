@@ -156,7 +156,7 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether a grammar limits the ids of a reply."""
-        return any(getattr(self, name) is not None for name in CONSTRAINTS)
+        return self.json_schema is not None or self.regex is not None or self.ebnf is not None
 
     @property
     def greedy(self) -> bool:

@@ -43,6 +43,7 @@ from rollouts.engine.protocol import GenerateBody, Refusal, decoded, read_genera
 from rollouts.engine.requests import Request
 from rollouts.errors import ConfigError
 from rollouts.http.access import guard
+from rollouts.http.server_log import server_log
 
 __all__ = ["Options", "running_server"]
 
@@ -83,6 +84,7 @@ async def running_server(model: Path, host: str, port: int, options: Options) ->
         app,
         handler_cancellation=True,
         access_log=None,
+        logger=server_log(),
         shutdown_timeout=STOP_SECONDS / 2,
         keepalive_timeout=options.keep_alive_seconds,
     )

@@ -42,7 +42,7 @@ class ServerInfo:
     has_tokenizer: bool | None = None
     """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
     has_grammars: bool | None = None
-    """Whether the server can constrain replies to a grammar."""
+    """Whether the server can constrain replies to a grammar, and reports their logprobs under it."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 

@@ -38,8 +38,8 @@ __all__ = [
     "SentRequest",
     "Span",
     "Version",
+    "check_ids",
     "check_obeyed",
-    "check_values",
     "completion_of",
     "max_response_bytes",
     "packed_logprobs",
@@ -138,27 +138,26 @@ def check_obeyed(completion: Completion, sampling: SamplingParams, stop_token_id
             raise EndpointRefused(f"stop_token_ids: the reply continues after its stop id {stop}: {hint}")
 
 
-def check_values(
-    tokens: TokenColumn, logprobs: LogprobColumn, vocab_size: int | None, *, names: tuple[str, str]
-) -> None:
-    """Raise at an id without an embedding row, or a logprob above 0; ``names`` are the names of the two columns.
+def check_ids(tokens: TokenColumn, vocab_size: int | None, name: str) -> None:
+    """Raise at an id without an embedding row in the column ``name``.
 
     Raises:
-        EndpointRefused: a value is invalid.
+        EndpointRefused: an id is invalid.
     """
-    if not len(tokens):
-        return
-    if vocab_size is not None and np.maximum.reduce(tokens) >= vocab_size:
+    if vocab_size is not None and len(tokens) and np.maximum.reduce(tokens) >= vocab_size:
         at = int((tokens >= vocab_size).argmax())
         raise EndpointRefused(
-            f"{names[0]}[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
+            f"{name}[{at}]: got id {tokens[at]}; expected 0 <= id < {vocab_size} (vocab_size): does the tokenizer"
             " belong to the server's model?"
         )
+
+
+def _check_logprobs(logprobs: LogprobColumn, name: str) -> None:
     valid = are_logprobs(logprobs)
     if not np.logical_and.reduce(valid):
         at = int(valid.argmin())
         raise EndpointRefused(
-            f"{names[1]}[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"
+            f"{name}[{at}]: got {logprobs[at]}; expected a logprob <= 0, with a tolerance of"
             f" {LOGPROB_TOLERANCE:g} for rounding"
         )
 
@@ -195,15 +194,17 @@ def completion_of(
     tokens: TokenColumn,
     logprobs: LogprobColumn,
     *,
+    logprobs_name: str,
     finish_reason: str,
     versions: Sequence[VersionSpan],
     cached_tokens: int,
     extras: Extras | None,
 ) -> Completion:
-    """Build the completion of a response; everything except its versions was checked.
+    """Build the completion of a response, which checks its logprobs and versions; everything else was checked.
 
     Raises:
-        EndpointRefused: the versions do not cover the tokens.
+        EndpointRefused: a logprob is above 0 (in the column ``logprobs_name``), or the versions do not cover the
+            tokens.
     """
     try:
         return Completion(
@@ -222,4 +223,5 @@ def completion_of(
             extras=extras,
         )
     except ValueError as error:
+        _check_logprobs(logprobs, logprobs_name)
         raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None

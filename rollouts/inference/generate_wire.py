@@ -40,7 +40,7 @@ from rollouts.inference.completions import (
     SentRequest,
     Span,
     Version,
-    check_values,
+    check_ids,
     completion_of,
     packed_logprobs,
     version_spans,
@@ -235,7 +235,7 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
             " so that replies cannot be matched and generations cannot be aborted"
         )
     tokens, logprobs = _columns(reply, meta)
-    check_values(tokens, logprobs, request.vocab_size, names=("output_ids", "output_token_logprobs"))
+    check_ids(tokens, request.vocab_size, "output_ids")
     # A request that was aborted in the queue may lack counts, or have zeros (SGLang 0.5.23).
     prompt_tokens = ids.count if meta.prompt_tokens is None else meta.prompt_tokens
     if request.images and (len(tokens) or finish.type != "abort"):
@@ -247,6 +247,7 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         request,
         tokens,
         logprobs,
+        logprobs_name="output_token_logprobs",
         finish_reason=finish.type,
         versions=_versions(meta, len(tokens)),
         cached_tokens=meta.cached_tokens or 0,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import random
-import zlib
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
@@ -19,10 +18,9 @@ from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Completion, Endpoint, ImageSpan, SamplingParams, TokenColumn
+from rollouts.dtypes import Completion, Endpoint, ImageSpan, SamplingParams, TokenColumn, digest
 from rollouts.errors import EndpointUnavailable
 from rollouts.inference.attempts import Attempts
 from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
@@ -208,8 +206,7 @@ class ServerPolicy:
         if not images:
             return self._sequences.encode(tokens, session)
         ids = self._sequences.encode(collapsed(tokens, images), session)
-        digest = zlib.crc32(np.ascontiguousarray(tokens, "<i4").data)
-        return EncodedIds(ids.pieces, len(tokens), digest)
+        return EncodedIds(ids.pieces, len(tokens), digest(tokens))
 
     def _options(self, request: CompletionRequest) -> bytes:
         """Encode the options; the bytes of the last call are reused if the options are equal."""

@@ -221,7 +221,8 @@ class ResumablePolicy(PolicyWrapper):
     async def _take_slot(self) -> object:
         borrower = object()
         while True:
-            await self.wait_until_open()
+            if self.paused:
+                await self.wait_until_open()
             if self.limiter is None:
                 return borrower
             try:

@@ -18,7 +18,10 @@ __all__ = ["OLDEST_SGLANG", "check_flags"]
 OLDEST_SGLANG = (0, 5, 22)
 """Earlier versions do not report which tokens are of which weights, or that an update did not flush the cache."""
 
-_NO_GRAMMARS = "none: the server has no grammar backend (--grammar-backend none, or the embedded engine)"
+_NO_GRAMMARS = (
+    "none: the server has no grammar backend (--grammar-backend none, or the embedded engine), or reports logprobs"
+    " before it (vLLM's --logprobs-mode raw_logprobs)"
+)
 
 _LOG = logging.getLogger(__name__)
 

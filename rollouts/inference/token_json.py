@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,12 +21,13 @@ import attrs
 import msgspec
 import numpy as np
 
+from rollouts.dtypes import digest
 from rollouts.errors import ConfigError
 
 __all__ = ["EncodedIds", "SequenceCache"]
 
 _LARGEST_ID = 2**31 - 1
-_INT32, _UINT32, _ON_THE_WIRE = np.dtype(np.int32), np.dtype(np.uint32), np.dtype("<i4")
+_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 @attrs.define(eq=False)
@@ -119,14 +119,13 @@ class SequenceCache:
         owner, layout = _view_of(column)
         entry = self._evict(session) if session else None
         ids = None if entry is None else _cached_prefix(entry, column, owner, layout)
-        start, digest = (0, 0) if ids is None else (ids.count, ids.digest)
+        start, crc = (0, 0) if ids is None else (ids.count, ids.digest)
         if ids is None or start < len(column):
             new = column[start:]
             self.check(new, "tokens", start)
-            new = np.ascontiguousarray(new, _ON_THE_WIRE)
             text = msgspec.json.encode(new.tolist())[1:-1]
             pieces = (text,) if ids is None else (*ids.pieces, b",", text)
-            ids = EncodedIds(pieces, len(column), zlib.crc32(new.data, digest))
+            ids = EncodedIds(pieces, len(column), digest(new, crc))
             self.encoded += len(new)
         if session:
             owner_ref = _no_owner if owner is None else weakref.ref(owner)
@@ -173,8 +172,7 @@ def _cached_prefix(entry: _Entry, column: Any, owner: Any, layout: Any) -> Encod
         return None
     if owner is not None and owner is entry.owner() and layout == entry.layout:
         return ids
-    same = zlib.crc32(np.ascontiguousarray(column[: ids.count], _ON_THE_WIRE).data) == ids.digest
-    return ids if same else None
+    return ids if digest(column[: ids.count]) == ids.digest else None
 
 
 def _view_of(column: Any) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import anyio
+import attrs
 
 from rollouts.dtypes import Completion, SamplingParams, without_password
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
@@ -89,8 +90,7 @@ class VLLMProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
-        await self._mode(worker)
-        return info
+        return attrs.evolve(info, has_grammars=await self._mode(worker) == "processed")
 
     async def is_ready(self, url: str) -> bool | None:
         with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):

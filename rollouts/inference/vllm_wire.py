@@ -28,7 +28,7 @@ from rollouts.inference.completions import (
     Id,
     SentRequest,
     Span,
-    check_values,
+    check_ids,
     completion_of,
     packed_logprobs,
     version_spans,
@@ -302,7 +302,7 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
             )
     tokens = packed_tokens(sampled)
     logprobs = packed_logprobs([token.logprob for token in content], "choices[0].logprobs.content")
-    check_values(tokens, logprobs, request.vocab_size, names=("choices[0].token_ids", "choices[0].logprobs.content"))
+    check_ids(tokens, request.vocab_size, "choices[0].token_ids")
     cached = 0
     if reply.usage is not None and reply.usage.prompt_tokens_details is not None:
         cached = reply.usage.prompt_tokens_details.cached_tokens or 0
@@ -317,6 +317,7 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
         request,
         tokens,
         logprobs,
+        logprobs_name="choices[0].logprobs.content",
         finish_reason=finish,
         versions=_versions(choice) if sampled else (),
         cached_tokens=cached,

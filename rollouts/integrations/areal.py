@@ -15,7 +15,6 @@ torch are imported in the functions that need them.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import (
     check_temperature,
     image_column,
@@ -191,7 +191,7 @@ def to_tensors(
     ``multi_modal_input``, a list of ``m`` dicts: ``pixel_values`` and ``image_grid_thw``, ``{}`` for a row of text.
 
     Args:
-        samples: the branches of one rollout, or all samples of one group.
+        samples: the branches of one rollout, or all samples of one group, of one seat where it has several.
         version: the version of all tokens, if their versions are not numbers.
         images: whether the keys of images exist although no sample has an image.
         temperature: AReaL's ``actor.temperature``; samples of another temperature are refused.
@@ -230,7 +230,7 @@ def to_tensors(
 def write_batch(
     samples: Sequence[Sample], path: Path, *, version: int | None = None, temperature: float | None = None
 ) -> None:
-    """Write a batch as a list of dicts, one for each group, with ``torch.save``.
+    """Write a batch as a list of dicts, one for each group, or for each of its seats, with ``torch.save``.
 
     Raises:
         ConfigError: as :func:`to_tensors`.
@@ -239,9 +239,8 @@ def write_batch(
     import torch
 
     images = any(sample.images for sample in samples)
-    groups = itertools.groupby(samples, lambda sample: sample.group_index)
     options: dict[str, Any] = {"images": images, "version": version, "temperature": temperature}
-    torch.save([to_tensors(list(members), **options) for _, members in groups], path)
+    torch.save([to_tensors(members, **options) for members in by_comparison(samples)], path)
 
 
 def __getattr__(name: str) -> Any:

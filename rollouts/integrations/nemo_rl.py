@@ -72,8 +72,8 @@ def to_batch(
         for ``ReplayBuffer.push``.
 
     Raises:
-        ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one; a
-            sample has no reward or group; or a version is not a number.
+        ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one; two
+            seats of a group have the same prompt ids; a sample has no reward or group; or a version is not a number.
     """
     import torch
 
@@ -83,7 +83,8 @@ def to_batch(
     for sample in samples:
         if sample.group_index is None:
             raise ConfigError.of(f"{sample!r}.group_index", None, "the number of its group")
-    rows = sorted(samples, key=lambda sample: sample.group_index or 0)
+    rows = sorted(samples, key=lambda sample: (sample.group_index or 0, sample.seat))
+    _check_openings(rows)
     logs = [to_message_log(row, temperature=temperature) for row in rows]
     return {
         "message_log": logs,
@@ -96,6 +97,20 @@ def to_batch(
         "truncated": torch.tensor([row.status is Status.TRUNCATED for row in rows]),
         "weight_version": min(int_version(row, version) for row in rows),
     }
+
+
+def _check_openings(rows: Sequence[Sample]) -> None:
+    """Check that no two seats of a group have the same prompt ids, by which NeMo-RL finds the rewards to compare.
+
+    (NeMo-RL 0.6.0, algorithms/utils.py: calculate_baseline_and_std_per_prompt)
+    """
+    seats: dict[tuple[int | None, bytes], str] = {}
+    for row in rows:
+        first = int(row.mask_column.argmax())
+        known = seats.setdefault((row.group_index, row.token_column[:first].tobytes()), row.seat)
+        if known != row.seat:
+            expected = f"another than that of seat {known!r}: NeMo-RL compares the rewards of one prompt"
+            raise ConfigError.of(f"{row!r}: its prompt ids", "the same", expected)
 
 
 def write_batch(

@@ -12,6 +12,7 @@ never imported.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import check_one_branch, check_temperature, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
@@ -64,9 +66,13 @@ def to_response(sample: Sample, *, max_length: int | None = None, temperature: f
 
 
 def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | None = None) -> None:
-    """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks."""
+    """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks.
+
+    The rows of a group, and of a seat in it, are next to each other: OpenRLHF compares rows by their position.
+    """
     check_one_branch(samples, "OpenRLHF")
-    responses = [to_response(sample, temperature=temperature) for sample in samples]
+    rows = itertools.chain(*by_comparison(samples))
+    responses = [to_response(sample, temperature=temperature) for sample in rows]
     path.write_bytes(b"".join(msgspec.json.encode(response) + b"\n" for response in responses))
 
 

@@ -29,7 +29,12 @@ __all__ = ["MicroBatchFiles", "to_training_samples", "training_columns", "write_
 
 
 def training_columns(
-    sample: Sample, advantage: float, *, env_name: str, temperature: float | None = None
+    sample: Sample,
+    advantage: float,
+    *,
+    env_name: str,
+    temperature: float | None = None,
+    ref_kl_weight: float = 1.0,
 ) -> dict[str, Any]:
     """The fields of a ``TrainingSample``: lists as long as the row's tokens.
 
@@ -41,17 +46,18 @@ def training_columns(
         advantage: that of each sampled token, unless the sample has ``advantages``.
         env_name: the environment's name in prime-rl's metrics.
         temperature: that of completions whose record has none, as in runs of earlier versions.
+        ref_kl_weight: of the reverse KL divergence to the teacher on each sampled token, where the sample has a
+            teacher's logprobs: they are ``ref_logprobs`` (prime-rl 0.8, transports/rollouts/types.py: TrainingSample).
 
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs; a completion has no temperature, or 0, by
             which logits cannot be divided; ``env_name`` is ``"all"``, which is reserved (prime-rl 0.8,
-            trainer/batch.py: prepare_sample); it has a teacher's logprobs, for which the type has no field; or it has
-            images and no ``image_inputs``.
+            trainer/batch.py: prepare_sample); or it has images and no ``image_inputs``.
     """
     if env_name == "all" or not env_name:
         raise ConfigError.of("env_name", env_name, "a name other than 'all', which prime-rl reserves")
-    row = row_columns(sample, "prime-rl", "teacher_log_probs")
-    width, column = len(row.tokens), sample.advantage_column
+    row = row_columns(sample, "prime-rl")
+    width, column, teacher = len(row.tokens), sample.advantage_column, sample.teacher_column
     advantages = np.where(row.mask, np.float32(advantage) if column is None else column[:width], np.float32(0))
     columns: dict[str, Any] = {
         "token_ids": row.tokens.tolist(),
@@ -63,6 +69,9 @@ def training_columns(
     }
     if sample.loss_multiplier != 1:
         columns["rl_weights"] = [float(sample.loss_multiplier)] * width
+    if teacher is not None:
+        columns["ref_logprobs"] = np.where(row.mask, teacher[:width], np.float32(0)).tolist()
+        columns["ref_kl_weights"] = np.where(row.mask, np.float32(ref_kl_weight), np.float32(0)).tolist()
     if inputs := row_images(sample):
         columns["mm_kwargs"] = inputs
         columns["mm_token_type_ids"] = image_column(sample).astype(int).tolist()
@@ -75,6 +84,7 @@ def to_training_samples(
     env_name: str,
     advantages: Sequence[float] | None = None,
     temperature: float | None = None,
+    ref_kl_weight: float = 1.0,
 ) -> list[Any]:
     """Convert rows to ``TrainingSample``, in order: each branch is a sample.
 
@@ -83,6 +93,7 @@ def to_training_samples(
         env_name: as for :func:`training_columns`.
         advantages: one for each sample; by default :func:`~rollouts.training.group_advantages`.
         temperature: as for :func:`training_columns`.
+        ref_kl_weight: as for :func:`training_columns`.
 
     Raises:
         ConfigError: as :func:`training_columns`.
@@ -94,7 +105,8 @@ def to_training_samples(
 
     made = []
     for sample, advantage in zip(samples, group_advantages(samples) if advantages is None else advantages, strict=True):
-        columns = training_columns(sample, float(advantage), env_name=env_name, temperature=temperature)
+        named: dict[str, Any] = {"temperature": temperature, "ref_kl_weight": ref_kl_weight}
+        columns = training_columns(sample, float(advantage), env_name=env_name, **named)
         if "mm_kwargs" in columns:
             columns["mm_kwargs"] = {name: encoded(array) for name, array in columns["mm_kwargs"].items()}
         made.append(TrainingSample(**columns))

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
-from rollouts.training.rows import by_rollout, check_temperature, int_version, reward_of_branches, row_columns
+from rollouts.training.rows import (
+    by_conversation,
+    by_rollout,
+    check_temperature,
+    int_version,
+    reward_of_branches,
+    row_columns,
+)
 from rollouts.training.types import Sample
 
 __all__ = ["to_episodes"]
@@ -22,9 +29,9 @@ __all__ = ["to_episodes"]
 def to_episodes(
     samples: Sequence[Sample], *, version: int | None = None, temperature: float | None = None
 ) -> list[Any]:
-    """Convert rollouts to ``Episode``, in order: one trajectory each, with the steps of all its branches.
+    """Convert rollouts to ``Episode``, in order: a trajectory for each conversation, with the steps of its branches.
 
-    rLLM groups them by the id, ``GROUP:NUMBER``
+    rLLM groups trajectories by the id, ``GROUP:NUMBER``, and by their name, which is the seat
     (rLLM 0.3, trainer/algorithms/transform.py: transform_episodes_to_trajectory_groups).
 
     Args:
@@ -37,20 +44,25 @@ def to_episodes(
             field that rLLM has no place for; branches of a rollout have unlike rewards; or a version is not a number.
     """
     rollouts = by_rollout(samples)
-    rewards = [reward_of_branches(branches) for branches in rollouts]
+    for branches in by_conversation(samples):
+        reward_of_branches(branches)
     for sample in samples:
         check_temperature(sample, "rLLM", temperature)
     from rllm.types import Episode, Trajectory
 
     episodes: list[Any] = []
-    for branches, reward in zip(rollouts, rewards, strict=True):
-        last = branches[-1]
+    for rollout in rollouts:
+        last = rollout[-1]
         if last.group_index is None:
             raise ConfigError.of(f"{last!r}.group_index", None, "the number of its group")
-        steps = [step for branch in branches for step in _steps(branch, version)]
-        steps[-1].done, steps[-1].reward = True, reward
-        trajectory = Trajectory(name="rollouts", task=last.prompt, steps=steps, reward=reward)
-        episodes.append(Episode(id=f"{last.group_index}:{len(episodes)}", task=last.prompt, trajectories=[trajectory]))
+        trajectories = []
+        for branches in by_conversation(rollout):
+            steps = [step for branch in branches for step in _steps(branch, version)]
+            reward = reward_of_branches(branches)
+            steps[-1].done, steps[-1].reward = True, reward
+            name = branches[0].seat or "rollouts"
+            trajectories.append(Trajectory(name=name, task=last.prompt, steps=steps, reward=reward))
+        episodes.append(Episode(id=f"{last.group_index}:{len(episodes)}", task=last.prompt, trajectories=trajectories))
     return episodes
 
 

@@ -24,9 +24,10 @@ from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.rows import (
-    by_rollout,
+    by_conversation,
     check_fields,
     check_temperature,
+    group_name,
     reward_of_branches,
     row_images,
     split,
@@ -46,26 +47,30 @@ def to_generator_output(
     trajectory_ids: Sequence[Any] | None = None,
     temperature: float | None = None,
 ) -> dict[str, Any]:
-    """Convert samples to a ``GeneratorOutput``, rollouts in order.
+    """Convert samples to a ``GeneratorOutput``, conversations in order: one of each rollout, or of each of its seats.
 
     Args:
         step_wise: a row for each branch (``generator.step_wise_trajectories=true``); all rows of a rollout get the
             advantage of the last (SkyRL 0.3.0, train/trainer.py: RayPPOTrainer.compute_advantages_and_returns).
-        trajectory_ids: one for each rollout; by default the group and the number of the rollout in it.
+        trajectory_ids: one for each conversation; by default the group (and the seat), and the number in it. SkyRL
+            compares the rewards of one ``instance_id``.
         temperature: SkyRL's ``generator.sampling_params.temperature``; samples of another temperature are refused.
 
     Raises:
         ConfigError: a sample that is failed, unscored, without logprobs, sampled at another temperature, or with a
             field that SkyRL has no place for; a rollout that forks, without ``step_wise``, or whose branches have
-            unlike rewards; a row of text among rows with images; or no sample.
+            unlike rewards; a row of text among rows with images; no sample; or another number of ``trajectory_ids``.
     """
-    rollouts = by_rollout(samples)
+    rollouts = by_conversation(samples)
     if not rollouts:
         raise ConfigError.of("to_generator_output(samples)", samples, "at least one sample")
     if trajectory_ids is None:
         from skyrl.train.generators.base import TrajectoryID
 
         trajectory_ids = [TrajectoryID(*one) for one in _ids(rollouts)]
+    if len(trajectory_ids) != len(rollouts):
+        expected = f"{len(rollouts)}, one for each conversation of a seat: a row takes one"
+        raise ConfigError.of("trajectory_ids", f"{len(trajectory_ids)} ids", expected)
     names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs")
     output: dict[str, Any] = {name: [] for name in (*names, "trajectory_ids", "is_last_step")}
     arrays = []
@@ -112,7 +117,7 @@ def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | N
     """
     for sample in samples:
         check_fields(sample, "SkyRL's file in JSON", "images")
-    rollouts = by_rollout(samples)
+    rollouts = by_conversation(samples)
     step_wise = len(rollouts) < len(samples)
     ids = [{"instance_id": group, "repetition_id": number} for group, number in _ids(rollouts)]
     output = to_generator_output(samples, step_wise=step_wise, trajectory_ids=ids, temperature=temperature)
@@ -120,9 +125,9 @@ def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | N
 
 
 def _ids(rollouts: Sequence[Sequence[Sample]]) -> list[tuple[str, int]]:
-    """The group of each rollout, and its number in it."""
+    """The group of each conversation, with its seat, and its number in it."""
     numbers: Counter[str] = Counter()
-    groups = [str(branches[0].group_index) for branches in rollouts]
+    groups = [group_name(branches[0]) for branches in rollouts]
     return [(group, (numbers.update([group]), numbers[group] - 1)[1]) for group in groups]
 
 

@@ -5,6 +5,7 @@ gateway/     the model API server that the programs call, with exact token ids
 generate.py  samples of one program or function
 recipe.py    recipes of programs and functions
 reward.py    the reward of a program's change of a repository
+task_check.py  a check of tasks before a run
 """
 
 from typing import TYPE_CHECKING
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
         Launch,
         ModelServer,
         Program,
+        aider,
         claude_code,
+        cline,
         codex,
         mini_swe_agent,
         opencode,
+        openhands,
+        pi,
         qwen_code,
         script,
     )
@@ -36,7 +41,9 @@ __all__ = [
     "Launch",
     "ModelServer",
     "Program",
+    "aider",
     "claude_code",
+    "cline",
     "codex",
     "function_recipe",
     "function_rollout_to_samples",
@@ -44,6 +51,8 @@ __all__ = [
     "generate_program_batch",
     "mini_swe_agent",
     "opencode",
+    "openhands",
+    "pi",
     "program_recipe",
     "program_rollout_to_samples",
     "qwen_code",
@@ -64,10 +73,14 @@ __getattr__, __dir__ = lazy_face(
             "Launch",
             "ModelServer",
             "Program",
+            "aider",
             "claude_code",
+            "cline",
             "codex",
             "mini_swe_agent",
             "opencode",
+            "openhands",
+            "pi",
             "qwen_code",
             "script",
         ),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Unpack, get_args
 
 import anyio
 import attrs
@@ -39,7 +39,6 @@ from rollouts.programs.launchers import ModelServer, Program
 from rollouts.programs.launchers.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
-from rollouts.sandboxes.remote import RemoteSandbox
 from rollouts.training.agent_integration import generate_all, loaded_renderer, resuming
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample, Status
@@ -49,7 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AgentFunction",
+    "SandboxChoice",
     "check_program",
+    "chosen_kind",
     "function_rollout_to_samples",
     "generate_function_batch",
     "generate_program_batch",
@@ -57,12 +58,19 @@ __all__ = [
     "task_of",
 ]
 
-AgentFunction: TypeAlias = Callable[[Any, Prompt], Awaitable[Any]]
-"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``; see
+AgentFunction: TypeAlias = Callable[..., Awaitable[Any]]
+"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``, also with a third parameter ``over``; see
 :func:`function_rollout_to_samples`."""
 
+SandboxChoice: TypeAlias = Sandbox | Callable[[Prompt], Sandbox | Awaitable[Sandbox]]
+"""One kind of sandbox for all prompts, or a function that chooses the kind of a prompt, sync or async."""
+
+_CHECKED_PROMPTS, _CHECKED_KINDS = 64, 4
+"""Prompts whose kinds are chosen before a run, and how many different kinds of theirs are opened."""
 _OPEN_SECONDS = 300.0
 """Deadline of opening a sandbox: an image may be loaded."""
+_CHOOSE_SECONDS = 1800.0
+"""Deadline of a function that chooses a kind: it may build an image."""
 _LONGEST_SECONDS = 1e6
 """Deadline of the sandbox for a program; the deadline of the session is earlier."""
 _TAIL = 4000
@@ -75,7 +83,7 @@ async def program_rollout_to_samples(
     prompt: Prompt | str | Sequence[Message | dict[str, Any]],
     *,
     program: Program,
-    sandbox: Sandbox,
+    sandbox: SandboxChoice,
     endpoint: Endpoint,
     tokenizer: Any,
     gateway: PublicAddress | None = None,
@@ -95,10 +103,12 @@ async def program_rollout_to_samples(
             the program. ``metadata["template_kwargs"]`` overrides variables of the chat template for this prompt.
         program: from task and model server to a command, e.g. ``rollouts.programs.claude_code``, or
             ``functools.partial(script, path=…)``.
-        sandbox: the kind of sandbox, opened once for this rollout.
+        sandbox: the kind of sandbox, opened once for this rollout, or a function that returns the kind for a prompt,
+            e.g. with the image of its task.
         endpoint: the inference server and its options.
         tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
-        gateway: where the gateway listens, and the URL at which the program reaches it; needed by a remote sandbox.
+        gateway: where the gateway listens, and the URL at which a program that does not reach this machine's loopback
+            reaches it, e.g. in a container with a bridge.
         workspace: fills the workspace before the program starts, and takes metadata out of it afterwards.
         limits: limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run
             while deadlines are paused.
@@ -117,14 +127,14 @@ async def program_rollout_to_samples(
         has status FAILED and a ``failure``.
 
     Raises:
-        ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, a remote
-            sandbox has no ``gateway`` or too short a ``lifetime``, or this machine cannot listen on the address.
+        ConfigError: the tokenizer, template, dialect, program or prompt is invalid, aiohttp is not installed, or this
+            machine cannot listen on the address.
         EndpointError: the server does not describe itself, or no server answers for too long.
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     task = task_of(prompt)
     limits = limits or SessionLimits()
-    _check_remote(sandbox, gateway, limits)
+    _check_address(gateway)
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
     )
@@ -132,9 +142,10 @@ async def program_rollout_to_samples(
 
     async def play(server: Gateway) -> dict[str, Any]:
         async with contextlib.AsyncExitStack() as stack:
-            kind = type(sandbox).__name__
+            chosen = await chosen_kind(sandbox, given)
+            kind = type(chosen).__name__
             with boundary(EnvironmentFailure, f"{kind}.open", seconds=_OPEN_SECONDS):
-                place = await stack.enter_async_context(_closing(sandbox, session))
+                place = await stack.enter_async_context(_closing(chosen, session))
             filled = None
             if workspace is not None:
                 with boundary(EnvironmentFailure, f"{type(workspace).__name__}.fill"):
@@ -183,7 +194,8 @@ async def function_rollout_to_samples(
         function: called with a client or a server, and the :class:`Prompt`. If its first parameter is named ``client``,
             it is an ``openai.AsyncOpenAI``; else a :class:`~rollouts.programs.ModelServer` with ``openai_url``,
             ``base_url`` (Anthropic), ``api_key`` and ``model``. It returns the reward, or a dict of metadata of which
-            ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session.
+            ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session; with a third parameter
+            named ``over`` it gets an ``anyio.Event`` instead, which is set at the limit, and must return soon after it.
         limits: this and the other arguments are as for :func:`program_rollout_to_samples`.
 
     Returns:
@@ -196,7 +208,7 @@ async def function_rollout_to_samples(
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     name = function_name(function)
-    wants_client = _wants_client(function)
+    wants_client, wants_over = _wants_client(function), _wants_over(function)
     limits = limits or SessionLimits()
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
@@ -209,8 +221,12 @@ async def function_rollout_to_samples(
             first: Any = await stack.enter_async_context(_openai_client(server)) if wants_client else server
             returned: Any = None
             async with first_error() as tasks:
-                tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
-                returned = await call_foreign(GenerateFailure, f"agent {name}", function, first, given)
+                if wants_over:
+                    arguments: tuple[Any, ...] = (first, given, session.over)
+                else:
+                    tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
+                    arguments = (first, given)
+                returned = await call_foreign(GenerateFailure, f"agent {name}", function, *arguments)
                 tasks.cancel_scope.cancel()
         gateway.close(session)
         record = _returned(returned, name)
@@ -244,11 +260,13 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
     """Check the options of :func:`generate_program_batch` or :func:`generate_function_batch` before a run.
 
     Raises:
-        ConfigError: aiohttp is not installed, or the program or the function refuses its arguments or a prompt.
-            A remote sandbox has no ``gateway``, or this machine cannot listen on it.
-        EnvironmentFailure: this machine cannot open the sandbox.
+        ConfigError: aiohttp is not installed, or the program or the function refuses its arguments or a prompt, or this
+            machine cannot listen on the ``gateway``.
+        EnvironmentFailure: no kind of sandbox is chosen for a prompt, or this machine cannot open it: of the kinds of
+            the first prompts, up to four that differ.
     """
     _check_aiohttp()
+    prompts = list(prompts)
     function, program, sandbox = (bound.get(name) for name in ("function", "program", "sandbox"))
     if function is not None:
         _wants_client(function)
@@ -258,32 +276,57 @@ async def check_program(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> 
             program(task_of(prompt), server)
     if sandbox is not None:
         address = bound.get("gateway")
-        _check_remote(sandbox, address, bound.get("limits") or SessionLimits())
+        _check_address(address)
         if address is not None:
             from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
 
             async with shared_gateway(address):
                 pass
-        name = f"{type(sandbox).__name__}.open"
-        with boundary(EnvironmentFailure, name, seconds=_OPEN_SECONDS, before_work=True):
-            async with opened(sandbox) as place:
-                _check_listener(place, address)
+        for kind in await _kinds_of(sandbox, prompts):
+            name = f"{type(kind).__name__}.open"
+            with boundary(EnvironmentFailure, name, seconds=_OPEN_SECONDS, before_work=True):
+                async with opened(kind) as place:
+                    _check_listener(place, address)
 
 
 generate_program_batch.check = check_program  # type: ignore[attr-defined]  # the preflight of a recipe calls it
 generate_function_batch.check = check_program  # type: ignore[attr-defined]
 
 
-def _check_remote(sandbox: Sandbox, address: PublicAddress | None, limits: SessionLimits) -> None:
-    """Raise if a remote program cannot reach the gateway, or its machine ends too early, before it is paid for."""
+def _is_kind(sandbox: SandboxChoice) -> TypeGuard[Sandbox]:
+    return not isinstance(sandbox, type) and hasattr(sandbox, "open") and hasattr(sandbox, "containment")
+
+
+async def chosen_kind(sandbox: SandboxChoice, prompt: Prompt) -> Sandbox:
+    """The kind of sandbox for a prompt."""
+    if _is_kind(sandbox):
+        return sandbox
+    choose: Any = sandbox
+    name = f"sandbox {function_name(choose)}"
+    kind: Any = await call_foreign(EnvironmentFailure, name, choose, prompt, seconds=_CHOOSE_SECONDS)
+    if not _is_kind(kind):
+        raise EnvironmentFailure(f"{name}: got {shortened(kind)}; expected a kind of sandbox")
+    return kind
+
+
+async def _kinds_of(sandbox: SandboxChoice, prompts: Sequence[Prompt]) -> list[Sandbox]:
+    """The kinds that differ among those of the first prompts."""
+    if _is_kind(sandbox):
+        return [sandbox]
+    if not callable(sandbox):
+        expected = "a kind of sandbox, or a function from a prompt to one"
+        raise ConfigError.of("sandbox", sandbox, expected)
+    kinds: list[Sandbox] = []
+    for prompt in prompts[:_CHECKED_PROMPTS]:
+        kind = await chosen_kind(sandbox, prompt)
+        if kind not in kinds and len(kinds) < _CHECKED_KINDS:
+            kinds.append(kind)
+    return kinds
+
+
+def _check_address(address: PublicAddress | None) -> None:
     if address is not None and not isinstance(address, PublicAddress):
         raise ConfigError.of("gateway", address, "a PublicAddress")
-    if address is None and isinstance(sandbox, RemoteSandbox):
-        expected = f"a PublicAddress: a program in {type(sandbox).__name__} reaches no port of this machine"
-        raise ConfigError.of("gateway", None, expected)
-    if isinstance(sandbox, RemoteSandbox) and sandbox.lifetime <= limits.max_seconds:
-        expected = f"more than limits.max_seconds={limits.max_seconds:g}: the service ends the machine then"
-        raise ConfigError.of(f"{type(sandbox).__name__}.lifetime", sandbox.lifetime, expected)
 
 
 def _check_listener(place: RunningSandbox, address: PublicAddress | None) -> None:
@@ -499,13 +542,13 @@ def _wants_client(function: AgentFunction) -> bool:
     Raises:
         ConfigError: the function is not async or does not take two arguments, or ``openai`` is not installed.
     """
-    expected = "async def agent(client, prompt), or async def agent(server, prompt)"
+    expected = "async def agent(client, prompt), or async def agent(server, prompt); also with a third parameter over"
     called = function if inspect.isroutine(function) else getattr(function, "func", function)
     if not inspect.iscoroutinefunction(called) and not inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
         raise ConfigError.of("function", function, expected)
     signature = inspect.signature(function)
     try:
-        signature.bind(None, None)
+        signature.bind(*[None] * (3 if _wants_over(function) else 2))
     except TypeError:
         raise ConfigError.of("function", f"{function_name(function)}{signature}", expected) from None
     if next(iter(signature.parameters)) != "client":
@@ -516,6 +559,11 @@ def _wants_client(function: AgentFunction) -> bool:
         text = f"function: {function_name(function)}{signature} takes a client; expected the package openai"
         raise ConfigError(f'{text}: pip install openai, or name the parameter "server" ({error})') from error
     return True
+
+
+def _wants_over(function: AgentFunction) -> bool:
+    """Whether an agent function ends by itself at a limit of its session."""
+    return list(inspect.signature(function).parameters)[2:3] == ["over"]
 
 
 @contextlib.asynccontextmanager

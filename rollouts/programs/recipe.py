@@ -10,11 +10,10 @@ from rollouts.dtypes import Endpoint
 from rollouts.programs.gateway.address import PublicAddress
 from rollouts.programs.gateway.session import SessionLimits
 from rollouts.programs.gateway.tree import Training
-from rollouts.programs.generate import AgentFunction, generate_function_batch, generate_program_batch
+from rollouts.programs.generate import AgentFunction, SandboxChoice, generate_function_batch, generate_program_batch
 from rollouts.programs.launchers.base import Program
 from rollouts.programs.launchers.workspace import Workspace
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe, named_options
-from rollouts.sandboxes.base import Sandbox
 
 __all__ = ["function_recipe", "program_recipe"]
 
@@ -25,7 +24,7 @@ def program_recipe(
     program: Program,
     prompts: Iterable[Any],
     *,
-    sandbox: Sandbox,
+    sandbox: SandboxChoice,
     gateway: PublicAddress | None = None,
     workspace: Workspace | None = None,
     limits: SessionLimits | None = None,

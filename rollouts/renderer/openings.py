@@ -29,12 +29,13 @@ class Openings:
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[object, concurrent.futures.Future[TokenColumn]] = collections.OrderedDict()
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TokenColumn:
+    def opening(self, messages: Sequence[Message], tools: Sequence[Tool], new_turn: bool = False) -> TokenColumn:
         """The ids of :meth:`Renderer.opening <rollouts.renderer.Renderer.opening>`."""
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently. The repr of an
         # image has its hash, so that the cache does not keep its bytes.
         unhashed = [message for message in messages if message.tool_calls or message.images]
-        key = (repr(tuple(messages)) if unhashed else tuple(messages), self._model.template.key_of(tools))
+        continues = continues_turn(messages) and not new_turn
+        key = (repr(tuple(messages)) if unhashed else tuple(messages), self._model.template.key_of(tools), continues)
         with self._lock:
             cached = self._cache.get(key)
             if cached is not None:
@@ -46,7 +47,9 @@ class Openings:
         if cached is not None:
             return cached.result()
         try:
-            future.set_result(self._model.encode(self._text(messages, tools), self._model.images_of(messages)))
+            future.set_result(
+                self._model.encode(self._text(messages, tools, continues), self._model.images_of(messages))
+            )
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._cache.pop(key, None)
@@ -58,7 +61,7 @@ class Openings:
         opening = self.opening(messages, tools)
         if not continues_turn(messages):
             return len(opening)
-        text = self._text(messages, tools)
+        text = self._text(messages, tools, True)
         opened, _ = thought_marks(self._model.dialect)
         start = turn_start(self._model.template, self._model.marks.guarded(messages), tools, text, opened)
         before = self._model.encode(text[:start], self._model.images_of(messages), counted=False, partly=True)
@@ -69,8 +72,8 @@ class Openings:
         with self._lock:
             self._cache.clear()
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], continues: bool) -> str:
         messages = self._model.marks.guarded(messages)
-        if continues_turn(messages):
+        if continues:
             return open_turn(self._model.template, messages, tools)
         return self._model.template.render(messages, tools)

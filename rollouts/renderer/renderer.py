@@ -155,16 +155,19 @@ class Renderer:
 
     # -- messages to tokens -------------------------------------------------------------------------------------------
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> TokenColumn:
+    def opening(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, new_turn: bool = False
+    ) -> TokenColumn:
         """Return the ids of the first prompt of a conversation, up to the first reply; int32, read-only.
 
-        If the last message is an assistant message, the reply continues its turn: the prompt ends with its content.
+        If the last message is an assistant message, the reply continues its turn, and the prompt ends with its content;
+        unless ``new_turn`` is true.
         Equal messages and tools are rendered once, also when several threads call at the same time.
 
         Raises:
             ConfigError: the template cannot render these messages, or cannot continue the last one.
         """
-        return self._openings.opening(messages, tools)
+        return self._openings.opening(messages, tools, new_turn)
 
     def check_images(self, messages: Sequence[Message]) -> None:
         """Refuse images where there is no image processor.
@@ -323,11 +326,13 @@ class Renderer:
             prompt: the ids before the reply, or the last of them; used to see whether the prompt opened a thinking
                 block. Without them, a reply that never closes such a block is parsed as content.
         """
-        stopped = len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids
-        text, stop = (self.decode(tokens[:-1]), self.decode(tokens[-1:])) if stopped else (self.decode(tokens), "")
-        prefix = "" if prompt is None else self.decode(prompt[-_PROMPT_END:])
-        opened = None if prompt is None else opens_thought(prefix, thought_marks(self.dialect)[0])
-        reply = parse_stopped(self.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
+        model, stop = self._model, ""
+        if len(tokens) and (last := int(tokens[-1])) in model.stop_ids:
+            tokens, stop = tokens[:-1], model.stops[model.stop_ids.index(last)]
+        text = model.codec.decode(tokens)
+        prefix = "" if prompt is None else model.codec.decode(prompt[-_PROMPT_END:])
+        opened = None if prompt is None else opens_thought(prefix, thought_marks(model.dialect)[0])
+        reply = parse_stopped(model.dialect, text, stop, tools=tools, reasoning_open=opened, prefix=prefix)
         takes_id = self._tests.takes_id
         calls = [usable_call(call, takes_id=takes_id, quotable=self.quotable) for call in reply.tool_calls]
         return Message("assistant", reply.content, tool_calls=calls, reasoning=reply.reasoning)

@@ -55,14 +55,8 @@ class _ToolForms:
         self.tools = tuple(tools)
         self.key = repr(self.tools)
         self.chats = [tool.to_chat() for tool in tools]
-        self._json = dict.fromkeys(map(id, self.chats), "")
-
-    def json(self, value: Any) -> str:
-        """Encode a value; a chat dict of these tools once."""
-        text = self._json.get(id(value))
-        if text == "":
-            text = self._json[id(value)] = _JSON(value)
-        return _JSON(value) if text is None else text
+        self.json = dict.fromkeys(map(id, self.chats), "")
+        """The JSON of each chat dict, by ``id``; empty until it is needed."""
 
 
 class ChatTemplate:
@@ -160,14 +154,18 @@ class ChatTemplate:
 
     def _forms_of(self, tools: Sequence[Tool]) -> _ToolForms:
         forms = self._tools
-        if len(forms.tools) != len(tools) or not all(map(operator.is_, forms.tools, tools)):
-            return self._set_tools(tools)
-        return forms
+        if forms.tools is tools or (len(forms.tools) == len(tools) and all(map(operator.is_, forms.tools, tools))):
+            return forms
+        return self._set_tools(tools)
 
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
         if arguments or options:
             return tojson(value, *arguments, **options)
-        return self._tools.json(value)
+        known = self._tools.json
+        text = known.get(id(value))
+        if text == "":
+            text = known[id(value)] = _JSON(value)
+        return _JSON(value) if text is None else text
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollouts.rewards.processes import in_process
     from rollouts.rewards.remote import RemoteReward
     from rollouts.rewards.rules import exact_match, f1_score, multiple_choice, numeric_match
+    from rollouts.rewards.teachers import Teacher, scored_by_teachers, teachers_as_advantages
     from rollouts.rewards.weighted import WeightedGroupSum, WeightedSum, brevity, each
     from rollouts.training.scoring import score, score_group
 
@@ -22,6 +23,7 @@ __all__ = [
     "Judge",
     "LLMJudge",
     "RemoteReward",
+    "Teacher",
     "Verdict",
     "WeightedGroupSum",
     "WeightedSum",
@@ -40,6 +42,8 @@ __all__ = [
     "numeric_match",
     "score",
     "score_group",
+    "scored_by_teachers",
+    "teachers_as_advantages",
 ]
 
 __getattr__, __dir__ = lazy_face(
@@ -52,6 +56,7 @@ __getattr__, __dir__ = lazy_face(
         "rollouts.rewards.processes": ("in_process",),
         "rollouts.rewards.remote": ("RemoteReward",),
         "rollouts.rewards.rules": ("exact_match", "f1_score", "multiple_choice", "numeric_match"),
+        "rollouts.rewards.teachers": ("Teacher", "scored_by_teachers", "teachers_as_advantages"),
         "rollouts.training.scoring": ("score", "score_group"),
         "rollouts.rewards.weighted": ("WeightedGroupSum", "WeightedSum", "brevity", "each"),
     },

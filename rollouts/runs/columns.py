@@ -16,7 +16,19 @@ import attrs
 from rollouts.base.storable import to_json, to_plain
 from rollouts.errors import Failure
 
-__all__ = ["COLUMNS", "IMAGE", "SPAN", "TIME", "Column", "Type", "columns_table", "plain_row", "type_name"]
+__all__ = [
+    "COLUMNS",
+    "IMAGE",
+    "MESSAGE",
+    "SPAN",
+    "TIME",
+    "Column",
+    "Type",
+    "columns_table",
+    "plain_message",
+    "plain_row",
+    "type_name",
+]
 
 Type: TypeAlias = "str | Sequence[Type] | Mapping[str, Type]"
 """The name of an Arrow type; a list of one type; or a struct by its fields."""
@@ -75,11 +87,14 @@ COLUMNS: Mapping[str, Column] = MappingProxyType(
         "response_length": Column("int32", "tokens from the first sampled one to the end"),
         "versions": Column([SPAN], "the policy version of each range of sampled tokens"),
         "completions": Column([_COMPLETION], "one entry for each request: its reply is `tokens[start:stop]`"),
+        "tools": Column("string", "the tools that the model was shown, a list in chat format as JSON; null if unknown"),
         "images": Column([IMAGE], "the images of the tokens: `images/<sha256>.png` has ids `tokens[start:stop]`"),
         "times": Column([TIME], "what the rollout did when; `began` is in seconds since 1970"),
         "group_index": Column("int64", "the number of the group in the run"),
         "index": Column("int64", "the number of the rollout in the run"),
         "rollout_id": Column("int64", "shared by the branches of one rollout"),
+        "seat": Column("string", "the agent of the conversation, in a rollout of several; else empty"),
+        "conversation": Column("int32", "the number of the conversation among those of its seat in the rollout"),
         "status": Column("string", "`completed`, `truncated`, `aborted`, `failed` or `pending`"),
         "stop_reason": Column("string", "why the episode ended"),
         "failure": Column(_FAILURE, "the failure that ended it"),
@@ -101,13 +116,15 @@ def plain_row(stored: Mapping[str, Any]) -> dict[str, Any]:
     fields = {
         **stored,
         "prompt": to_plain(prompt) if is_text else None,
-        "prompt_messages": None if is_text else [_message(message) for message in prompt],
-        "messages": [_message(message) for message in stored["messages"]],
+        "prompt_messages": None if is_text else [plain_message(message) for message in prompt],
+        "messages": [plain_message(message) for message in stored["messages"]],
         "label": None if label is None else _text(label),
         "reward": None if stored["reward"] is None else float(stored["reward"]),
         "step_rewards": [float(reward) for reward in stored.get("step_rewards") or ()],
         "step_completions": stored.get("step_completions") or [],
         "loss_multiplier": float(stored.get("loss_multiplier", 1.0)),
+        "seat": stored.get("seat") or "",
+        "conversation": stored.get("conversation") or 0,
         "metadata": to_json(stored["metadata"]).decode(),
         "metrics": [{"name": str(name), "value": float(value)} for name, value in stored["metrics"].items()],
         "versions": [dict(zip(SPAN, span, strict=True)) for span in stored["versions"]],
@@ -132,7 +149,7 @@ def _text_or_none(value: Any) -> str | None:
     return None if value is None else _text(value)
 
 
-def _message(message: Any) -> dict[str, Any]:
+def plain_message(message: Any) -> dict[str, Any]:
     """A chat message with the fields of :data:`MESSAGE`; ``other`` has, as JSON, what has no field."""
     if not isinstance(message, Mapping):
         return {**dict.fromkeys(MESSAGE), "other": to_json(message).decode()}

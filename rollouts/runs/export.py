@@ -17,10 +17,11 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import attrs
 import msgspec
 
 from rollouts.base.storable import to_json
@@ -29,8 +30,10 @@ from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
 from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
+from rollouts.runs.reading import reading
+from rollouts.runs.tools import ToolFolder
 
-__all__ = ["Kind", "export_rows"]
+__all__ = ["Kind", "check_folder", "export_rows", "replacing"]
 
 Kind: TypeAlias = Literal["jsonl", "parquet", "hf"]
 
@@ -68,7 +71,7 @@ def export_rows(
     """
     out = Path(out)
     if kind == "hf":
-        _check_folder(out, overwrite=overwrite)
+        check_folder(out, _EXPORTED, overwrite=overwrite)
     else:
         check_output(out, "OUT", overwrite=overwrite)
     rows = read_rows(run, outcome)
@@ -76,7 +79,8 @@ def export_rows(
     if head is None:
         raise ConfigError.of("run", str(run), f"a run with at least one sample of outcome {outcome!r}")
     rows = itertools.chain([head], rows)
-    with _replacing(out) as temporary:
+    with replacing(out) as temporary:
+        rows = _with_tools(rows, Path(run))
         rows = _copying_images(rows, Path(run), temporary if kind == "hf" else out.parent)
         if kind == "jsonl":
             _write_lines(temporary, rows)
@@ -87,28 +91,51 @@ def export_rows(
     return [out]
 
 
+def _with_tools(rows: Iterator[Row], run: Path) -> Iterator[Row]:
+    """The rows with their tools in place of the hashes."""
+    tools = ToolFolder(run)
+    for row in rows:
+        yield attrs.evolve(row, data=tools.restored(row.data))
+
+
 def _copying_images(rows: Iterator[Row], run: Path, folder: Path) -> Iterator[Row]:
     """Copy the images that the rows name to a folder, each before its row."""
     source, target = ImageFolder(run), ImageFolder(folder)
     for row in rows:
-        source.copy_to(target, hashes_of_row(row.data))
+        with reading(row):
+            hashes = hashes_of_row(row.data)
+        source.copy_to(target, hashes)
         yield row
 
 
-def _check_folder(out: Path, *, overwrite: bool) -> None:
-    """Check that a folder is new, empty, or an earlier export that may be replaced."""
+def _plain(row: Row) -> dict[str, Any]:
+    with reading(row):
+        return plain_row(row.data)
+
+
+def check_folder(out: Path, exported: Set[str], *, overwrite: bool) -> None:
+    """Check that a folder is new, empty, or an earlier export that may be replaced.
+
+    Args:
+        out: the folder.
+        exported: what an export without images contains.
+        overwrite: whether an earlier export is replaced.
+
+    Raises:
+        ConfigError: it is another folder, a file, or lies among the files of a run.
+    """
     check_outside(out, "OUT")
     if out.exists() and not out.is_dir():
         raise ConfigError.of("OUT", str(out), "a folder; a file is there")
     present = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    exported = present in (_EXPORTED, _EXPORTED | {IMAGES})
-    if present and not (overwrite and exported):
-        found = ". --overwrite replaces it" if exported else ""
+    earlier = present in (exported, {*exported, IMAGES})
+    if present and not (overwrite and earlier):
+        found = ". --overwrite replaces it" if earlier else ""
         raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path, renamed to ``path`` on success and removed on failure."""
     temporary = path.with_name(f".{path.name}.writing")
     try:
@@ -135,7 +162,7 @@ def _remove(path: Path) -> None:
 def _write_lines(path: Path, rows: Iterator[Row]) -> None:
     with path.open("wb") as file:
         for row in rows:
-            file.write(to_json(plain_row(row.data)) + b"\n")
+            file.write(to_json(_plain(row)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -146,7 +173,7 @@ def _write_parquet(path: Path, rows: Iterator[Row], max_bytes: int | None = None
     with path.open("wb") as file:
         with parquet.RowWriter(file) as writer:
             for row in rows:
-                writer.write(plain_row(row.data))
+                writer.write(_plain(row))
                 count += 1
                 if max_bytes is not None and file.tell() >= max_bytes:
                     break

@@ -9,6 +9,7 @@
     journal/          the append-only log from which a stopped or killed run resumes
     recording/        server replies and environment results of a run with --record, for replay
     images/           the images that samples, turns and recordings name, <sha256>.png, each once
+    tools/            the tools that samples name, <sha256>.json, each list of schemas once
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` plus ``outcome``, ``reason``, ``batch`` and the ``digests`` of its
 columns; float32 logprobs are read back bit for bit. Every line, ``run.json`` and every batch has a checksum; a line
@@ -17,6 +18,7 @@ that does not match its checksum is refused. This module writes nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,9 @@ from rollouts.errors import ConfigError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
 from rollouts.runs.images import IMAGES, ImageFolder
+from rollouts.runs.reading import check_file, reading
 from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.tools import TOOLS, ToolFolder, named
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Sample
@@ -46,6 +50,7 @@ __all__ = [
     "Which",
     "batch_name",
     "batches_written",
+    "check_files",
     "check_output",
     "check_outside",
     "is_growing",
@@ -86,6 +91,8 @@ RECORDING = "recording"
 CHECKED = "checksums"
 """The entry of ``run.json`` that is true if every file of the run has checksums."""
 
+_MAX_INFO = 1 << 24
+"""Bytes of ``run.json``: it describes the run, and lists its resumptions."""
 _OUTCOMES: tuple[StoredOutcome, ...] = ("kept", "dropped", "failed", "unbatched")
 _ADDED = ("outcome", "reason", "batch", "digests")
 
@@ -111,11 +118,12 @@ class Row:
         Raises:
             ConfigError: the row is not a sample; the message names file and line.
         """
-        try:
+        with reading(self):
             fields = {key: value for key, value in self.data.items() if key not in _ADDED}
-            return Sample.from_dict(fields, ImageFolder(self.run).load)
-        except (ConfigError, TypeError, ValueError) as error:
-            raise ConfigError(f"{self}: not a sample ({error})") from None
+            try:
+                return Sample.from_dict(ToolFolder(self.run).restored(fields), ImageFolder(self.run).load)
+            except (ConfigError, TypeError, ValueError) as error:
+                raise ConfigError(f"{self}: not a sample ({error})") from None
 
 
 def read_rows(path: str | Path, outcome: Which = "kept") -> Iterator[Row]:
@@ -164,7 +172,7 @@ def journal_rows(path: Path, history: RunHistory, group_index: int) -> Iterator[
     for sample in history.group_samples(group_index):
         added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
         added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-        yield Row(path, JOURNAL, group_index, "unbatched", {**sample.to_dict(), **added})
+        yield Row(path, JOURNAL, group_index, "unbatched", {**named(sample.to_dict()), **added})
 
 
 def note_of_calls(info: Mapping[str, Any]) -> str | None:
@@ -184,13 +192,17 @@ def read_info(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "run.json"
     if not file.is_file():
         raise ConfigError.of("run", str(path), "the folder of a run, with run.json")
-    return _decoded(file.read_bytes(), str(file))
+    check_file(file)
+    if file.stat().st_size > _MAX_INFO:
+        raise ConfigError.of("run", f"{file} of {file.stat().st_size} bytes", f"at most {_MAX_INFO}")
+    with reading(file):
+        return _decoded(file.read_bytes(), str(file))
 
 
 def batches_written(info: Mapping[str, Any]) -> int:
     """The number of batches that ``run.json`` counts; each was sealed in the journal, on disk, before it had a file."""
     batches = info.get("batches", 0)
-    return batches if isinstance(batches, int) else 0
+    return batches if isinstance(batches, int) and batches >= 0 else 0
 
 
 def check_outside(path: str | Path, option: str) -> None:
@@ -201,7 +213,7 @@ def check_outside(path: str | Path, option: str) -> None:
     """
     whole = Path(path).resolve()
     for run in whole.parents:
-        if whole.relative_to(run).parts[0] in (*RUN_FILES, IMAGES) and (run / "run.json").is_file():
+        if whole.relative_to(run).parts[0] in (*RUN_FILES, IMAGES, TOOLS) and (run / "run.json").is_file():
             raise ConfigError.of(option, str(path), f"a place outside the files of the run in {str(run)!r}")
 
 
@@ -230,18 +242,31 @@ def run_files(path: str | Path, *, growing: bool = False) -> list[tuple[StoredOu
     Without ``unbatched.jsonl`` if the run is growing: it died at its end, and the journal has the groups.
 
     Raises:
-        ConfigError: one of them, or ``metrics.jsonl``, is a FIFO, a socket or a device.
+        ConfigError: as :func:`check_files`.
     """
     path = Path(path)
+    check_files(path)
     batches = sorted((path / "batches").glob("batch-*"))
     files: list[tuple[StoredOutcome, str]] = [
         ("kept", f"batches/{file.name}") for file in batches if file.suffix in (".jsonl", ".parquet")
     ]
-    for file in (*batches, *(path / f"{name}.jsonl" for name in _OUTCOMES[1:]), path / METRICS):
-        if file.exists() and not (file.is_file() or file.is_dir()):  # opening a FIFO waits for ever
-            raise ConfigError.of("run", str(file), "a file")
     appended = _OUTCOMES[1:3] if growing else _OUTCOMES[1:]
     return files + [(name, f"{name}.jsonl") for name in appended if (path / f"{name}.jsonl").exists()]
+
+
+def check_files(path: Path) -> None:
+    """Check that every file of a run but its images may be opened; a folder in the place of a file is found later.
+
+    Raises:
+        ConfigError: one of them is a FIFO, a socket, a device or a sparse file, or a link leads nowhere.
+    """
+    with reading(path):
+        names = ("run.json", METRICS, *(f"{name}.jsonl" for name in _OUTCOMES[1:]))
+        folders = (path / name for name in ("batches", JOURNAL, RECORDING))
+        files = [*(path / name for name in names), *(file for folder in folders for file in folder.glob("[!.]*"))]
+        for file in files:
+            if os.path.lexists(file) and not file.is_dir():
+                check_file(file)
 
 
 class _Head(msgspec.Struct):
@@ -291,6 +316,13 @@ def read_file(
     """
     if (run / file).is_dir():
         raise ConfigError.of(str(run / file), "a folder", "a file of samples")
+    with reading(run / file):
+        yield from _rows_of_file(run, outcome, file, growing=growing, offset=offset, first=first)
+
+
+def _rows_of_file(
+    run: Path, outcome: StoredOutcome, file: str, *, growing: bool, offset: int, first: int
+) -> Iterator[Row]:
     if file.endswith(".parquet"):
         for number, data in enumerate(parquet.read(run / file), 1):
             yield Row(run, file, number, outcome, with_current_names(data))

@@ -112,7 +112,8 @@ def check_logprobs(
     Args:
         run: the run's folder; laws 1 to 5 hold for it.
         models: the folder of each version: a model, or a LoRA adapter of the model of ``None``. That of ``None`` is
-            for all versions without one.
+            for all versions without one. A seat with another policy names its versions ``SEAT/VERSION``; the folder of
+            ``SEAT`` is for all of them.
         dtype: of weights and computation; by default that in which the first folder stores its weights.
         tolerance: largest difference of a logprob; by default that of :data:`TOLERANCES`.
 
@@ -194,12 +195,19 @@ def _versions(run: str | Path, models: Mapping[str | None, Path], samplings: Sam
         sample = row.sample()
         samplings.of(sample, row)
         names |= dict.fromkeys(span.version for span in sample.versions)
+    folders = {name: _folder_of(name, models) for name in names}
     _check_adapters(Path(run), [name for name in names if name not in models])
-    missing = [name for name in names if name not in models and None not in models]
+    missing = [name for name, folder in folders.items() if folder is None]
     if missing:
         expected = f"a folder for each version of the run, also for {', '.join(f'{name}=DIR' for name in missing)}"
         raise ConfigError.of("--model", [f"{name}={folder}" for name, folder in models.items()], expected)
-    return {name: VersionReport(name, models.get(name) or models[None]) for name in names}
+    return {name: VersionReport(name, folder) for name, folder in folders.items() if folder is not None}
+
+
+def _folder_of(version: str, models: Mapping[str | None, Path]) -> Path | None:
+    """The folder of a version; of one of a seat, ``SEAT/VERSION``, that of the seat where it has no other."""
+    seat = version.partition("/")[0]
+    return models.get(version) or models.get(seat) or models.get(None)
 
 
 def _check_adapters(run: Path, unnamed: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ from rollouts.base.extras import install_command
 from rollouts.base.storable import to_plain
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
+from rollouts.runs.reading import reading
 
 __all__ = ["RowWriter", "available", "damage_in", "encode", "group_indices", "heads", "read", "read_some"]
 
@@ -57,13 +58,18 @@ class RowWriter:
         file: the open file; it is not closed.
         columns: the types of the columns; by default those of an export.
         notes: key-value metadata of the footer.
+        sized: the column whose length bounds a row group, where rows have it.
 
     Raises:
         ConfigError: pyarrow is not installed.
     """
 
     def __init__(
-        self, file: BinaryIO, columns: Mapping[str, Type] = _EXPORTED, notes: Mapping[str, bytes] | None = None
+        self,
+        file: BinaryIO,
+        columns: Mapping[str, Type] = _EXPORTED,
+        notes: Mapping[str, bytes] | None = None,
+        sized: str = "tokens",
     ) -> None:
         self._pyarrow, parquet = _pyarrow()
         fields = [self._pyarrow.field(name, _arrow_type(self._pyarrow, kind)) for name, kind in columns.items()]
@@ -71,6 +77,7 @@ class RowWriter:
         self._file = parquet.ParquetWriter(file, self._schema, compression="zstd", write_page_checksum=True)
         if notes:
             self._file.add_key_value_metadata(notes)
+        self._sized = sized
         self._waiting: list[dict[str, Any]] = []
         self._tokens = 0
 
@@ -87,13 +94,15 @@ class RowWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Add a row."""
         self._waiting.append(row)
-        self._tokens += len(row["tokens"])
+        self._tokens += len(row.get(self._sized, ()))
         if len(self._waiting) >= _ROWS_AT_ONCE or self._tokens >= _TOKENS_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:
         if self._waiting:
-            self._file.write_table(self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema))
+            with reading("a row"):
+                table = self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema)
+            self._file.write_table(table)
         self._waiting.clear()
         self._tokens = 0
 

@@ -19,8 +19,9 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import is_sound
-from rollouts.runs.folder import JOURNAL, METRICS, batch_name, batches_written, read_info, run_files
+from rollouts.runs.folder import JOURNAL, METRICS, batch_name, batches_written, check_files, read_info, run_files
 from rollouts.runs.journal import Journal, TornTail
+from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory, RunJournal
 from rollouts.runs.settings import Change, changes, recorded_settings
 from rollouts.runs.writer import RunWriter, now
@@ -85,11 +86,13 @@ def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer, *, al
     info = read_info(path)
     if not (path / JOURNAL).is_dir():
         raise ConfigError.of("--resume", str(path), "a run with a journal")
-    try:
-        return _reopened(path, info, description, buffer, allow_changes)
-    except OSError as error:
-        text = f"{path}: the run cannot be written: {error}; rollouts run --resume continues it once it can"
-        raise RolloutsError(text) from error
+    check_files(path)
+    with reading(path):
+        try:
+            return _reopened(path, info, description, buffer, allow_changes)
+        except OSError as error:
+            text = f"{path}: the run cannot be written: {error}; rollouts run --resume continues it once it can"
+            raise RolloutsError(text) from error
 
 
 def _reopened(

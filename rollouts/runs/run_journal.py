@@ -1,8 +1,8 @@
 """The events of a run in its journal: written as they happen, and read to resume the run.
 
-Invariant: a rollout is stored before the manager counts it as finished, and its images before it. One record settles a
-group, one record seals a batch, and both follow the samples that they refer to; so every prefix of the journal is a
-past state of the run. Tokens in records of turns are not written again with the sample.
+Invariant: a rollout is stored before the manager counts it as finished, and its images and tools before it. One record
+settles a group, one record seals a batch, and both follow the samples that they refer to; so every prefix of the
+journal is a past state of the run. Tokens in records of turns are not written again with the sample.
 
 Reading keeps offsets, not samples, so memory does not grow with the tokens. This module knows the records and the
 journal's folder, not the scheduler and not the other files of the run.
@@ -22,15 +22,21 @@ import numpy.typing as npt
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Prompt
-from rollouts.errors import JournalError
+from rollouts.errors import JournalError, RolloutsError
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, Journal, JournalReader, Offset, TornTail, read_entry
+from rollouts.runs.reading import reading, unreadable
 from rollouts.runs.record_bytes import Columns, sample_of, turn_of
+from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.data_buffer import Draw
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.sample_fields import RECORDED
 from rollouts.training.types import Group, Outcome, Sample
+
+_AHEAD = 1 << 20
+"""Most groups by which an index may exceed the number of prompts taken: takes of one moment are recorded in any order,
+and the indices up to the highest are listed."""
 
 __all__ = ["Rollout", "RunHistory", "RunJournal", "SealedBatch"]
 
@@ -87,6 +93,10 @@ class RunHistory:
     totals: RunMetrics = attrs.field(factory=RunMetrics)
     torn: TornTail | None = None
     """The end of the journal that was not read."""
+    tools: ToolFolder = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.tools = ToolFolder(self.path.parent)
 
     @property
     def images(self) -> ImageFolder:
@@ -105,8 +115,15 @@ class RunHistory:
             JournalError: the journal is damaged.
         """
         history, reader = cls(path), JournalReader(path, batches)
-        for entry in reader:
-            history._add(entry)
+        entry: Entry | None = None
+        try:
+            for entry in reader:
+                history._add(entry)
+        except RolloutsError:
+            raise
+        except Exception as error:  # a record that a stranger made may make a reader raise anything
+            place = path if entry is None else _place(path, entry)
+            raise unreadable(place, error, JournalError) from error
         history.torn = reader.torn
         return history
 
@@ -123,17 +140,27 @@ class RunHistory:
         return sorted(number for number in kept if number not in in_batch)
 
     def samples(self, index: int) -> list[Sample]:
-        """The samples of one finished rollout, by its index."""
-        rollout = self.rollouts[index]
-        return [self._sample(read_entry(self.path, offset), rollout) for offset in rollout.branches]
+        """The samples of one finished rollout, by its index.
+
+        Raises:
+            JournalError: the journal does not have them.
+        """
+        with reading(f"{self.path}, rollout {index}", JournalError):
+            rollout = self.rollouts[index]
+            return [self._sample(read_entry(self.path, offset), rollout) for offset in rollout.branches]
 
     def group_samples(self, group_index: int) -> list[Sample]:
         """The samples of one settled group, in order."""
         return [sample for index in self.settled[group_index][2] for sample in self.samples(index)]
 
     def read_turns(self, index: int) -> list[Turn]:
-        """The turns of one unfinished rollout, by its index."""
-        return [self._turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
+        """The turns of one unfinished rollout, by its index.
+
+        Raises:
+            JournalError: the journal does not have them.
+        """
+        with reading(f"{self.path}, rollout {index}", JournalError):
+            return [self._turn(read_entry(self.path, offset)) for offset in self.turns.get(index, ())]
 
     def _add(self, entry: Entry) -> None:
         fields = entry.fields
@@ -143,6 +170,10 @@ class RunHistory:
             case "taken":
                 self.taken += 1
                 if fields["group"] >= self.groups:  # the first time
+                    if fields["group"] > self.taken + _AHEAD:
+                        raise JournalError(
+                            f"{_place(self.path, entry)}: group {fields['group']} of {self.taken} prompts"
+                        )
                     self.groups = fields["group"] + 1
                     self.draws.append((fields["group"], fields.get("position"), None))
             case "turn" | "attempt":
@@ -183,11 +214,15 @@ class RunHistory:
         if len(columns.tokens) != entry.fields["length"]:
             where = f"segment {entry.offset.segment}, offset {entry.offset.offset}"
             raise JournalError(f"{self.path}, {where}: {len(columns.tokens)} tokens of {entry.fields['length']}")
-        return sample_of(entry.fields["sample"], columns, self.images.load)
+        return sample_of(self.tools.restored(entry.fields["sample"]), columns, self.images.load)
 
     def _turn(self, entry: Entry) -> Turn:
         assert entry.columns is not None, "a turn has columns"
         return turn_of(entry.fields, entry.columns, self.images.load)
+
+
+def _place(path: Path, entry: Entry) -> str:
+    return f"{path}, segment {entry.offset.segment}, offset {entry.offset.offset}, a record of kind {entry.kind}"
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -255,6 +290,7 @@ class RunJournal:
     def __init__(self, journal: Journal, turns: Mapping[int, Sequence[Turn]] | None = None) -> None:
         self.journal = journal
         self.images = ImageFolder(journal.path.parent)
+        self.tools = ToolFolder(journal.path.parent)
         self._earlier = dict(turns or {})
         self._stored_turns: dict[int, _StoredTurns] = {}
         self._written: dict[int, list[_Written]] = {}
@@ -284,7 +320,8 @@ class RunJournal:
                 self.journal.append("turn", {"index": index, "first": True})
             else:
                 await self.images.store(turn.images)
-                columns, first = Columns.of(turn), turn.number == 1
+                columns = Columns.of(turn)
+                first = turn.number == 1 and "conversation" not in turn.fields  # of a play: with those of the others
                 stored = _StoredTurns() if first else self._stored_turns[index]
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)
@@ -303,8 +340,7 @@ class RunJournal:
     async def finished(self, samples: Sequence[Sample]) -> None:
         """Record a finished and scored rollout; returns when it is committed."""
         assert samples[0].index is not None, "the manager numbers its rollouts"
-        for sample in samples:
-            await self.images.store(sample.named_images)
+        await self._store_files(samples)
         self._written[samples[0].index] = list(map(_Written.of, samples, self._append(samples)))
         await self.journal.commit()
 
@@ -321,8 +357,7 @@ class RunJournal:
             rollouts.setdefault(sample.index, []).append(sample)
         for index, samples in rollouts.items():
             if self._written.pop(index, None) != [_Written.of(sample) for sample in samples]:
-                for sample in samples:
-                    await self.images.store(sample.named_images)
+                await self._store_files(samples)
                 self._append(samples)
             self._stored_turns.pop(index, None)
         fields: dict[str, Any] = {"group": group.group_index, "outcome": group.outcome, "reason": group.reason}
@@ -336,6 +371,12 @@ class RunJournal:
         fields: dict[str, Any] = {"batch": number, "groups": list(groups), "metrics": metrics}
         self.journal.append("sealed", {**fields, "accounting": attrs.asdict(accounting)})
 
+    async def _store_files(self, samples: Sequence[Sample]) -> None:
+        """Write the images and tools that samples name."""
+        for sample in samples:
+            await self.images.store(sample.named_images)
+            await self.tools.store(sample.tools)
+
     def _append(self, samples: Sequence[Sample]) -> list[dict[str, Any]]:
         """Append the records of a rollout; returns the fields of its samples."""
         index = samples[0].index
@@ -348,7 +389,7 @@ class RunJournal:
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != stored.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": sample_fields[branch]}
+            fields |= {"length": len(sample), "sample": named(sample_fields[branch])}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
         return sample_fields
 

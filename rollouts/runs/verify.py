@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import statistics
 import zlib
 from collections import Counter
@@ -42,7 +43,10 @@ from rollouts.runs.folder import (
     whole_size,
 )
 from rollouts.runs.images import ImageFolder, hashes_of_row
+from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.seat_records import check_seats
+from rollouts.runs.tools import ToolFolder
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
 
@@ -51,7 +55,7 @@ __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"
 
 @attrs.frozen
 class Spread:
-    """Reward spread within groups, over the groups whose samples all have a reward."""
+    """Reward spread within groups, over the groups whose samples all have a reward; each seat counts as a group."""
 
     groups: int
     with_spread: int
@@ -94,9 +98,14 @@ def verify_run(path: str | Path) -> Report:
     """Check laws 1 to 5 on a stored run, and every checksum of its files.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or it cannot be read.
     """
     path = Path(path)
+    with reading(path):
+        return _verified(path)
+
+
+def _verified(path: Path) -> Report:
     try:
         info = read_info(path)
     except ConfigError as error:
@@ -138,6 +147,9 @@ class _Verification:
         self.folder = ImageFolder(run)
         self.images: set[str] = set()
         """The hashes of the images that were checked."""
+        self.tool_folder = ToolFolder(run)
+        self.tools: set[str] = set()
+        """The hashes of the lists of tools that were checked."""
         if (note := note_of_calls(info)) is not None:
             self.report.notes.append(note)
         self._check_bits()
@@ -145,9 +157,12 @@ class _Verification:
         rewards: dict[StoredOutcome, list[list[float]]] = {}
         for outcome, file in run_files(run, growing=self.growing):
             for members in self._read(outcome, file):
-                scores = [entry.stored.reward for entry in members if entry.stored.reward is not None]
-                if len(scores) == len(members):
-                    rewards.setdefault(outcome, []).append(scores)
+                seats: dict[str, list[float | None]] = {}
+                for entry in members:
+                    seats.setdefault(entry.stored.seat, []).append(entry.stored.reward)
+                scored = [[one for one in scores if one is not None] for scores in seats.values()]
+                if all(map(operator.eq, map(len, scored), map(len, seats.values()))):
+                    rewards.setdefault(outcome, []).extend(scored)
         self._check_accounting()
         self._check_metrics()
         if self.growing and self.history is not None:
@@ -271,10 +286,16 @@ class _Verification:
         """Check law 3 on a forked history: no reply is trained in two branches of one rollout."""
         for _, members in itertools.groupby(group, key=lambda entry: entry.stored.index):
             branches = list(members)
-            self._check_session(branches)
+            rows = [(entry.stored, entry.row.data.get("metadata"), entry.place) for entry in branches]
+            if seated := check_seats(rows, self._broken):
+                self.report.checked[4]["conversations of seats"] += seated
+            for _, of_one in itertools.groupby(
+                branches, key=lambda entry: (entry.stored.seat, entry.stored.conversation)
+            ):
+                self._check_session(list(of_one))
             if branches[0].stored.history != "fork":
                 continue  # a custom generate function: two of its sequences may sample equal replies from one prefix
-            replies: dict[tuple[int, ...], _Entry] = {}
+            replies: dict[tuple[Any, ...], _Entry] = {}
             for entry in branches:
                 for number, call in enumerate(entry.stored.completions):
                     first = replies.setdefault(reply_key(entry.stored, call), entry)
@@ -434,11 +455,15 @@ class _Verification:
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)
         self._check_images(entry)
+        self._check_tools(entry)
+        row = str(entry.row)
+        repeated = None
         for call in stored.completions:
-            if call.request_id in self.requests:
-                expected = f"one sample for each request, and {self.requests[call.request_id]} has it"
-                self._broken(3, entry.place, f"request {call.request_id} again", expected)
-            self.requests[call.request_id] = str(entry.row)
+            if repeated is None and call.request_id in self.requests:  # one is reported for each sample
+                repeated = call.request_id
+                expected = f"one sample for each request, and {self.requests[repeated]} has it"
+                self._broken(3, entry.place, f"request {repeated} again", expected)
+            self.requests[call.request_id] = row
         if (stored.outcome, stored.batch) != (outcome, batch):
             got = f"outcome {stored.outcome!r}, batch {stored.batch}"
             self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
@@ -453,6 +478,17 @@ class _Verification:
             problem = self.folder.problem(sha256)
             if problem is not None:
                 self._broken(4, entry.place, problem, "every bit as it was written")
+
+    def _check_tools(self, entry: _Entry) -> None:
+        """Check law 4: the file of the tools that a sample names has the bytes of its hash; each file once."""
+        sha256 = entry.row.data.get("tools")
+        if sha256 is None or str(sha256) in self.tools:
+            return
+        self.tools.add(str(sha256))
+        self.report.checked[4]["lists of tools"] += 1
+        problem = self.tool_folder.problem(sha256)
+        if problem is not None:
+            self._broken(4, entry.place, problem, "every bit as it was written")
 
 
 def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:
@@ -471,7 +507,12 @@ def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:
     fields, others = (_decoded(to_json(each.fields_to_dict())) for each in (sample, copy))
     for name in fields:
         got, expected = fields[name], others.get(name)
-        if got != expected and to_plain(got) != to_plain(expected):  # the journal has integers beyond 64 bits as text
+        if got == expected:
+            continue
+        lists = isinstance(got, list) and isinstance(expected, list)
+        if lists and len(got) != len(expected):
+            yield name, f"{len(got)} entries", f"{len(expected)} entries"
+        elif to_plain(got) != to_plain(expected):  # the journal has integers beyond 64 bits as text
             yield name, got, expected
 
 

@@ -45,6 +45,7 @@ from rollouts.runs.folder import (
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import LOCK
 from rollouts.runs.locks import is_locked, take_lock
+from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.metrics import Accounting
 from rollouts.training.sample_laws import column_digests
 from rollouts.training.types import Group, Outcome, Sample
@@ -131,13 +132,14 @@ class RunWriter:
         """Whether :meth:`finish` has written the end of the run."""
         self._lock = threading.RLock()
         self._accepted: dict[int, Group] = {}
-        self._images = ImageFolder(self.path)
+        self._images, self._tools = ImageFolder(self.path), ToolFolder(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock("--out")
             for name in RUN_FILES:
                 _remove(self.path / name)
             self._images.clear()
+            self._tools.clear()
             (self.path / "run.json").touch()
         except OSError as error:
             raise ConfigError.of("--out", str(path), f"a folder that can be written to ({error})") from error
@@ -166,7 +168,7 @@ class RunWriter:
         writer.finished = False
         writer._lock = threading.RLock()
         writer._accepted = {}
-        writer._images = ImageFolder(path)
+        writer._images, writer._tools = ImageFolder(path), ToolFolder(path)
         writer._info = {CHECKED: False} | {
             name: value for name, value in info.items() if name not in ("error", "ended", CHECKSUM)
         }
@@ -265,9 +267,10 @@ class RunWriter:
     def _rows(
         self, samples: Sequence[Sample], outcome: Outcome, reason: str, batch: int | None
     ) -> list[dict[str, Any]]:
-        """The rows of samples, whose images are written first."""
+        """The rows of samples, whose images and tools are written first."""
         for sample in samples:
             self._images.write(sample.named_images)
+            self._tools.write(sample.tools)
         return [_row(sample, outcome, reason, batch) for sample in samples]
 
     def _take_lock(self, option: str) -> None:
@@ -282,7 +285,7 @@ class RunWriter:
 
 def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
     digests = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-    return {**sample.to_dict(), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
+    return {**named(sample.to_dict()), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
 
 
 def now() -> str:

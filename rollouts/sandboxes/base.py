@@ -1,8 +1,11 @@
 """The protocol of sandboxes: one opens for a rollout, runs its program, and is closed in any case.
 
 Invariant: the outcome of a program is an :class:`Exit`, or a missing file; an exception of a sandbox is about the
-sandbox or its arguments. One command runs at a time. When ``run`` or ``exec`` has returned or is cancelled, the
-processes of its group are gone; after ``close`` nothing is left of the sandbox.
+sandbox or its arguments. After ``kill_all`` no process of the sandbox runs; after ``close`` nothing is left of it.
+
+There are two ways of life. By default one command runs at a time, and when ``run`` or ``exec`` has returned or is
+cancelled, every process of the sandbox is gone. A kind with ``keep_processes=True`` runs several commands at once, and
+what they leave running lives on in the next command, until ``kill_all``.
 
 This module knows no program, no model server and no task.
 """
@@ -10,10 +13,11 @@ This module knows no program, no model server and no task.
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import anyio
 import attrs
@@ -23,10 +27,12 @@ from rollouts.errors import ConfigError
 from rollouts.sandboxes.containment import Containment
 
 __all__ = [
+    "BOOLEAN",
     "FIRST_PROCESS",
     "GATEWAY_PORT",
     "HOME_ENVIRONMENT",
     "NON_EMPTY",
+    "Ability",
     "Command",
     "Exit",
     "RunningSandbox",
@@ -37,7 +43,12 @@ __all__ = [
     "check_size",
     "inner_path",
     "opened",
+    "require_abilities",
 ]
+
+Ability: TypeAlias = Literal["keep_processes", "users"]
+"""Abilities of a kind beyond the protocol's minimum: run several commands at once and keep their processes; run a
+command as another user of the sandbox."""
 
 _MIB = 1 << 20
 GATEWAY_PORT = 8080
@@ -49,6 +60,7 @@ FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 _CLOSE_SECONDS = 30.0
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))
+BOOLEAN = check("True or False", lambda value: isinstance(value, bool))
 NON_EMPTY = check("a non-empty string", lambda value: isinstance(value, str) and bool(value))
 
 
@@ -94,6 +106,8 @@ class Command:
     stdin: bytes = b""
     stop: anyio.Event | None = None
     """Kills the command when it is set."""
+    user: str | None = None
+    """A user of the sandbox, as a name, a number or ``user:group``; by default that of the kind."""
 
     def __attrs_post_init__(self) -> None:
         argv = self.argv
@@ -105,6 +119,8 @@ class Command:
         seconds = self.seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
             raise ConfigError.of("seconds", seconds, "a number > 0")
+        if self.user is not None and (not _is_argument(self.user) or not self.user):
+            raise ConfigError.of("user", self.user, "a user of the sandbox, or None")
 
 
 @attrs.frozen
@@ -172,9 +188,60 @@ class RunningSandbox(Protocol):
         ...
 
     async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        seconds: float = 60.0,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        user: str | None = None,
     ) -> Exit:
-        """Run a command of set-up or scoring, in the workspace or in another folder inside."""
+        """Run a command of set-up or scoring.
+
+        Args:
+            argv: the command and its arguments.
+            env: further variables, which replace those of the sandbox.
+            seconds: its deadline, at which it is killed.
+            stdin: its standard input.
+            cwd: a folder inside; by default the workspace.
+            user: a user of the sandbox, as a name, a number or ``user:group``; by default that of the program.
+
+        Raises:
+            ConfigError: an argument is invalid, or ``user`` is given to a kind without the ability ``users``.
+        """
+        ...
+
+    async def kill_all(self) -> None:
+        """Kill every process of the sandbox, and return when they are gone. A command under way ends as killed.
+
+        Raises:
+            SandboxError: a process cannot be found or killed.
+        """
+        ...
+
+    async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
+        """Write a file or folder of the sandbox to a tar archive of this machine, without programs of the sandbox.
+
+        The member is named like the last part of ``path``, or ``.`` for ``/``. Links are stored as links.
+
+        Returns:
+            False if nothing is there; then no archive is written.
+
+        Raises:
+            SandboxError: it is larger than ``disk_bytes``, or cannot be read.
+        """
+        ...
+
+    async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
+        """Extract a tar archive of this machine below a folder, without programs of the sandbox.
+
+        The folder is made where it is missing. Owners are those of the archive, where the kind may set them. A member
+        that would be written outside of the folder is refused.
+
+        Raises:
+            SandboxError: it cannot be extracted, or has more than ``disk_bytes``.
+        """
         ...
 
     async def read(self, path: str) -> bytes | None:
@@ -206,6 +273,11 @@ class Sandbox(Protocol):
         """Its resource limits."""
         ...
 
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """Its abilities beyond the protocol's minimum; see :func:`require_abilities`."""
+        ...
+
     def containment(self) -> Containment:
         """The limits that this kind enforces on a program, and the limits that it does not."""
         ...
@@ -217,6 +289,21 @@ class Sandbox(Protocol):
             SandboxError: this machine cannot open one.
         """
         ...
+
+
+def require_abilities(sandbox: Sandbox, *names: Ability) -> None:
+    """Refuse a kind that lacks an ability, before work starts.
+
+    Raises:
+        ConfigError: the kind lacks one of them, by name.
+    """
+    for name in names:
+        if name not in get_args(Ability):
+            raise ConfigError.of("require_abilities", name, f"some of {', '.join(get_args(Ability))}")
+    lacking = [name for name in names if name not in sandbox.abilities]
+    if lacking:
+        has = ", ".join(sorted(sandbox.abilities)) or "none"
+        raise ConfigError.of("sandbox", type(sandbox).__name__, f"a kind with {', '.join(lacking)}; this one has {has}")
 
 
 @contextlib.asynccontextmanager

@@ -1,16 +1,16 @@
 """The kind ``container``: one container of Docker or Podman for each rollout, through the daemon's HTTP API.
 
-Invariant: the container is removed with its files when the sandbox is closed. Its workspace is ``/workspace``. With
-``network="none"`` it has a loopback interface only; the listener is made in its network namespace, for which this
-process must be root on the daemon's machine. With ``network="bridge"`` the program reaches this machine and the
-internet.
+Invariant: the container is removed with its files when the sandbox is closed. With ``network="none"`` it has a loopback
+interface only; the listener is made in its network namespace, for which this process must be root on the daemon's
+machine. With ``network="bridge"`` the program reaches this machine and the internet.
 
-The image needs ``sh``. No image is pulled. It was tested against a strict fake of the API and runs its tests against a
-real daemon where there is one.
+The image needs ``sh``, ``mkdir``, ``chown`` and ``rm``. No image is pulled. Its tests run against a real Podman
+with ``scripts/test --containers``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
@@ -20,19 +20,24 @@ import socket
 import tarfile
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.base.validators import check
+from rollouts.base.validators import check, is_number
 from rollouts.errors import ConfigError
+from rollouts.sandboxes import archives
 from rollouts.sandboxes.base import (
+    BOOLEAN,
     FIRST_PROCESS,
     GATEWAY_PORT,
     HOME_ENVIRONMENT,
     NON_EMPTY,
+    Ability,
     Command,
     Exit,
     SandboxError,
@@ -52,6 +57,21 @@ _SETUP_SECONDS, _GRACE_SECONDS = 60.0, 20.0
 _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
+_SET_UP_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""Of root in the container, who makes the folders and ends the processes; a user who is not root has none of them."""
+_ROOT_CAPABILITIES = (
+    *_SET_UP_CAPABILITIES,
+    *("AUDIT_WRITE", "FSETID", "MKNOD", "NET_BIND_SERVICE", "SETFCAP", "SETPCAP", "SYS_CHROOT"),
+)
+"""Those of Docker's default (moby 27, oci/caps/defaults.go), for a program that is root and installs packages."""
+_OF_RUNTIME = "unable to start container process"
+_SHOWN, _SHOWN_PROCESSES = 80, 5
+_WAITS = "sleep 3600"
+"""The command that process 1 waits for."""
+_OPEN_FILES, _PROCESSES = 4096, 4096
+"""Podman asks for more by itself, which a machine without CAP_SYS_RESOURCE refuses."""
+_CPUS = check("a number > 0, or None", lambda value: value is None or (is_number(value) and value > 0))
+_OR_NONE = check("a non-empty string, or None", lambda value: value is None or (isinstance(value, str) and bool(value)))
 
 
 @attrs.frozen
@@ -65,9 +85,25 @@ class ContainerSandbox:
     network: Literal["none", "bridge"] = attrs.field(
         default="none", validator=check('"none" or "bridge"', lambda value: value in ("none", "bridge"))
     )
-    user: str = attrs.field(default="1000:1000", validator=NON_EMPTY)
-    """User and group of the program, as ``--user`` of ``docker run``."""
+    user: str | None = attrs.field(default="1000:1000", validator=_OR_NONE)
+    """User and group of the program, as ``--user`` of ``docker run``; ``None``: the image's."""
+    workdir: str | None = attrs.field(default=_WORKSPACE, validator=_OR_NONE)
+    """The workspace, which is made where it is missing; ``None``: the image's."""
+    home: str | None = attrs.field(default=_HOME, validator=_OR_NONE)
+    """The home folder, which is made where it is missing; ``None``: that of the user in the image."""
+    env: Mapping[str, str] = attrs.field(factory=dict, converter=dict)
+    """Variables of every command, in addition to the image's."""
+    cpus: float | None = attrs.field(default=None, validator=_CPUS)
+    """Processors, as ``--cpus`` of ``docker run``; ``None``: no limit."""
+    keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
+    """Whether commands run at once, and what one leaves running lives on in the next."""
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """``users``, and ``keep_processes`` where it is set."""
+        has: dict[Ability, bool] = {"users": True, "keep_processes": self.keep_processes}
+        return frozenset(name for name, there in has.items() if there)
 
     def containment(self) -> Containment:
         """The limits that the daemon is asked to enforce."""
@@ -92,11 +128,19 @@ class ContainerSandbox:
             enforced["network"] = "loopback only, in which our listener answers"
         else:
             reasons["network"] = "a bridge, from which this machine and the internet are reached"
-        if self.user.partition(":")[0] in ("0", "root"):
-            reasons["privileges"] = "the program is root in the container, without capabilities"
+        if self.cpus is not None:
+            reasons["cpu_seconds"] = f"wall time is limited, and {self.cpus:g} processors"
+        if self.user is None:
+            reasons["privileges"] = "the user of the image, who may be root in the container"
+        elif _is_root(self.user):
+            reasons["privileges"] = "the program is root in the container, with the capabilities that Docker leaves"
         else:
             enforced["privileges"] = "no capability, not root"
         return Containment(enforced, reasons, ())
+
+    @property
+    def _not_root(self) -> bool:
+        return self.user is not None and not _is_root(self.user)
 
     async def open(self) -> RunningContainer:
         """Create and start a container, with an empty workspace."""
@@ -114,13 +158,18 @@ class ContainerSandbox:
                 "Memory": self.limits.memory_bytes,
                 "PidsLimit": self.limits.processes,
                 "CapDrop": ["ALL"],
+                "CapAdd": list(_SET_UP_CAPABILITIES if self._not_root else _ROOT_CAPABILITIES),
                 "SecurityOpt": ["no-new-privileges"],
                 "Ulimits": [
+                    {"Name": "nofile", "Soft": _OPEN_FILES, "Hard": _OPEN_FILES},
+                    {"Name": "nproc", "Soft": _PROCESSES, "Hard": _PROCESSES},
                     {"Name": "fsize", "Soft": self.limits.file_bytes, "Hard": self.limits.file_bytes},
                     {"Name": "core", "Soft": 0, "Hard": 0},
                 ],
             },
         }
+        if self.cpus is not None:
+            body["HostConfig"]["NanoCpus"] = round(self.cpus * 1e9)
         if self.network == "bridge":
             body["HostConfig"]["ExtraHosts"] = [f"{_HOST}:host-gateway"]
         with anyio.move_on_after(_SETUP_SECONDS):
@@ -129,7 +178,7 @@ class ContainerSandbox:
             running = RunningContainer(self, api, created["Id"])
             try:
                 await api.json("POST", f"/containers/{running.id}/start")
-                await running.make_folders()
+                await running.begin()
                 if self.network == "none":
                     state = (await api.json("GET", f"/containers/{running.id}/json"))["State"]
                     running.listener = await anyio.to_thread.run_sync(_listen_in_network_of, state["Pid"])
@@ -177,6 +226,30 @@ def _listen_in_network_of(process: int) -> socket.socket:
     return result[0]
 
 
+def _is_root(user: str) -> bool:
+    return user.partition(":")[0] in ("0", "root")
+
+
+def _reason(message: str) -> str:
+    """The reason why a command did not start, in the words of the other kinds where the daemon's are known."""
+    words = {"executable file not found": "No such file or directory", "no such file": "No such file or directory"}
+    words["permission denied"] = "Permission denied"
+    return next((plain for found, plain in words.items() if found in message.lower()), message)
+
+
+def _archive_of(name: str, data: bytes, mode: int, user: str) -> bytes:
+    """A tar archive of one file."""
+    owner, _, group = user.partition(":")
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode, member.mtime = len(data), mode, int(time.time())
+        if owner.isdigit():
+            member.uid, member.gid = int(owner), int(group) if group.isdigit() else int(owner)
+        archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
 def _shell(script: str, seconds: float) -> Command:
     return Command(["sh", "-c", script], {}, seconds, "/")
 
@@ -184,20 +257,33 @@ def _shell(script: str, seconds: float) -> Command:
 class RunningContainer(Running):
     """An open sandbox of the kind ``container``."""
 
-    workspace, home = _WORKSPACE, _HOME
     listener: socket.socket | None = None
 
     def __init__(self, kind: ContainerSandbox, api: DockerApi, identity: str) -> None:
         super().__init__()
         self._kind, self._api, self.id = kind, api, identity
+        self.abilities = kind.abilities
+        self._user, self._count = kind.user or "0:0", 0
 
-    async def make_folders(self) -> None:
-        """Make the workspace and the home, which belong to the program's user."""
-        folders, user = f"{_WORKSPACE} {_HOME}", shlex.quote(self._kind.user)
-        script = f"mkdir -p {folders} && chown {user} {folders} && chmod 755 {folders}"
-        end = await self._exec(_shell(script, _SETUP_SECONDS), "0:0")
+    async def begin(self) -> None:
+        """Learn what the image says, and make the workspace and the home, which belong to the program's user."""
+        kind = self._kind
+        config = (await self._api.json("GET", f"/images/{kind.image}/json"))["Config"] or {}
+        self._user = kind.user or config.get("User") or "0:0"
+        self.workspace = kind.workdir or config.get("WorkingDir") or "/"
+        home = await self._set_up('echo "$HOME"', self._user) if kind.home is None else kind.home
+        self.home = home.strip() or "/"
+        made = [folder for folder in (kind.workdir, kind.home) if folder is not None]
+        for folder in map(shlex.quote, made):
+            user = shlex.quote(self._user)
+            script = f"test -d {folder} || {{ mkdir -p {folder} && chown {user} {folder} && chmod 755 {folder}; }}"
+            await self._set_up(script, "0:0")
+
+    async def _set_up(self, script: str, user: str) -> str:
+        end = await self._exec(_shell(script, _SETUP_SECONDS), user)
         if end.code != 0:
             raise SandboxError(f"image {self._kind.image!r}: the workspace cannot be made: {end.stderr.strip()}")
+        return end.stdout
 
     def url_inside(self, port: int | None = None) -> str:
         """The listener's address, or with a bridge this machine's, at which the server must listen."""
@@ -208,19 +294,62 @@ class RunningContainer(Running):
         return f"http://{_HOST}:{port}"
 
     async def _command(self, command: Command) -> Exit:
-        argv = command.argv
+        self._check_open()
+        self._count += 1
+        argv, user = command.argv, command.user or self._user
         if command.stdin:
-            await self.write("/tmp/.stdin", command.stdin)
-            argv = ["sh", "-c", 'exec "$@" < /tmp/.stdin', "sh", *argv]
-        env = {"HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(command.env)
+            place = f"/tmp/.stdin-{self._count}"
+            await self._put("/tmp", _archive_of(os.path.basename(place), command.stdin, 0o644, "0:0"))
+            argv = ["sh", "-c", 'exec < "$0" && rm -f "$0" 2>/dev/null; exec "$@"', place, *argv]
+        env = {"HOME": self.home, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(self._kind.env) | dict(command.env)
+        if command.user is not None and "HOME" not in command.env:
+            del env["HOME"]  # the daemon sets that of the user
+        if self._kind.keep_processes:
+            return await self._among_others(attrs.evolve(command, argv=argv, env=env), user)
         async with self._turn:
             self._check_open()
             try:
-                return await self._exec(attrs.evolve(command, argv=argv, env=env), self._kind.user)
+                return await self._exec(attrs.evolve(command, argv=argv, env=env), user)
             finally:
                 if not self._closed:
                     with anyio.move_on_after(_GRACE_SECONDS, shield=True):
-                        await self._exec(_shell("kill -9 -1", _GRACE_SECONDS), self._kind.user)
+                        await self._kill("-1")
+
+    async def _among_others(self, command: Command, user: str) -> Exit:
+        """Run a command whose group of processes is killed at its deadline, and no other process."""
+        note = f"/tmp/.process-{self._count}"
+        argv = ["sh", "-c", 'echo "$$" > "$0"; exec "$@"', note, *command.argv]
+        over = False
+        try:
+            end = await self._exec(attrs.evolve(command, argv=argv), user)
+            over = not end.timed_out and not (command.stop is not None and command.stop.is_set())
+            return end
+        finally:
+            if not over and not self._closed:
+                with anyio.move_on_after(_GRACE_SECONDS, shield=True):
+                    await self._kill(f'-"$(cat {note})"')
+
+    async def _kill(self, whom: str) -> None:
+        await self._exec(_shell(f"kill -9 {whom}", _GRACE_SECONDS), "0:0")
+
+    async def kill_all(self) -> None:
+        """Kill every process but the first; the daemon, not the container, says whether they are gone.
+
+        Raises:
+            SandboxError: one is not gone within 20 s.
+        """
+        self._check_open()
+        left: list[str] = []
+        with anyio.move_on_after(_GRACE_SECONDS):
+            while True:
+                await self._kill("-1")
+                rows = (await self._api.json("GET", f"/containers/{self.id}/top"))["Processes"]
+                lines = [" ".join(row) for row in rows]  # Podman 4.3 does not split them into columns
+                left = [line for line in lines if not line.endswith(" ".join(FIRST_PROCESS))]
+                if len(lines) <= 2 and all(line.endswith(_WAITS) for line in left):
+                    return
+        names = ", ".join(repr(line[-_SHOWN:]) for line in left[:_SHOWN_PROCESSES])
+        raise SandboxError(f"{len(left)} processes are left {_GRACE_SECONDS:g} s after they were killed: {names}")
 
     async def _exec(self, command: Command, user: str) -> Exit:
         body = {
@@ -245,19 +374,21 @@ class RunningContainer(Running):
             except DockerError as error:
                 if error.status not in (400, 500):  # so daemons report a command that cannot be started
                     raise
-                return Exit(127, "", str(error), time.monotonic() - began)
+                return Exit(127, "", f"{command.argv[0]}: {_reason(str(error))}", time.monotonic() - began)
         took = time.monotonic() - began
         truncated = tails[0].truncated or tails[1].truncated
         if scope.cancelled_caught or (command.stop is not None and command.stop.is_set()):
             return Exit(-9, tails[0].text, tails[1].text, took, scope.cancelled_caught, truncated)
         code = (await self._api.json("GET", f"/exec/{created['Id']}/json"))["ExitCode"]
+        if code in (126, 127) and _OF_RUNTIME in tails[1].text:  # so Podman reports it
+            return Exit(127, "", f"{command.argv[0]}: {_reason(tails[1].text)}", took)
         code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals
         return Exit(code, tails[0].text, tails[1].text, took, False, truncated)
 
     async def read(self, path: str) -> bytes | None:
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         self._check_open()
-        place = inner_path(path, _WORKSPACE, _HOME)
+        place = inner_path(path, self.workspace, self.home)
         max_bytes = self._kind.limits.file_bytes
         try:
             data = await self._api.send(
@@ -279,21 +410,57 @@ class RunningContainer(Running):
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         self._check_open()
         check_size(f"path {path!r}", len(data), self._kind.limits)
-        place = inner_path(path, _WORKSPACE, _HOME)
+        place = inner_path(path, self.workspace, self.home)
         folder, name = posixpath.split(place)
-        owner, _, group = self._kind.user.partition(":")
         script = f"mkdir -p {shlex.quote(folder)} && rm -f {shlex.quote(place)}"
-        made = await self._exec(_shell(script, _GRACE_SECONDS), self._kind.user)
+        made = await self._exec(_shell(script, _GRACE_SECONDS), self._user)
         if made.code != 0:
             raise SandboxError(f"path: got {path!r}, which cannot be written: {made.stderr.strip()}")
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as archive:
-            member = tarfile.TarInfo(name)
-            member.size, member.mode, member.mtime = len(data), mode, int(time.time())
-            if owner.isdigit():
-                member.uid, member.gid = int(owner), int(group) if group.isdigit() else int(owner)
-            archive.addfile(member, io.BytesIO(data))
-        await self._api.send("PUT", f"/containers/{self.id}/archive", {"path": folder}, buffer.getvalue())
+        await self._put(folder, _archive_of(name, data, mode, self._user))
+        if not self._user.partition(":")[0].isdigit():
+            owner = f"chown {shlex.quote(self._user)} {shlex.quote(place)}"
+            await self._exec(_shell(owner, _GRACE_SECONDS), "0:0")
+
+    async def _put(self, folder: str, archive: bytes | Path) -> None:
+        await self._api.send("PUT", f"/containers/{self.id}/archive", {"path": folder}, archive)
+
+    async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`; the daemon makes the archive.
+
+        Podman 4.3 names root as the owner of all members.
+        """
+        self._check_open()
+        query = {"path": inner_path(path, self.workspace, self.home)}
+        size, limit = 0, self._kind.limits.disk_bytes
+        try:
+            async with (
+                contextlib.aclosing(self._api.stream("GET", f"/containers/{self.id}/archive", query)) as chunks,
+                await anyio.open_file(archive, "wb") as file,
+            ):
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > limit:
+                        raise SandboxError(f"pack {path!r}: got more than {limit:,} bytes")
+                    await file.write(chunk)
+        except DockerError as error:
+            await anyio.Path(archive).unlink(missing_ok=True)
+            if error.status in (400, 404):
+                return False
+            raise
+        return True
+
+    async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`; the daemon extracts the archive."""
+        self._check_open()
+        place = inner_path(folder, self.workspace, self.home)
+        try:
+            await anyio.to_thread.run_sync(archives.check_members, archive, self._kind.limits.disk_bytes)
+        except OSError as error:
+            raise SandboxError(f"unpack {folder!r}: {error.strerror or error}") from error
+        made = await self._exec(_shell(f"mkdir -p {shlex.quote(place)}", _GRACE_SECONDS), self._user)
+        if made.code != 0:
+            await self._set_up(f"mkdir -p {shlex.quote(place)}", "0:0")
+        await self._put(place, Path(archive))
 
     async def close(self) -> None:
         """Remove the container with its files."""

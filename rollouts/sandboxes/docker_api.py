@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import urllib.parse
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -25,6 +26,7 @@ VERSION = "v1.41"
 """Of Docker 20.10; Podman 4 also serves it."""
 _JSON_BYTES = 16 << 20
 _FRAME_HEAD = 8
+_CHUNK = 1 << 20
 
 
 class DockerError(SandboxError):
@@ -74,12 +76,12 @@ class DockerApi:
         method: str,
         path: str,
         query: Mapping[str, str] | None = None,
-        body: bytes | None = None,
+        body: bytes | Path | None = None,
         kind: str = "application/x-tar",
         max_bytes: int = _JSON_BYTES,
     ) -> bytes:
-        """Send a request with a body of any kind; return the answer's body of at most ``max_bytes`` bytes."""
-        whole, seconds = bytearray(), self.seconds + len(body or b"") / (1 << 20)
+        """Send a request with a body of any kind, or a file's; return the answer's of at most ``max_bytes`` bytes."""
+        whole, seconds = bytearray(), self.seconds + _size_of(body) / (1 << 20)
         with anyio.move_on_after(seconds) as scope:
             async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
                 async for chunk in chunks:
@@ -107,14 +109,19 @@ class DockerApi:
                     unread = unread[_FRAME_HEAD + size :]
 
     async def stream(
-        self, method: str, path: str, query: Mapping[str, str] | None, body: bytes | None, kind: str
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | Path | None = None,
+        kind: str = "application/x-tar",
     ) -> AsyncGenerator[bytes, None]:
         """Send a request; yield the answer's body as it comes."""
         target = f"/{VERSION}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         head = f"{method} {target} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
         if body is not None:
             head += f"Content-Type: {kind}\r\n"
-        head += f"Content-Length: {len(body or b'')}\r\n\r\n"
+        head += f"Content-Length: {_size_of(body)}\r\n\r\n"
         what = f"{method} {path} at {self.path}"
         try:
             connection = await anyio.connect_unix(self.path)
@@ -124,7 +131,13 @@ class DockerApi:
             parts = _Parts()
             parser = httptools.HttpResponseParser(parts)
             try:
-                await connection.send(head.encode() + (body or b""))
+                if isinstance(body, Path):
+                    await connection.send(head.encode())
+                    async with await anyio.open_file(body, "rb") as file:
+                        while chunk := await file.read(_CHUNK):
+                            await connection.send(chunk)
+                else:
+                    await connection.send(head.encode() + (body or b""))
                 while not parts.done:
                     try:
                         parser.feed_data(await connection.receive())
@@ -142,6 +155,10 @@ class DockerApi:
             if parser.get_status_code() >= 400:
                 status = parser.get_status_code()
                 raise DockerError(f"{what}: HTTP {status}: {_message(bytes(parts.body))}", status)
+
+
+def _size_of(body: bytes | Path | None) -> int:
+    return body.stat().st_size if isinstance(body, Path) else len(body or b"")
 
 
 def _message(body: bytes) -> str:

@@ -11,47 +11,23 @@ outside, whose processes no limit counts. The holder does so otherwise, and maps
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
-import anyio
 import attrs
-import msgspec
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollouts.base.validators import as_texts, is_int
-from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
-from rollouts.sandboxes import filesystem, holder, kernel
-from rollouts.sandboxes.base import (
-    GATEWAY_PORT,
-    HOME_ENVIRONMENT,
-    Command,
-    Exit,
-    SandboxError,
-    SandboxLimits,
-    check_size,
-    inner_path,
-)
+from rollouts.sandboxes import filesystem
+from rollouts.sandboxes.base import BOOLEAN, GATEWAY_PORT, HOME_ENVIRONMENT, Ability, SandboxError, SandboxLimits
 from rollouts.sandboxes.containment import Containment
-from rollouts.sandboxes.running import Running
+from rollouts.sandboxes.held import RunningHeld, interpreter, open_held
 
 __all__ = ["NamespaceSandbox"]
 
-_SETUP_SECONDS = 30.0
-_GRACE_SECONDS = 30.0
-_LINE_BYTES = 1 << 16
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _PUBLIC = (*filesystem.SYSTEM_FILES, "/etc/alternatives", "/etc/ssl/certs", "/etc/ca-certificates")
@@ -92,6 +68,13 @@ class NamespaceSandbox:
     """The listener's port on the sandbox's loopback."""
     bubblewrap: bool | None = attrs.field(default=None)
     """Whether bubblewrap makes the namespaces; by default if it is installed and we are not root."""
+    keep_processes: bool = attrs.field(default=False, validator=BOOLEAN)
+    """Whether commands run at once, and what one leaves running lives on in the next."""
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """``keep_processes`` where it is set; all commands run as one user."""
+        return frozenset({"keep_processes"} if self.keep_processes else ())
 
     @property
     def _bubblewrap(self) -> str | None:
@@ -128,91 +111,34 @@ class NamespaceSandbox:
             ("namespaces", "bubblewrap") if boxed else ("namespaces", "user"),
         )
 
-    async def open(self) -> RunningNamespaces:
+    async def open(self) -> RunningHeld:
         """Make the namespaces, the files and the listener."""
         if sys.platform != "linux":
             raise SandboxError(f"namespaces: got {sys.platform}; expected Linux")
         program = self._bubblewrap
         if self.bubblewrap and program is None:
             raise SandboxError("bubblewrap: got True, but bwrap is not installed; expected it in PATH")
-        ours, theirs = socket.socketpair()
-        process: Process | None = None
-        try:
-            with anyio.fail_after(_SETUP_SECONDS):
-                process = await self._start(program, theirs)
-                running = RunningNamespaces(self, process)
-                try:
-                    await running.ask({})
-                    _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
-                except (SandboxError, OSError) as error:
-                    raise SandboxError(f"namespaces: the sandbox could not be set up: {error}") from None
-                running.listener = socket.socket(fileno=descriptors[0])
-                running.listener.setblocking(False)
-                return running
-        except BaseException as error:
-            with anyio.CancelScope(shield=True):
-                await _end(process)
-            if isinstance(error, TimeoutError):
-                raise SandboxError(f"namespaces: not set up within {_SETUP_SECONDS:g} s") from None
-            raise
-        finally:
-            ours.close()
-            theirs.close()
-
-    async def _start(self, program: str | None, control: socket.socket) -> Process:
-        python, prefixes = _interpreter()
+        python, prefixes = interpreter()
         readable = [*_PUBLIC, python, *prefixes, *self.readable]
-        request = {
+        settings = {
             **attrs.asdict(self.limits),
-            "modules": _sources(),
-            "bubblewrap": program is not None,
-            "control": control.fileno(),
             "port": self.port,
+            "user": None,
             "home": _HOME,
+            "cwd": _WORKSPACE,
             "readable": readable,
             "files": _FILES,
+            "image": None,
+            "groups": [],
         }
-        text = msgspec.json.encode(request)
-        line = [python, "-I", "-S", "-X", "utf8", "-c", holder.BOOT, str(len(text))]
-        files: list[int] = []
-        try:
-            if program is not None:
-                files = [_memory_file(content) for content in _FILES.values()]
-                line = [*_in_bubblewrap(program, self.limits.disk_bytes, readable, files), *line]
-            process = await anyio.open_process(
-                line,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[control.fileno(), *files],
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-        finally:
-            for number in files:
-                os.close(number)
-        assert process.stdin is not None
-        with contextlib.suppress(anyio.BrokenResourceError):  # its end is seen by the first answer
-            await process.stdin.send(text)
-        return process
-
-
-@functools.cache
-def _interpreter() -> tuple[str, list[str]]:
-    """The interpreter that runs the holder, and the folders that it needs."""
-    prefixes = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix)} - {"/", "/usr"}
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable)), sorted(prefixes)
-
-
-@functools.cache
-def _sources() -> list[tuple[str, str]]:
-    modules: list[ModuleType] = [kernel, filesystem, holder]
-    return [
-        ("rollouts", ""),
-        ("rollouts.sandboxes", ""),
-        *((module.__name__, inspect.getsource(module)) for module in modules),
-    ]
+        env = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
+        running = RunningHeld("namespaces", settings, env, self.limits, self.abilities)
+        if program is None:
+            await open_held(running)
+        else:
+            files = [_memory_file(content) for content in _FILES.values()]
+            await open_held(running, _in_bubblewrap(program, self.limits.disk_bytes, readable, files), files)
+        return running
 
 
 def _memory_file(text: str) -> int:
@@ -239,138 +165,3 @@ def _in_bubblewrap(program: str, disk: int, readable: Sequence[str], files: Sequ
         line += ["--ro-bind-data", str(number), path]
     line += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm"]
     return [*line, "--remount-ro", "/", "--chdir", _WORKSPACE, "--"]
-
-
-class RunningNamespaces(Running):
-    """An open sandbox of the kind ``namespaces``."""
-
-    workspace, home = _WORKSPACE, _HOME
-    listener: socket.socket | None = None
-
-    def __init__(self, kind: NamespaceSandbox, process: Process) -> None:
-        super().__init__()
-        assert process.stdout is not None
-        self._kind, self._process = kind, process
-        self._answers = BufferedByteReceiveStream(process.stdout)
-        self._answer_due = False
-
-    def url_inside(self, port: int | None = None) -> str:
-        """The listener's address inside."""
-        return f"http://127.0.0.1:{self._kind.port}"
-
-    async def _command(self, command: Command) -> Exit:
-        env = {"PATH": _PATH, "HOME": _HOME, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT
-        request: dict[str, Any] = {"op": "run", "argv": list(command.argv), "env": env | dict(command.env)}
-        request |= {"cwd": command.cwd, "seconds": command.seconds}
-        report, (out, errors) = await self.ask(request, command.stdin, command.stop)
-        return Exit(
-            report["code"],
-            out.decode(errors="replace"),
-            errors.decode(errors="replace"),
-            report["seconds"],
-            report["timed_out"],
-            report["truncated"],
-        )
-
-    async def read(self, path: str) -> bytes | None:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        report, parts = await self.ask({"op": "read", "path": inner_path(path, _WORKSPACE, _HOME)})
-        if report.get("too_large"):
-            raise SandboxError(
-                f"path {path!r}: got a larger file; expected at most {self._kind.limits.file_bytes:,} bytes"
-            )
-        return parts[0] if parts else None
-
-    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
-        check_size(f"path {path!r}", len(data), self._kind.limits)
-        report, _ = await self.ask(
-            {"op": "write", "path": inner_path(path, _WORKSPACE, _HOME), "mode": mode}, bytes(data)
-        )
-        if "error" in report:
-            raise SandboxError(f"path: got {path!r}, which cannot be written: {report['error']}")
-
-    async def close(self) -> None:
-        """End the holder, and with it every process and file of the namespaces."""
-        if not self._closed:
-            self._closed = True
-            if self.listener is not None:
-                self.listener.close()
-            await _end(self._process)
-
-    async def ask(
-        self,
-        request: Mapping[str, Any],
-        data: bytes = b"",
-        stop: anyio.Event | None = None,
-    ) -> tuple[dict[str, Any], list[bytes]]:
-        """Send one request, if it is not empty, and receive one answer.
-
-        A cancelled request is ended and its answer is discarded, so that the next answer belongs to the next request.
-        """
-        async with self._turn:
-            self._check_open()
-            try:
-                with anyio.CancelScope(shield=True):  # half a request would spoil the next
-                    if request:
-                        await self._send({**request, "bytes": len(data)}, data)
-                self._answer_due = True
-                try:
-                    return await self._receive(stop)
-                except anyio.get_cancelled_exc_class():
-                    with anyio.move_on_after(_GRACE_SECONDS, shield=True) as scope:
-                        if self._answer_due:
-                            await self._send({"op": "kill"})
-                            await self._receive()
-                    if scope.cancelled_caught:
-                        self._process.kill()
-                    raise
-            except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError):
-                raise SandboxError(f"the sandbox ended: {await self._last_words()}") from None
-
-    async def _send(self, head: Mapping[str, Any], data: bytes = b"") -> None:
-        assert self._process.stdin is not None
-        await self._process.stdin.send(msgspec.json.encode(head) + b"\n")
-        if data:
-            await self._process.stdin.send(data)
-
-    async def _receive(self, stop: anyio.Event | None = None) -> tuple[dict[str, Any], list[bytes]]:
-        if stop is None:
-            return await self._read_answer()
-        async with first_error() as tasks:
-            tasks.start_soon(self._kill, stop)
-            answer = await self._read_answer()
-            tasks.cancel_scope.cancel()
-        return answer
-
-    async def _kill(self, stop: anyio.Event) -> None:
-        await stop.wait()
-        with anyio.CancelScope(shield=True):
-            await self._send({"op": "kill"})
-
-    async def _read_answer(self) -> tuple[dict[str, Any], list[bytes]]:
-        head: dict[str, Any] = msgspec.json.decode(await self._answers.receive_until(b"\n", _LINE_BYTES))
-        with anyio.CancelScope(shield=True):  # the holder writes it at once; the rest of it would spoil the next
-            parts = [await self._answers.receive_exactly(size) for size in head["sizes"]]
-        self._answer_due = False
-        return head, parts
-
-    async def _last_words(self) -> str:
-        parts = []
-        with anyio.move_on_after(1.0), contextlib.suppress(anyio.EndOfStream, anyio.ClosedResourceError):
-            assert self._process.stderr is not None
-            while True:
-                parts.append(await self._process.stderr.receive())
-        lines = b"".join(parts).decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no message"
-
-
-async def _end(process: Process | None) -> None:
-    if process is not None:
-        assert process.stdin is not None
-        await process.stdin.aclose()
-        with anyio.move_on_after(5.0):
-            await process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.aclose()

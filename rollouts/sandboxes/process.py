@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -24,8 +23,10 @@ import attrs
 from anyio.abc import ByteReceiveStream, Process
 
 from rollouts.errors import ConfigError
+from rollouts.sandboxes import archives
 from rollouts.sandboxes.base import (
     HOME_ENVIRONMENT,
+    Ability,
     Command,
     Exit,
     SandboxError,
@@ -35,6 +36,7 @@ from rollouts.sandboxes.base import (
     inner_path,
 )
 from rollouts.sandboxes.containment import NAMES, Containment
+from rollouts.sandboxes.leftovers import Folders
 from rollouts.sandboxes.removal import remove_tree
 from rollouts.sandboxes.running import Running
 
@@ -57,6 +59,11 @@ class ProcessSandbox:
 
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        """None beyond the protocol's minimum."""
+        return frozenset()
+
     def containment(self) -> Containment:
         """Deadline and output only."""
         others = {name: "a process with all rights of this one" for name in NAMES if name not in _ENFORCED}
@@ -70,10 +77,13 @@ class ProcessSandbox:
 
 
 def _new_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="rollouts-sandbox-")
+    folder = _FOLDERS.new()
     for name in ("workspace", "home", "tmp"):
         os.mkdir(os.path.join(folder, name))
-    return os.path.realpath(folder)
+    return folder
+
+
+_FOLDERS = Folders("sandbox")
 
 
 class RunningProcess(Running):
@@ -84,6 +94,7 @@ class RunningProcess(Running):
     def __init__(self, folder: str, limits: SandboxLimits) -> None:
         super().__init__()
         self._folder, self._limits = folder, limits
+        self._under_way: Process | None = None
         self.workspace = os.path.join(folder, "workspace")
         self.home = os.path.join(folder, "home")
 
@@ -96,6 +107,7 @@ class RunningProcess(Running):
     async def _command(self, command: Command) -> Exit:
         async with self._turn:
             self._check_open()
+            self._under_way = None
             variables = {"PATH": os.environ.get("PATH", os.defpath), "HOME": self.home}
             variables["TMPDIR"] = os.path.join(self._folder, "tmp")
             if sys.platform == "win32":
@@ -113,6 +125,7 @@ class RunningProcess(Running):
             except OSError as error:
                 return Exit(127, "", f"{command.argv[0]}: {error.strerror or error}", time.monotonic() - began)
             out, errors = Tail(self._limits.output_bytes), Tail(self._limits.output_bytes)
+            self._under_way = process
             try:
                 timed_out = await _watch(process, command, (out, errors))
             finally:
@@ -157,6 +170,47 @@ class RunningProcess(Running):
                 raise SandboxError(f"path: got {path!r}, which cannot be written: {error.strerror}") from error
 
         await anyio.to_thread.run_sync(store)
+
+    async def kill_all(self) -> None:
+        """Kill the group of the command under way; a process that left its group is not found."""
+        self._check_open()
+        if self._under_way is not None and self._under_way.returncode is None:
+            _kill_group(self._under_way)
+        async with self._turn:  # until it has ended
+            pass
+
+    async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        place = self._place(path)
+
+        def store() -> bool:
+            if not self._is_inside(os.path.dirname(place)):
+                return False
+            try:
+                with open(archive, "wb") as file:
+                    found = archives.pack(place, file, self._limits.disk_bytes)
+            except OSError as error:
+                raise SandboxError(f"pack {path!r}: {error.strerror or error}") from error
+            if not found:
+                os.unlink(archive)
+            return found
+
+        return await anyio.to_thread.run_sync(store)
+
+    async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        place = self._place(folder)
+
+        def load() -> None:
+            if not self._is_inside(place):
+                raise SandboxError(f"unpack {folder!r}: a link to a folder outside; expected a folder inside")
+            try:
+                with open(archive, "rb") as file:
+                    archives.unpack(file, place, self._limits.disk_bytes)
+            except OSError as error:
+                raise SandboxError(f"unpack {folder!r}: {error.strerror or error}") from error
+
+        await anyio.to_thread.run_sync(load)
 
     async def close(self) -> None:
         """Delete the folder.

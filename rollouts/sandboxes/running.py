@@ -7,13 +7,15 @@ no kind of sandbox.
 from __future__ import annotations
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import anyio
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.sandboxes.base import Command, Exit, SandboxError, inner_path
+from rollouts.errors import ConfigError
+from rollouts.sandboxes.base import Ability, Command, Exit, SandboxError, inner_path
 
 __all__ = ["Running", "stopped_by"]
 
@@ -23,6 +25,8 @@ class Running(ABC):
 
     workspace: str
     home: str
+    abilities: frozenset[Ability] = frozenset()
+    """Those of its kind."""
 
     def __init__(self) -> None:
         self._turn = anyio.Lock()
@@ -41,11 +45,33 @@ class Running(ABC):
         return await self._command(Command(argv, env or {}, seconds, self.workspace, stop=stop))
 
     async def exec(
-        self, argv: Sequence[str], *, seconds: float = 60.0, stdin: bytes = b"", cwd: str | None = None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        seconds: float = 60.0,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        user: str | None = None,
     ) -> Exit:
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
         where = self.workspace if cwd is None else inner_path(cwd, self.workspace, self.home)
-        return await self._command(Command(argv, {}, seconds, where, stdin))
+        command = Command(argv, env or {}, seconds, where, stdin, user=user)
+        if user is not None and "users" not in self.abilities:
+            raise ConfigError.of("user", user, f"None: {type(self).__name__} runs commands as one user")
+        return await self._command(command)
+
+    async def kill_all(self) -> None:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        raise SandboxError(f"kill_all: {type(self).__name__} cannot")
+
+    async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        raise SandboxError(f"pack: {type(self).__name__} cannot")
+
+    async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
+        """See :class:`~rollouts.sandboxes.base.RunningSandbox`."""
+        raise SandboxError(f"unpack: {type(self).__name__} cannot")
 
     @abstractmethod
     async def _command(self, command: Command) -> Exit:

@@ -17,6 +17,7 @@ from typing import Any, Never, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
+import attrs
 
 from rollouts.agent.episode import OnStep
 from rollouts.agent.loop import begin_episode, ending
@@ -31,6 +32,7 @@ from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
+from rollouts.training.sample_validator import copied
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
@@ -109,6 +111,7 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
+    unedited = attrs.evolve(prompt, label=copied(prompt.label))  # an environment may change its label in place
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     episode = await begin_episode(
@@ -125,7 +128,7 @@ async def agent_rollout_to_samples(
     async with ending(episode):
         episode.stop_reason = await episode.play(environment_cls)
     image_inputs = None if renderer.images is None else renderer.images.inputs
-    return trajectory_to_samples(episode.branches, prompt, renderer.decode, image_inputs)
+    return trajectory_to_samples(episode.branches, unedited, renderer.decode, image_inputs)
 
 
 class AgentOptions(RendererOptions, total=False):

@@ -18,8 +18,10 @@ import numpy.typing as npt
 
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
+from rollouts.training.branches import rollout_keys
+from rollouts.training.comparisons import Comparison, comparison_keys, conversation_keys
 from rollouts.training.rows import check_fields, reward_of_branches
-from rollouts.training.types import Sample, rollout_keys
+from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
     import torch
@@ -160,25 +162,32 @@ def collate_packed(samples: Sequence[Sample], *, device: Any = None) -> PackedBa
     )
 
 
-def group_advantages(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
+def group_advantages(samples: Sequence[Sample], *, by: Comparison = "seat") -> npt.NDArray[np.float32]:
     """Compute GRPO advantages, float32 ``(B,)``: reward minus the group's mean, over its standard deviation + 1e-6.
 
     The standard deviation is unbiased, as in slime. Samples with the same ``group_index`` form a group, in any order.
     Mean and deviation are taken over rollouts: a rollout that forks counts once, with the reward of its branches.
     A group without spread has advantage 0.
 
+    Where a rollout has several agents, they are taken over the conversations of one seat, so that a reward is never
+    compared with that of another seat.
+
+    Args:
+        samples: scored samples of whole groups.
+        by: which rewards are compared; :data:`~rollouts.training.branches.Comparison`.
+
     Raises:
-        ConfigError: a sample without a reward or a group index, or samples of one rollout with unlike rewards, which
-            the deviation of the rollouts does not describe; the message names the sample.
+        ConfigError: a sample without a reward or a group index, or samples of one conversation with unlike rewards,
+            which the deviation of the conversations does not describe; the message names the sample.
     """
     for number, sample in enumerate(samples):
         _check_scored(sample, f"samples[{number}]")
     rewards = np.array([sample.reward for sample in samples], np.float64)
-    groups = _members([sample.group_index for sample in samples])
-    rollouts = rollout_keys(samples)
+    groups = _members(comparison_keys(samples, by))
+    conversations = conversation_keys(samples)
     advantages = np.zeros(len(samples))
     for rows in groups.values():
-        branches = _members([rollouts[row] for row in rows])
+        branches = _members([conversations[row] for row in rows])
         each = np.array([reward_of_branches([samples[rows[at]] for at in places]) for places in branches.values()])
         if len(set(each.tolist())) > 1:  # the deviation of equal numbers may be a rounding error instead of 0
             advantages[rows] = (rewards[rows] - each.mean()) / (each.std(ddof=1) + STD_EPSILON)

@@ -77,7 +77,7 @@ class CompactRecord:
             chat = dict(message)
             for name in _TEXTS:
                 text = chat.get(name)
-                if not isinstance(text, str) or len(text) < _SHORT:
+                if type(text) is not str or len(text) < _SHORT:
                     continue
                 start = response.find(text, position)
                 if start < 0:

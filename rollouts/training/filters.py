@@ -15,6 +15,7 @@ from rollouts.training.branches import by_rollout, reward_of_rollout
 from rollouts.training.status import Status
 
 if TYPE_CHECKING:
+    from rollouts.training.comparisons import Comparison
     from rollouts.training.sample import Sample
 
 __all__ = [
@@ -32,13 +33,16 @@ STD_FLOOR = 1e-6
 """A standard deviation of rewards at or below this counts as zero; slime's threshold."""
 
 
-def check_reward_nonzero_std(samples: Sequence[Sample]) -> bool:
-    """Keep if the rewards differ: in a group without spread every advantage is zero.
+def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison = "seat") -> bool:
+    """Keep if rewards that are compared differ: in a group without spread every advantage is zero.
 
-    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread.
+    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` is that of
+    :func:`~rollouts.training.group_advantages`: in a game of several agents, the rewards of one seat must differ.
     """
-    rewards = _rewards(samples)
-    return len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR
+    from rollouts.training.comparisons import by_comparison  # here: the import of a filter stays small
+
+    compared = [_rewards(members) for members in by_comparison(samples, by)]
+    return any(len(rewards) > 1 and statistics.stdev(rewards) > STD_FLOOR for rewards in compared)
 
 
 def check_min_reward(samples: Sequence[Sample], min_reward: float = 0.5) -> bool:

@@ -38,6 +38,7 @@ from rollouts.errors import (
 )
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailurePolicy, FailureStats, cause_of
+from rollouts.training.ledger import group_index
 from rollouts.training.rollout_attempt import (
     attempt,
     ends,
@@ -103,20 +104,19 @@ class GroupRunner:
     async def run(self, prompt: Prompt, finished: dict[int, list[Sample]]) -> Group:
         """Generate, score and filter one group; ``finished`` contains finished rollouts by number, and is added to."""
         lost: dict[int, list[Sample]] = {}
-        index = prompt.group_index
-        assert index is not None, "the buffer numbers its prompts"
+        index = group_index(prompt)
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
-                group = _Round(attrs.evolve(prompt, replacement=replacement), limit, finished)
+                asked = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
+                group = _Round(asked, limit, finished)
                 missing = self._missing(finished)
                 self._slots.reserve(index, len(missing))
                 if len(missing) == 1:  # needs no separate task
-                    with anyio.CancelScope() as scope:
-                        await self._run_rollout(group, missing[0], scope)
+                    await self._run_rollout(group, missing[0], lambda: None)
                 else:
                     async with anyio.create_task_group() as tasks:
                         for number in missing:
-                            tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope)
+                            tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope.cancel)
                 if group.broken is not None:
                     raise group.broken
                 lost = group.lost
@@ -152,8 +152,7 @@ class GroupRunner:
         return [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
 
     def _request(self, prompt: Prompt, number: int) -> Prompt:
-        assert prompt.group_index is not None, "the buffer numbers its prompts"
-        return attrs.evolve(prompt, index=prompt.group_index * self.config.n_samples_per_prompt + number)
+        return attrs.evolve(prompt, index=group_index(prompt) * self.config.n_samples_per_prompt + number)
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
         """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
@@ -204,16 +203,15 @@ class GroupRunner:
             raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
         return keep, reason
 
-    async def _run_rollout(self, group: _Round, number: int, siblings: anyio.CancelScope) -> None:
+    async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None]) -> None:
         """Run one rollout in a slot; cancel its siblings if the group can no longer become sound."""
         request = self._request(group.prompt, number)
         index = request.index
         assert index is not None
-        assert request.group_index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
                 await self._turns.passed()  # groups that start together
-                wait = await self._slots.acquire(request.group_index, number, group.limit)
+                wait = await self._slots.acquire(group_index(request), number, group.limit)
                 try:
                     samples, policy = await self._attempts_at(request, index, wait)
                 finally:
@@ -226,7 +224,7 @@ class GroupRunner:
             self._attempts.pop(index, None)
         possible = self.config.n_samples_per_prompt - len(group.lost)
         if group.broken or (group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)):
-            siblings.cancel()
+            cancel_siblings()
 
     async def _attempts_at(
         self, request: Prompt, index: int, wait: Span | None

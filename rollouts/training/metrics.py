@@ -213,6 +213,10 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
             "response_length/mean": _mean([sample.response_length for one in selected for sample in one]),
         }
         numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
+    if any(sample.seat for sample in samples):
+        from rollouts.training.seat_metrics import seat_metrics  # here: most runs have one agent
+
+        numbers |= seat_metrics(samples)
     return numbers
 
 

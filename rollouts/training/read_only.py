@@ -52,11 +52,11 @@ class ReadOnlyDict(dict[Any, Any]):
 
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
-    if isinstance(value, list):
-        return ReadOnlyList([entry if type(entry) is str else read_only(entry, name) for entry in value], name)
     if isinstance(value, dict):
         entries = value.items()
         return ReadOnlyDict([(key, one if type(one) is str else read_only(one, name)) for key, one in entries], name)
+    if isinstance(value, list):
+        return ReadOnlyList([entry if type(entry) is str else read_only(entry, name) for entry in value], name)
     return value
 
 

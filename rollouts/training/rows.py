@@ -19,15 +19,18 @@ import numpy.typing as npt
 from rollouts.base.validators import finite, is_int
 from rollouts.dtypes import LogprobColumn, TokenColumn
 from rollouts.errors import ConfigError
+from rollouts.training.comparisons import by_conversation
 from rollouts.training.types import Sample, Status, by_rollout
 
 __all__ = [
     "Columns",
     "Row",
+    "by_conversation",
     "by_rollout",
     "check_fields",
     "check_one_branch",
     "check_temperature",
+    "group_name",
     "image_column",
     "int_version",
     "reward_of",
@@ -244,15 +247,20 @@ def int_version(sample: Sample, version: int | None = None) -> int:
 
 
 def check_one_branch(samples: Sequence[Sample], trainer: str) -> None:
-    """Check that no rollout has several branches, for a trainer that takes one row a rollout.
+    """Check that no conversation has several branches, for a trainer that takes one row for each.
 
     Raises:
         ConfigError: one forks.
     """
-    for branches in by_rollout(samples):
+    for branches in by_conversation(samples):
         if len(branches) > 1:
             expected = f"one row for each rollout: {trainer} takes no forks"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
+
+
+def group_name(sample: Sample) -> str:
+    """The name of the samples that a trainer compares a sample with: its group, and its seat if it has one."""
+    return f"{sample.group_index}/{sample.seat}" if sample.seat else str(sample.group_index)
 
 
 def reward_of(sample: Sample) -> float:
@@ -268,14 +276,14 @@ def reward_of(sample: Sample) -> float:
 
 
 def reward_of_branches(branches: Sequence[Sample]) -> float:
-    """The reward that all samples of a rollout have, for a trainer that takes one for a rollout.
+    """The reward that all branches of a conversation have, for a trainer that takes one for a rollout.
 
     Raises:
         ConfigError: a sample has none, or one that is not finite; or the rewards differ.
     """
     rewards = [reward_of(branch) for branch in branches]
     if len(set(rewards)) > 1:
-        expected = "one reward: samples of one rollout with unlike rewards have no reward in common"
+        expected = "one reward: samples of one rollout with unlike rewards, without a seat, have no reward in common"
         raise ConfigError.of(f"{branches[0]!r}: rewards of its rollout", rewards, expected)
     return rewards[0]
 

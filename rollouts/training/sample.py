@@ -6,7 +6,7 @@ This module does not know how samples are generated, scored or filtered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -41,10 +41,6 @@ ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]
 
 _NO_IMAGES: Mapping[str, Image] = {}
 """Shared by all samples without images; never changed."""
-
-
-def _spans(images: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
-    return tuple(images)
 
 
 def _status_of(value: Status | str) -> Status:
@@ -103,10 +99,16 @@ class Sample:
     _teacher_log_probs: Any = attrs.field(default=None, alias="teacher_log_probs", converter=as_column)
     loss_multiplier: float = 1.0
     """Factor of the sample's loss; 0 leaves it out of the loss and in its group's advantages."""
-    images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=_spans)
+    images: tuple[ImageSpan, ...] = attrs.field(default=(), converter=tuple[ImageSpan, ...])
     """The images of its tokens, in order, with the positions of their placeholder ids."""
+    seat: str = ""
+    """The agent that it is a conversation of, in a rollout of several; empty in a rollout of one."""
+    conversation: int = 0
+    """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
+    tools: str | None = None
+    """The tools that the model was shown, a list in chat format as JSON; ``None`` if unknown. A run has each once."""
 
     _compact: CompactRecord | None = attrs.field(default=None, init=False)
     """Compact storage of the response and the records; a record that was assigned since is in its slot instead."""
@@ -154,6 +156,7 @@ class Sample:
 
     def __repr__(self) -> str:
         where = f"group {self.group_index} · index {self.index}"
+        where += f" · {self.seat} {self.conversation}" if self.seat else ""
         trained = np.count_nonzero(self._loss_mask)
         counts = f"{len(self)} tokens, {trained} trained"
         return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"

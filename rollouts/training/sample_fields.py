@@ -42,7 +42,7 @@ def _is(kind: Any) -> Callable[[Any], bool]:
 
 
 def _all_are(kind: Any) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+    return lambda values: isinstance(values, list | tuple) and (not values or all(isinstance(v, kind) for v in values))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:
@@ -68,6 +68,9 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("times", _is(Timeline), "a Timeline", Timeline),
     ("images", _all_are(ImageSpan), "ImageSpans", None),
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
+    ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
+    ("seat", _is(str), "a string", None),
+    ("conversation", lambda value: is_int(value, 0), "an integer >= 0", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -89,6 +92,7 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "history": {type(None)},
     "times": {Timeline},
     "named_images": {dict},
+    "seat": {str},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -164,6 +168,9 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "teacher_log_probs": None if sample.teacher_column is None else sample.teacher_column.tolist(),
         "loss_multiplier": sample.loss_multiplier,
         "images": [[span.image.sha256, span.start, span.stop] for span in sample.images],
+        "tools": sample.tools,
+        "seat": sample.seat,
+        "conversation": sample.conversation,
     }
 
 
@@ -174,8 +181,7 @@ def values_of(data: Mapping[str, Any], names: Collection[str], load_image: LoadI
     if unknown:
         raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
     for name, _, _, read in _FIELDS:
-        value = values.get(name)
-        if read is not None and value is not None:
+        if read is not None and (value := values.get(name)) is not None:
             try:
                 values[name] = read(value)
             except (TypeError, ValueError):

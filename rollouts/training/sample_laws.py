@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import are_logprobs
+from rollouts.errors import shortened
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
 
@@ -86,6 +87,8 @@ class Stored(msgspec.Struct):
     teacher_log_probs: list[float | None] | None = None
     loss_multiplier: float | None = 1.0
     images: list[tuple[str, int, int]] = []
+    seat: str = ""
+    conversation: int = 0
 
 
 def check_sample(sample: Sample) -> list[Violation]:
@@ -126,9 +129,10 @@ def check_stored(stored: Stored, place: str, vocab_size: int | None = None) -> l
     ]
 
 
-def reply_key(stored: Stored, call: StoredCompletion) -> tuple[int, ...]:
+def reply_key(stored: Stored, call: StoredCompletion) -> tuple[Any, ...]:
     """A key that is equal for equal replies to equal requests: law 3 trains each of them in one branch of a rollout."""
-    return (call.prompt_digest, call.start, *stored.tokens[call.start : call.stop])
+    conversation = (stored.seat, stored.conversation)
+    return (conversation, call.prompt_digest, *stored.tokens[call.start : call.stop])
 
 
 def _check_tokens(
@@ -168,7 +172,7 @@ def _check_mask(stored: Stored, place: str, mask: npt.NDArray[np.bool_]) -> Iter
     inside = all(0 <= start < stop <= len(mask) for start, stop in spans)
     if not inside or any(left[1] > right[0] for left, right in itertools.pairwise(spans)):
         expected = f"spans between 0 and {len(mask)}, one after the other"
-        yield Violation(2, f"{place}, versions", str(spans), expected)
+        yield Violation(2, f"{place}, versions", shortened(spans), expected)
     else:
         yield from _compare(place, "versions", _covered(len(mask), spans), sampled, "a version where a call sampled")
 

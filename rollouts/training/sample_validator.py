@@ -59,8 +59,8 @@ def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str
     pack_or_fail(samples, failure, f"after {name}")
 
 
-_Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, Any, tuple[Any, ...] | None]
-"""Prompt, group index, index, rollout id, completions and replies of a sample."""
+_Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, str, int, Any, tuple[Any, ...] | None]
+"""Prompt, group index, index, rollout id, seat, conversation, completions and replies of a sample."""
 
 
 def _identity_of(sample: Sample) -> _Identity:
@@ -75,11 +75,13 @@ def _identity_of(sample: Sample) -> _Identity:
     recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
     columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
     replies = (*columns, versions, sample.images) if recorded else None
-    return sample.prompt, sample.group_index, sample.index, sample.rollout_id, completions, replies
+    group = sample.prompt, sample.group_index, sample.index, sample.rollout_id
+    return *group, sample.seat, sample.conversation, completions, replies
 
 
 def _restore(sample: Sample, identity: _Identity) -> None:
-    sample.prompt, sample.group_index, sample.index, sample.rollout_id, sample._completions, replies = identity
+    sample.prompt, sample.group_index, sample.index, sample.rollout_id = identity[:4]
+    sample.seat, sample.conversation, sample._completions, replies = identity[4:]
     if replies is not None:
         sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
 
@@ -121,7 +123,7 @@ def _change_of(sample: Sample, before: _Identity) -> str:
     return ""
 
 
-_UNCHANGED = ("prompt", "group_index", "index", "rollout_id")
+_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation")
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 
 
@@ -166,7 +168,7 @@ _PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
     },
     {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
     {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
-    {"failure": lambda: None}, {"history": lambda: None},
+    {"failure": lambda: None}, {"history": lambda: None}, {"seat": str, "conversation": int},
 )  # fmt: skip
 """The fields of a sample that pack or do not pack together, with their values if they do not."""
 

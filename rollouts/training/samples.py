@@ -61,6 +61,7 @@ def trajectory_to_sample(
         stop_reason=trajectory.stop_reason,
         failure=trajectory.failure,
         messages=[message.to_record() for message in trajectory.messages],
+        tools=trajectory.tools,
         images=trajectory.images,
         named_images={image.sha256: image for message in trajectory.messages for image in message.images},
         completions=list(trajectory.completions),

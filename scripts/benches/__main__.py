@@ -48,6 +48,7 @@ def _suite(argv: list[str]) -> None:
 
 OTHERS = (
     "calls",
+    "curate",
     "dispatch",
     "fill",
     "gateway",

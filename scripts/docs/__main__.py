@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollouts.errors import ConfigError
 
-PAGES = ("bad_inputs", "core", "failures", "families", "metrics")
+PAGES = ("bad_inputs", "core", "failures", "families", "harbor", "metrics")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -40,6 +40,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/commands/test_run.py::test_a_live_run_is_left_alone",
         "tests/integration/test_restored.py",
     ),
+    "folders that a stranger made": ("tests/integration/test_hostile_folders.py",),
     "signals and processes": (
         "tests/concurrency/test_interrupts.py",
         "tests/runs/test_settings.py::test_26_a_closed_terminal_stops_a_run",
@@ -55,7 +56,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/commands/test_show.py::test_a_run_of_prompts_with_tags_is_shown",
         "tests/commands/test_init.py::test_the_text_of_a_server_does_not_control_the_terminal",
     ),
+    "requests that are not HTTP": ("tests/http/test_server_log.py",),
     "sandbox": (
+        "tests/sandboxes/test_leftovers.py",
         "tests/environments/test_python_tool.py::test_no_way_out",
         "tests/sandboxes/test_seccomp.py",
         "tests/rewards/test_code.py::test_a_program_cannot_forge_its_tests",

@@ -9,22 +9,27 @@ import os
 import zlib
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Prompt
+from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe
 from rollouts.recipes.configs.calculator import exact_answer_reward
 from rollouts.recipes.configs.calculator import recipe as calculator
 from rollouts.recipes.configs.calculator_program import recipe as calculator_program
 from rollouts.recipes.configs.calculator_program import workspace_reward
+from rollouts.seats import Seat, Seats, play_recipe
 from rollouts.training import Sample
 
 
 def witnessed_reward(sample: Sample, *, witness: Path, reward_fn: Callable[[Sample], float]) -> float:
     """The recipe's reward; one line ``pid index crc`` a call, written with one ``write``."""
+    if (sample.seat, sample.conversation) not in (("", 0), ("white", 0)):
+        return reward_fn(sample)  # one line a rollout
     line = f"{os.getpid()} {sample.index} {zlib.crc32(sample.token_column.tobytes())}\n"
     file = os.open(witness, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -34,11 +39,37 @@ def witnessed_reward(sample: Sample, *, witness: Path, reward_fn: Callable[[Samp
     return reward_fn(sample)
 
 
+async def turns(seats: Seats, prompt: Prompt) -> None:
+    """Three turns of two seats, and an episode with tools; the rewards are those of a zero-sum game."""
+    white, black = seats.white.chat("You are white."), seats.black.chat()
+    said = prompt.messages[-1].text
+    for _ in range(3):
+        said = (await white.ask(said[-200:] or "...")).text
+        said = (await black.ask(said[-200:] or "...")).text
+    run = await seats.white.run()
+    white.reward = float(len(said) % 3 - 1)
+    black.reward, run.reward = -white.reward, 0.0
+
+
+def seated(endpoint: Endpoint, **options: Any) -> Recipe:
+    """Two seats on the prompts of the calculator."""
+    cook = Seat(environment_cls=CalculatorEnvironment)
+    seats = {"white": cook, "black": Seat()}
+    prompts = islice(calculator_prompts(0), options.pop("prompts"))
+    return play_recipe("crash", endpoint, turns, prompts, seats=seats, keep="all", max_new_tokens=32, **options)
+
+
+def reward_of_play(sample: Sample) -> float:
+    """The reward that the play set."""
+    return float(sample.reward or 0.0)
+
+
 def recipe(
     endpoint: Endpoint,
     *,
     witness: Path,
     programs: bool = False,
+    seats: bool = False,
     in_flight: int | None = None,
     sampler: Literal["uniform", "pass_rate", "pools"] = "uniform",
     batch_size: int = 4,
@@ -47,7 +78,8 @@ def recipe(
     sampling_seed: int = 0,
 ) -> Recipe:
     """Small groups, endless data in a fixed order, independent of the samples; programs: a process for each rollout."""
-    made = (calculator_program if programs else calculator)(
+    kind: Callable[..., Recipe] = calculator_program if programs else seated if seats else calculator
+    made = kind(
         endpoint,
         batch_size=batch_size,
         n_samples_per_prompt=n_samples_per_prompt,
@@ -62,7 +94,7 @@ def recipe(
     agents = made.config.generate_fn
     assert isinstance(agents, partial)
     generate_fn = partial(agents, endpoint=endpoint)
-    reward_fn = workspace_reward if programs else exact_answer_reward
+    reward_fn = workspace_reward if programs else reward_of_play if seats else exact_answer_reward
     reward = partial(witnessed_reward, witness=witness, reward_fn=reward_fn)
     config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)
     return attrs.evolve(made, name="crash", endpoint=endpoint, config=config)

@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
     parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
+    parser.add_argument("--seats", action="store_true", help="each rollout is a play of two agents")
     parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
     parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among six prompts by their rewards")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
@@ -274,7 +275,7 @@ def unsettled_in(history: RunHistory) -> set[int]:
 def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     run, witness, log = folder / "run", folder / "witness", folder / "log"
     base = ["run", str(RECIPE), "--endpoint", url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
-    base += ["--set", f"programs={args.programs}"]
+    base += ["--set", f"programs={args.programs}", "--set", f"seats={args.seats}"]
     if args.in_flight is not None:
         base += ["--set", f"in_flight={args.in_flight}"]
     if args.sampler is not None:
@@ -309,6 +310,10 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(kills.damaged.items())) or "none"
     print(f"tails changed behind the last seal: {kinds}; they had {kills.removed} finished rollouts, which began again")
     bad = compare(kills, reference, witness, programs=args.programs, sampled=args.sampler is not None)
+    if args.seats:
+        again = {row.data["index"] for row in read_rows(run, "all") if "restarted_at_resume" in row.data["metrics"]}
+        print(f"{len(again)} plays began again; expected none, since each asks the same")
+        bad += len(again)
     if args.programs:
         bad += compare_programs(run, kills.begun, folder / "tmp")
     if args.sampler is None:  # else the groups of two runs have different prompts
@@ -332,6 +337,7 @@ def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sam
     run, finished = kills.run, kills.finished
     rows = list(read_rows(run, "all"))
     copies = Counter(row.data["index"] for row in rows)
+    conversations = Counter(map(conversation_of, rows))
     report = verify_run(run)
     bad = 0
 
@@ -343,7 +349,7 @@ def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sam
     history = history_of(run)
     assert history is not None
     report_count("finished rollouts lost", len(finished.keys() - copies.keys() - unsettled_in(history)))
-    report_count("rollouts doubled", sum(count > 1 for count in copies.values()))
+    report_count("rollouts doubled", sum(count > 1 for count in conversations.values()))
     again, window = scored_again(kills, witness)
     report_count("finished rollouts generated again", again)
     print(f"  ({window} were scored a second time, because the kill came between their reward and their record)")
@@ -376,11 +382,16 @@ def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sam
     if not programs:
         went_on = sum("turns_before_resume" in row.data["metrics"] for row in rows)
         print(f"{went_on} rollouts resumed from their last finished turn ({kills.within} were within an episode)")
-    other = {row.data["index"]: row.data["tokens"] for row in read_rows(reference, "all")}
-    both = [row for row in rows if row.data["index"] in other]
-    same = sum(other[row.data["index"]] == row.data["tokens"] for row in both)
+    other = {conversation_of(row): row.data["tokens"] for row in read_rows(reference, "all")}
+    both = [row for row in rows if conversation_of(row) in other]
+    same = sum(other[conversation_of(row)] == row.data["tokens"] for row in both)
     print(f"{same} of {len(both)} rollouts have the same tokens as in the run without a kill")
     return bad
+
+
+def conversation_of(row: Row) -> tuple[int, str, int]:
+    """The rollout of a row, and the conversation of its seat."""
+    return row.data["index"], row.data["seat"], row.data["conversation"]
 
 
 def scored_again(kills: Kills, witness: Path) -> tuple[int, int]:

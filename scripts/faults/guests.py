@@ -92,6 +92,14 @@ async def _leaves(server: ModelServer) -> None:
             await _posts(_chat)(server)
 
 
+async def _unknown_routes(server: ModelServer) -> None:
+    """Each with control characters in its name."""
+    async with aiohttp.ClientSession(headers={"x-api-key": server.api_key}) as http:
+        for number in range(500):
+            async with http.get(f"{server.base_url}/%1b[31m{number}") as answer:
+                await answer.read()
+
+
 def _picture() -> bytes:
     """An image of 64 million pixels in a few bytes."""
     header = struct.pack(">II5B", 8192, 8192, 8, 2, 0, 0, 0)
@@ -128,6 +136,7 @@ GUESTS = (
     GuestFault("sends half of a head", _sends(b"POST / HTTP/1.1\r\nHost: x\r\n", 20)),
     GuestFault("opens 300 connections", _sends(b"", 300)),
     GuestFault("leaves its calls", _leaves),
+    GuestFault("asks for 500 unknown routes", _unknown_routes),
 )
 
 

@@ -22,6 +22,8 @@ import attrs
 ROOT = Path(__file__).parents[2]
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
+_DOORS = "tests/integrations/test_doors.py"
+
 
 @attrs.frozen
 class Trainer:
@@ -53,7 +55,7 @@ class Trainer:
 
 TRAINERS: dict[str, Trainer] = {
     "verl": Trainer(
-        tests=("tests/integrations/test_verl.py", "tests/integrations/test_exports.py"),
+        tests=("tests/integrations/test_verl.py", "tests/integrations/test_exports.py", _DOORS),
         packages=(
             "tensordict==0.10.0", "ray", "hydra-core", "peft", "datasets", "accelerate", "codetiming", "dill", "pandas",
             "pillow", "torchdata", "orjson", "cachetools", "fastapi", "uvicorn", "TransferQueue==0.1.11",
@@ -62,7 +64,7 @@ TRAINERS: dict[str, Trainer] = {
         no_deps=("verl==0.9.1",),
     ),
     "areal": Trainer(
-        tests=("tests/integrations/test_areal.py", "tests/integrations/test_exports.py"),
+        tests=("tests/integrations/test_areal.py", "tests/integrations/test_exports.py", _DOORS),
         packages=(
             "aiofiles", "colorlog", "datasets", "einops", "flask", "httpx", "hydra-core", "lark", "numba", "omegaconf",
             "openai", "orjson", "pandas", "peft", "pillow", "pybase64", "ray", "tabulate", "tenacity", "tensorboardX",
@@ -72,7 +74,7 @@ TRAINERS: dict[str, Trainer] = {
         stubs=("swanlab", "trackio", "wandb"),
     ),
     "tinker": Trainer(
-        tests=("tests/integrations/test_tinker.py",),
+        tests=("tests/integrations/test_tinker.py", _DOORS),
         packages=("tinker==0.38.0", "blobfile", "chz", "datasets", "pillow"),
         no_deps=("tinker-cookbook==0.6.1",),
         stubs=("tml_renderers",),
@@ -109,10 +111,14 @@ TRAINERS: dict[str, Trainer] = {
         sources=("",),
     ),
     "rllm": Trainer(
-        tests=("tests/integrations/test_rllm.py",),
+        tests=("tests/integrations/test_rllm.py", _DOORS),
         packages=("codetiming", "omegaconf", "openai", "tqdm"),
         checkout="RLLM_PATH",
         sources=("",),
+    ),
+    "trl": Trainer(
+        tests=("tests/integration/test_curated_trl.py",),
+        packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow"),
     ),
     "environments": Trainer(
         tests=("-m", "extra", "tests/environments/adapters"),

@@ -32,10 +32,6 @@ EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text
         "ray",
         "otel",
         "prometheus",
-        "e2b",
-        "daytona",
-        "kubernetes",
-        "modal",
     ],
 )
 def test_the_command_names_the_packages_of_the_extra(extra: str) -> None:

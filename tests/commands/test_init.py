@@ -518,6 +518,7 @@ OPTIONS = {
     "--stop": "ids that end a turn",
     "--stop-with-stdin": "stop at the end of standard input",
     "--table": "a table of stored reports",
+    "--task": "the name of one task",
     "--tasks": "the first N prompts",
     "--template-kwargs": "variables of the chat template",
     "--text": "the text of a prompt",

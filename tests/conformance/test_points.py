@@ -80,7 +80,7 @@ async def test_a_table_has_a_column_for_each_server() -> None:
 
 
 def test_the_documented_table_has_every_point() -> None:
-    """docs/servers.md has a row for each point, in order; points that only vLLM has are last."""
-    rows = re.findall(r"^\| ([^|]+) \|", (DOCS / "servers.md").read_text(), re.MULTILINE)
+    """docs/conformance.md has a row for each point, in order; points that only vLLM has are last."""
+    rows = re.findall(r"^\| ([^|]+) \|", (DOCS / "conformance.md").read_text(), re.MULTILINE)
     names = dict.fromkeys(point.name for point in (*POINTS, *VLLM_POINTS))
     assert rows[rows.index("describes itself") :] == [*names]

@@ -399,3 +399,12 @@ async def test_28_a_public_address_wants_a_key(serving: Any) -> None:
             ) as reply:
                 found.append(reply.status)
         assert found == [401, 401, 200]
+
+
+async def test_a_request_that_is_not_http_prints_nothing(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """It is answered with 400; the engine's output is the log of a run."""
+    host, port = client.url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(b"GET / HTTP/1.1\r\nno colon\r\n\r\n")
+        assert (await stream.receive()).split()[1] == b"400"
+    assert caplog.records == []

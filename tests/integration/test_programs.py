@@ -77,7 +77,7 @@ class Guest:
         return next(INSTALLED.glob(folder)).name.removesuffix(".dist-info").rpartition("-")[2]
 
     def of(self, **options: Any) -> Program:
-        command = [str(INSTALLED / self.command)]
+        command = ["node"] if self.command == "node" else [str(INSTALLED / self.command)]
         return functools.partial(self.program, command=command, **options)
 
 
@@ -161,6 +161,18 @@ class Played:
         assert unknown == set()
 
 
+def readable() -> list[str]:
+    """The folders of the installed programs, and of the Pythons of their environments."""
+    homes = [
+        line.partition("=")[2].strip()
+        for file in INSTALLED.glob("*/pyvenv.cfg")
+        for line in file.read_text().splitlines()
+        if line.startswith("home")
+    ]
+    found = {Path(home).resolve().parent for home in homes}
+    return [str(INSTALLED), *(str(folder) for folder in found if not folder.is_relative_to("/usr"))]
+
+
 async def network(sandbox: RunningSandbox) -> tuple[int, int]:
     """Refused routes and sent datagrams of the sandbox's network, since it was made."""
     end = await sandbox.exec(["cat", "/proc/net/snmp"])
@@ -180,9 +192,9 @@ async def play(
     sampling: SamplingParams | None = None, max_context: int | None = None, **options: Any,
 ) -> Played:  # fmt: skip
     """Run a program to its end."""
-    if not (INSTALLED / guest.command).exists():
+    if guest.command != "node" and not (INSTALLED / guest.command).exists():
         pytest.fail(f"{guest.command} is not installed: scripts/test --programs installs it")
-    async with Gateway() as gateway, opened(NamespaceSandbox(readable=[str(INSTALLED)])) as sandbox:
+    async with Gateway() as gateway, opened(NamespaceSandbox(readable=readable())) as sandbox:
         assert sandbox.listener is not None
         session = ProgramSession(
             policy, demo_renderer(), sampling or SamplingParams(max_new_tokens=4096), max_context=max_context

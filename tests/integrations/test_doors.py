@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 
 from rollouts.commands import main
@@ -23,7 +24,7 @@ from rollouts.integrations.verl.rows import to_outputs
 from rollouts.runs.writer import RunWriter
 from rollouts.training import RolloutConfig, Sample
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import by_rollout
+from rollouts.training.rows import by_conversation, by_rollout
 from tests.trainer_samples import scored_groups
 
 Door = Callable[..., list[float]]
@@ -206,3 +207,100 @@ def test_a_field_that_trl_lacks_is_refused(door: Door, name: str, value: float) 
     setattr(sample, name, value if name == "loss_multiplier" else [value if one else 0.0 for one in sample.loss_mask])
     with pytest.raises(ConfigError, match=f"{name}: got .*TRL has no field for it"):
         door([sample])
+
+
+# -- several seats ----------------------------------------------------------------------------------------------------
+
+
+def two_seats() -> list[Sample]:
+    """A group of three plays of a zero-sum game: each of its rollouts has a sample of either seat."""
+    rows = scored_groups(1, 6)
+    for number, sample in enumerate(rows):
+        index, sample.seat = divmod(number, 2)[0], "player0" if number % 2 == 0 else "player1"
+        sample.index = sample.rollout_id = index
+        sample.reward = (1.0, -1.0, 2.0)[index] * (1 if number % 2 == 0 else -1)
+    return rows
+
+
+def of_seats_in_cookbook(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("tinker_cookbook.rl.types")
+    return [one for group in tinker.to_trajectory_groups(samples) for one in group.final_rewards_G]
+
+
+def of_seats_in_verl(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("verl.experimental.agent_loop.agent_loop")
+    return [one.reward_score for branches in by_conversation(samples) for one in to_outputs(branches)]
+
+
+def of_seats_in_rllm(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("rllm.types")
+    return [trajectory.reward for one in rllm.to_episodes(samples) for trajectory in one.trajectories]
+
+
+def of_seats_in_skyrl(samples: Sequence[Sample]) -> list[float]:
+    ids = [*range(len(by_conversation(samples)))]
+    return list(skyrl.to_generator_output(samples, trajectory_ids=ids)["rewards"])
+
+
+def of_seats_in_areal(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("areal.utils.data")
+    return of_areal(samples)
+
+
+SEATS = [
+    of_slime, of_debug_data, of_tinker, of_prime_rl, of_openrlhf, of_trl, of_trl_rollout_func, of_seats_in_skyrl,
+    of_nemo,
+    *(pytest.param(door, marks=pytest.mark.trainer)
+      for door in (of_seats_in_cookbook, of_seats_in_verl, of_seats_in_rllm, of_seats_in_areal)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("door", SEATS)
+def test_the_rewards_of_two_seats_survive(door: Door) -> None:
+    """Each row has the reward of its seat, of whichever sign; before, both had that of the last sample."""
+    samples = two_seats()
+    assert sorted(door(samples)) == sorted(sample.reward or 0.0 for sample in samples)
+
+
+def test_seats_are_compared_with_themselves_by_each_estimator() -> None:
+    """Within a seat the advantages add up to 0, and none is larger than that of its three rewards can be."""
+    samples = two_seats()
+    for values in (of_advantages(samples), of_slime_scaled(samples), of_slime_centred(samples)):
+        for seat in ("player0", "player1"):
+            own = [value for value, sample in zip(values, samples, strict=True) if sample.seat == seat]
+            assert sum(own) == pytest.approx(0, abs=1e-5)
+            assert max(map(abs, own)) <= 2 / 3**0.5 + 1e-6 or values == of_slime_centred(samples)
+        assert any(values)
+
+
+def test_a_skyrl_row_names_its_seat() -> None:
+    """SkyRL compares the rewards of one ``instance_id``: it has the seat; ids for rollouts only are refused."""
+    samples = two_seats()
+    file = Path(tempfile.mkdtemp()) / "batch.json"
+    skyrl.write_batch(samples, file)
+    names = [one["instance_id"] for one in msgspec.json.decode(file.read_bytes())["trajectory_ids"]]
+    assert names == ["0/player0", "0/player1"] * 3
+    with pytest.raises(ConfigError, match="trajectory_ids: got '3 ids'; expected 6, one for each conversation"):
+        skyrl.to_generator_output(samples, trajectory_ids=[0, 1, 2])
+
+
+def test_the_cookbook_gets_one_group_for_each_seat() -> None:
+    """One ``TrajectoryGroup`` would centre the rewards of both together."""
+    with pytest.raises(ConfigError, match=r"0/player0.*0/player1.*; expected .* to_trajectory_groups"):
+        tinker.to_trajectory_group(two_seats())
+
+
+def test_nemo_refuses_seats_with_one_prompt() -> None:
+    """It compares the rewards of rows with equal prompt ids."""
+    pytest.importorskip("torch")
+    samples = two_seats()
+    samples[1] = attrs.evolve(samples[0], seat="player1", reward=-1.0)
+    with pytest.raises(ConfigError, match="its prompt ids: got 'the same'; expected another than that of seat"):
+        nemo_rl.to_batch(samples)
+
+
+def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
+    """It compares rows by their position."""
+    openrlhf.write_batch(two_seats(), tmp_path / "rows.jsonl")
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
+    assert [row["reward"] for row in rows] == [1.0, -1.0, 2.0, -1.0, 1.0, -2.0]

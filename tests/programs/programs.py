@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from rollouts.programs.launchers import Launch, ModelServer
-from rollouts.sandboxes import Containment, Exit, SandboxError, SandboxLimits
+from rollouts.sandboxes import Ability, Containment, Exit, SandboxError, SandboxLimits
 
 __all__ = ["Chat", "FakeSandbox", "Running", "program"]
 
@@ -97,6 +97,15 @@ class Running:
         self._raise_at("write")
         self.files[path] = data
 
+    async def kill_all(self) -> None:
+        return None
+
+    async def pack(self, path: str, archive: Any) -> bool:
+        return False
+
+    async def unpack(self, archive: Any, folder: str) -> None:
+        raise SandboxError("a fake sandbox has no folders")
+
     async def close(self) -> None:
         self.kind.counts["closed"] += 1
         self._raise_at("close")
@@ -114,6 +123,10 @@ class FakeSandbox:
     fails_at: str = ""
     counts: Counter[str] = attrs.field(factory=Counter)
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
+
+    @property
+    def abilities(self) -> frozenset[Ability]:
+        return frozenset()
 
     def containment(self) -> Containment:
         return Containment({}, {}, ())

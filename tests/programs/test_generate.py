@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import socket
 import sys
@@ -22,7 +21,7 @@ from anyio.from_thread import start_blocking_portal
 from rollouts.dtypes import Completion, Endpoint, Message, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.environments.calculator import CalculatorEnvironment
-from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, at, current_place
+from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, EnvironmentFailure, at, current_place
 from rollouts.inference.base import CompletionRequest
 from rollouts.inference.weights import update_weights
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch, normalise_rewards
@@ -40,7 +39,7 @@ from rollouts.recipes.configs.calculator_program import SCRIPTS, workspace_rewar
 from rollouts.runs.resume import begin, reopen
 from rollouts.runs.verify import check_sample, verify_run
 from rollouts.runs.writer import RunWriter
-from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox, Sandbox, SandboxError
+from rollouts.sandboxes import Image, ImageSandbox, NamespaceSandbox, ProcessSandbox, Sandbox, SandboxError, opened
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import (
@@ -63,7 +62,6 @@ from tests.integrations.slime.launches import Launch
 from tests.peft_folders import write_adapter
 from tests.programs.gateway.programs import demo_renderer, replies, spoken
 from tests.programs.programs import Chat, FakeSandbox, program
-from tests.sandboxes.machines import FolderSandbox
 
 ENDPOINT = Endpoint(model=str(DEMO_MODEL))
 PROMPT = Prompt("What is 5 + 3?", label="8", metadata={"row": 1}, group_index=7, index=57)
@@ -103,7 +101,7 @@ async def ask_once(chat: Chat) -> int:
 # -- what a rollout is ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["process", "namespaces"])
+@pytest.mark.parametrize("kind", ["process", "namespaces", "image"])
 async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     """A script in a process has the tokens, mask and logprobs of the environment with the same tools and replies.
 
@@ -113,6 +111,14 @@ async def test_a_program_gives_the_ids_of_the_agent_loop(kind: str) -> None:
     if kind == "namespaces":
         await opens_namespaces()
         sandbox = NamespaceSandbox(readable=[sys.prefix, sys.base_prefix])
+    if kind == "image":
+        sandbox = ImageSandbox(Image(["/"]), workdir="/workspace")  # this machine as an image: it has the interpreter
+        try:
+            async with opened(sandbox) as place:
+                if (await place.exec([sys.executable, "-S", "-c", ""])).code:
+                    pytest.skip("the interpreter is on another file system than the root")
+        except SandboxError as error:
+            pytest.skip(f"this machine makes no overlay over its root: {error}")
     said = ['\n<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>', "The answer is 8."]
     options: dict[str, Any] = {"endpoint": ENDPOINT, "tokenizer": demo_renderer()}
     looped = await agent_rollout_to_sample(
@@ -677,6 +683,21 @@ async def test_a_function_is_cancelled_at_a_limit() -> None:
     assert sum(sample.turns for sample in samples) == 2
 
 
+async def test_a_function_that_knows_the_end_of_its_session_is_not_cancelled() -> None:
+    """With a third parameter ``over`` it ends by itself at a limit, and its reward counts."""
+
+    async def agent(server: ModelServer, prompt: Prompt, over: anyio.Event) -> float:
+        await chat_of(server, "one", "two", "three")
+        await over.wait()
+        await anyio.lowlevel.checkpoint()
+        return 0.5
+
+    samples = await by_function(agent, limits=SessionLimits(max_calls=2))
+    assert (samples[-1].stop_reason, samples[-1].status) == (StopReason.MAX_TURNS, Status.TRUNCATED)
+    assert samples[-1].reward == 0.5
+    assert sum(sample.turns for sample in samples) == 2
+
+
 async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:
     """As a program without a call."""
 
@@ -757,22 +778,63 @@ async def test_a_run_is_refused_before_its_first_prompt(tmp_path: Path) -> None:
     await check_program(bound, [Prompt("a")])
 
 
-# -- programs on other machines ---------------------------------------------------------------------------------------
+# -- a sandbox for each prompt -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    shutil.which("bwrap") is None or os.geteuid() != 0, reason="a machine of the tests needs bubblewrap and root"
-)
-async def test_a_program_on_another_machine_reaches_the_gateway_at_its_public_address() -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_function_chooses_the_kind_of_a_prompt(is_async: bool) -> None:
+    """It gets the prompt; the rollout opens and closes the kind that it returns."""
+    kinds = {"a": FakeSandbox(ask_once), "b": FakeSandbox(ask_once)}
+
+    def choose(prompt: Prompt) -> Sandbox:
+        return kinds[prompt.metadata["image"]]
+
+    async def choose_later(prompt: Prompt) -> Sandbox:
+        await anyio.lowlevel.checkpoint()
+        return choose(prompt)
+
+    chosen = choose_later if is_async else choose
+    (sample,) = await rollout(ask_once, prompt=Prompt("q", metadata={"image": "b"}), sandbox=chosen)
+    assert (sample.status, kinds["a"].counts["opened"]) == (Status.COMPLETED, 0)
+    assert (kinds["b"].counts["opened"], kinds["b"].counts["closed"]) == (1, 1)
+
+
+@pytest.mark.parametrize("returned", [None, "ubuntu", ProcessSandbox])
+async def test_a_function_that_returns_no_kind_costs_its_rollout(returned: Any) -> None:
+    """With its name and the value, or its exception."""
+    (sample,) = await rollout(ask_once, sandbox=lambda prompt: returned)
+    assert sample.failure is not None
+    assert "expected a kind of sandbox" in sample.failure.message
+    (sample,) = await rollout(ask_once, sandbox=lambda prompt: 1 / 0)
+    assert sample.failure is not None
+    assert "ZeroDivisionError" in sample.failure.message
+
+
+async def test_before_a_run_the_different_kinds_of_the_first_prompts_are_opened() -> None:
+    """Each once; a kind that this machine cannot open is refused before a prompt is taken."""
+    kinds = [FakeSandbox(ask_once), FakeSandbox(ask_once), FakeSandbox(ask_once, fails_at="open")]
+    bound: dict[str, Any] = {"program": program, "sandbox": lambda prompt: kinds[prompt.metadata["kind"]]}
+    await check_program(bound, [Prompt("a", metadata={"kind": number % 2}) for number in range(10)])
+    assert [kind.counts["opened"] for kind in kinds] == [1, 1, 0]
+    with pytest.raises(EnvironmentFailure, match="planted at open"):
+        await check_program(bound, [Prompt("a", metadata={"kind": number}) for number in range(3)])
+    with pytest.raises(ConfigError, match="sandbox: got 'docker'; expected a kind of sandbox, or a function"):
+        await check_program({"program": program, "sandbox": "docker"}, [Prompt("a")])
+
+
+# -- the address of the gateway ---------------------------------------------------------------------------------------
+
+
+async def test_a_program_reaches_the_gateway_at_its_public_address() -> None:
     """Two rollouts at once, through one listener; its port is free afterwards."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    kind, address = FolderSandbox(), PublicAddress(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}")
+    address = PublicAddress(f"http://127.0.0.1:{port}/", f"127.0.0.1:{port}")
     said = ['\n<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>', "The answer is 8."]
     run = functools.partial(
         program_rollout_to_samples,
-        program=functools.partial(script, path=SCRIPTS / "agent.py", command=("python3", "-S")),
-        sandbox=kind,
+        program=functools.partial(script, path=SCRIPTS / "agent.py", command=(sys.executable, "-S")),
+        sandbox=ProcessSandbox(),
         gateway=address,
         workspace=FilesWorkspace(["answer.txt"]),
         endpoint=ENDPOINT,
@@ -788,25 +850,13 @@ async def test_a_program_on_another_machine_reaches_the_gateway_at_its_public_ad
         tasks.start_soon(one)
     assert [sample.metadata["files"] for sample in found] == [{"answer.txt": "The answer is 8."}] * 2
     assert [violation for sample in found for violation in check_sample(sample)] == []
-    assert [folder.deleted for folder in kind.folders] == [True, True]
     socket.create_server(("127.0.0.1", port)).close()
 
 
-async def test_a_remote_sandbox_without_a_public_address_is_refused() -> None:
-    """Before a machine is created: in a rollout and before a run."""
-    kind = FolderSandbox()
-    with pytest.raises(ConfigError, match="gateway: got None; expected a PublicAddress: a program in FolderSandbox"):
-        await rollout(ask_once, sandbox=kind)
-    with pytest.raises(ConfigError, match="gateway: got None"):
-        await check_program({"program": program, "sandbox": kind}, [Prompt("a")])
+async def test_an_address_of_another_type_is_refused() -> None:
+    """Before a run, by name."""
     with pytest.raises(ConfigError, match="gateway: got 'https://a'; expected a PublicAddress"):
-        await check_program({"program": program, "sandbox": kind, "gateway": "https://a"}, [Prompt("a")])
-    bound = {"program": program, "sandbox": FolderSandbox(lifetime=3600), "limits": SessionLimits(max_seconds=3600)}
-    with pytest.raises(
-        ConfigError, match=r"FolderSandbox.lifetime: got 3600; expected more than limits.max_seconds=3600"
-    ):
-        await check_program({**bound, "gateway": PublicAddress("https://a.example", "127.0.0.1:1")}, [Prompt("a")])
-    assert kind.folders == []
+        await check_program({"program": program, "sandbox": ProcessSandbox(), "gateway": "https://a"}, [Prompt("a")])
 
 
 async def test_a_public_address_that_leads_nowhere_is_refused() -> None:

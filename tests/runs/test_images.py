@@ -334,7 +334,7 @@ def test_a_damaged_image_is_named(damage: Any, message: str, stored: Path, tmp_p
     violations = [str(violation) for violation in verify_run(tmp_path / "run").violations]
     assert any(f"expected the image with the SHA-256 {sha256}" in text for text in violations)
     with pytest.raises(ConfigError, match=message):
-        ImageFolder(tmp_path / "run")._bytes(sha256)
+        ImageFolder(tmp_path / "run").read(sha256)
 
 
 def test_a_moved_image_is_a_broken_law(stored: Path, tmp_path: Path) -> None:

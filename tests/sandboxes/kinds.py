@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
 
 import pytest
 
-from rollouts.sandboxes import NamespaceSandbox, ProcessSandbox, Sandbox, SandboxLimits
-from tests.sandboxes.machines import FolderSandbox
+from rollouts.sandboxes import ContainerSandbox, ImageSandbox, NamespaceSandbox, ProcessSandbox, Sandbox, SandboxLimits
+from tests.sandboxes.engine import IMAGE
+from tests.sandboxes.roots import small_root
 
-__all__ = ["KINDS", "SERVICES", "kind_of", "needs_a_machine", "served_kind"]
+__all__ = ["KINDS", "KINDS_THAT_KEEP", "kind_of", "requested_kind"]
 
-KINDS = ("process", "namespaces", "bubblewrap", "remote")
-SERVICES = {"daytona": "daytona", "e2b": "e2b", "kubernetes": "kubernetes_asyncio", "modal": "modal"}
-"""The remote kinds, and what their SDKs are imported as."""
-needs_a_machine = pytest.mark.skipif(
-    shutil.which("bwrap") is None or os.geteuid() != 0, reason="a machine of the tests needs bubblewrap and root"
-)
+_CONTAINER = pytest.param("container", marks=pytest.mark.containers)
+KINDS_THAT_KEEP = ("namespaces", "bubblewrap", "image", _CONTAINER)
+"""The kinds that can keep processes."""
+KINDS = ("process", *KINDS_THAT_KEEP)
 
 
 def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
@@ -35,19 +30,14 @@ def kind_of(name: str, limits: SandboxLimits | None = None) -> Sandbox:
         pytest.skip("Linux only")
     if name == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    if name == "remote":
-        if shutil.which("bwrap") is None or os.geteuid() != 0:
-            pytest.skip("a machine of the tests needs bubblewrap and root")
-        return FolderSandbox(limits=limits)
+    if name == "image":
+        return ImageSandbox(small_root(), workdir="/work", limits=limits)
     return NamespaceSandbox(limits=limits, bubblewrap=name == "bubblewrap")
 
 
-@contextlib.asynccontextmanager
-async def served_kind(name: str, limits: SandboxLimits) -> AsyncIterator[Sandbox]:
-    """A remote kind, with the fake of its service; skip the test where its SDK is not installed."""
-    pytest.importorskip(SERVICES[name])
-    if shutil.which("bwrap") is None or os.geteuid() != 0:
-        pytest.skip("a machine of the tests needs bubblewrap and root")
-    module = importlib.import_module(f"tests.sandboxes.services.{name}")
-    async with module.service() as service:
-        yield service.kind(limits=limits)
+def requested_kind(request: pytest.FixtureRequest, limits: SandboxLimits | None = None) -> Sandbox:
+    """The kind that a fixture is asked for; a container is one of the session's engine."""
+    if request.param == "container":
+        socket = request.getfixturevalue("engine").socket
+        return ContainerSandbox(IMAGE, socket, limits=limits or SandboxLimits())
+    return kind_of(request.param, limits)

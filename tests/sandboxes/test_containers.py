@@ -1,15 +1,8 @@
-"""The kind ``container``, against a strict fake of the Docker API, and a real daemon where one runs."""
+"""The kind ``container``: its settings, and what is particular to it against a real Podman."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import shutil
 import socket
-import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -19,146 +12,125 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import ContainerSandbox, SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
-from tests.sandboxes.docker_daemon import Daemon, daemon
+from tests.sandboxes.engine import IMAGE, Engine
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="the fake daemon runs commands in bubblewrap"),
-    pytest.mark.skipif(os.geteuid() != 0, reason="the fake daemon and the listener in a network need root"),
-]
-LIMITS = SandboxLimits(output_bytes=1000, file_bytes=1 << 20)
+MIB = 1 << 20
+LIMITS = SandboxLimits(output_bytes=1000, file_bytes=MIB, memory_bytes=256 * MIB, processes=40)
 
 
-@pytest.fixture
-def network() -> Iterator[int]:
-    """A process in a separate network namespace, as process 1 of a container is."""
-    command = ["unshare", "-n", "sh", "-c", "ip link set lo up 2>/dev/null; echo; exec sleep 99"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        if process.stdout.readline() != b"\n":
-            pytest.skip("this machine makes no network namespace")
-        yield process.pid
-        process.kill()
+@pytest.mark.containers
+@pytest.mark.parametrize("network", ["none", "bridge"])
+@pytest.mark.parametrize("user", ["1000:1000", "0:0", None])
+async def test_a_container_opens_with_each_user_and_network(engine: Engine, network: Any, user: str | None) -> None:
+    """The user owns the workspace, has its limits, and no capability if it is not root; nothing is left."""
+    kind = ContainerSandbox(IMAGE, engine.socket, network=network, user=user, limits=LIMITS)
+    async with opened(kind) as sandbox:
+        script = "pwd; id -u; touch file && stat -c %u file; grep CapEff /proc/self/status; ulimit -c"
+        end = await sandbox.run(["sh", "-c", script], seconds=20)
+        number = (user or "0").partition(":")[0]
+        lines = end.stdout.split()
+        assert lines[:3] == ["/workspace", number, number]
+        assert (lines[4] == "0" * 16) == (number != "0")
+        assert lines[5] == "0"
+        assert (sandbox.listener is not None) == (network == "none")
+    assert engine.containers() == []
 
 
-@pytest.fixture
-async def fake(network: int) -> AsyncIterator[Daemon]:
-    with tempfile.TemporaryDirectory(prefix="rd-") as folder:  # a socket's path is short
-        async with daemon(Path(folder)) as state:
-            state.pid = network
-            yield state
+@pytest.mark.containers
+async def test_what_the_image_says_is_used_where_the_kind_says_nothing(engine: Engine) -> None:
+    """Its folder, its variables and the home of its user; a command may have another user and its home."""
+    kind = ContainerSandbox(
+        IMAGE, engine.socket, user=None, workdir=None, home=None, env={"GIVEN": "x"}, cpus=1.5, limits=LIMITS
+    )
+    async with opened(kind) as sandbox:
+        assert (sandbox.workspace, sandbox.home) == ("/srv", "/root")
+        script = 'pwd; id -un; echo "$HOME|$GIVEN|$OF_IMAGE"; cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null'
+        end = await sandbox.run(["sh", "-c", script], seconds=20)
+        assert end.stdout.splitlines()[:3] == ["/srv", "root", "/root|x|yes"]
+        assert end.stdout.splitlines()[3:] in ([], ["150000"])  # none with version 2 of control groups
+        assert (await sandbox.exec(["useradd", "-m", "bob"])).code == 0
+        end = await sandbox.exec(["sh", "-c", 'id -un; echo "$HOME"; id -gn'], user="bob:games")
+        assert end.stdout.split() == ["bob", "/home/bob", "games"]
+        end = await sandbox.exec(["true"], user="eve")
+        assert (end.code, "eve" in end.stderr) == (127, True)
 
 
-async def test_a_container_is_created_used_and_removed(fake: Daemon) -> None:
-    """With the limits of its kind, without network and capabilities; nothing of it is left."""
-    async with opened(ContainerSandbox("small:1", fake.socket, limits=LIMITS)) as sandbox:
-        (container,) = fake.containers.values()
-        host = container.created["HostConfig"]
-        assert (host["NetworkMode"], host["CapDrop"], host["SecurityOpt"]) == ("none", ["ALL"], ["no-new-privileges"])
-        assert (host["Memory"], host["PidsLimit"]) == (LIMITS.memory_bytes, LIMITS.processes)
-        end = await sandbox.run(
-            ["sh", "-c", 'pwd; echo "$HOME|$GIVEN"; echo e >&2; exit 3'], {"GIVEN": "x"}, seconds=20
-        )
-        assert (end.code, end.stdout, end.stderr) == (3, "/workspace\n/home/agent|x\n", "e\n")
-    assert (fake.containers, len(fake.removed)) == ({}, 1)
+@pytest.mark.containers
+async def test_the_limits_of_a_container_hold(engine: Engine) -> None:
+    """Memory of all its processes together, their number, and the size of a file."""
+    async with opened(ContainerSandbox(IMAGE, engine.socket, limits=LIMITS)) as sandbox:
+        end = await sandbox.run(["sh", "-c", "i=0; while [ $i -lt 60 ]; do sleep 9 & i=$((i+1)); done"], seconds=20)
+        assert "ork" in end.stderr  # cannot fork
+        end = await sandbox.run(["python3", "-c", "bytearray(400 << 20)"], seconds=20)
+        assert end.code in (-9, 1)
+        end = await sandbox.run(["sh", "-c", "head -c 2000000 /dev/zero > big"], seconds=20)
+        assert end.code != 0
 
 
-async def test_a_container_that_is_being_created_at_a_cancellation_is_removed(fake: Daemon) -> None:
-    """Its creation is not cut: without an answer nothing would know it."""
-    fake.hold = asyncio.Event()
-    with anyio.fail_after(10):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ContainerSandbox("small:1", fake.socket).open)
-            while not fake.containers:
-                await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
-            fake.hold.set()
-    assert (fake.containers, len(fake.removed)) == ({}, 1)
-
-
-async def test_the_laws_of_a_command(fake: Daemon) -> None:
-    """Tails, deadline, cancellation, a missing program, standard input: an ``Exit`` as in every kind."""
-    async with opened(ContainerSandbox("small:1", fake.socket, limits=LIMITS)) as sandbox:
-        end = await sandbox.run(["sh", "-c", "seq 999; echo q >&2; kill -9 $$"], seconds=20)
-        assert (end.code, end.stdout[-8:], len(end.stdout), end.stderr, end.truncated) == (
-            -9,
-            "998\n999\n",
-            1000,
-            "q\n",
-            True,
-        )
-        end = await sandbox.run(["sh", "-c", "echo begun; sleep 65.5"], seconds=0.5)
-        assert (end.code, end.stdout, end.timed_out) == (-9, "begun\n", True)
-        stop = anyio.Event()
-        stop.set()
-        end = await sandbox.run(["sleep", "67.5"], seconds=20, stop=stop)
-        assert (end.code, end.timed_out) == (-9, False)
-        with anyio.move_on_after(0.3):
-            await sandbox.run(["sleep", "66.5"], seconds=20)
-        (container,) = fake.containers.values()
-        assert all(process.returncode is not None for process in container.processes)
-        end = await sandbox.run(["no-such-program"], seconds=20)
-        assert (end.code, "executable file not found" in end.stderr) == (127, True)
-        await sandbox.exec(["mkdir", "sub"])
-        end = await sandbox.exec(["sh", "-c", "wc -c; pwd"], stdin=b"x" * 300_000, cwd="sub")
-        assert end.stdout.split() == ["300000", "/workspace/sub"]
-
-
-async def test_files_of_a_container(fake: Daemon) -> None:
-    """Written with their folders and mode, read back; missing ones are ``None``."""
-    async with opened(ContainerSandbox("small:1", fake.socket, limits=LIMITS)) as sandbox:
-        await sandbox.write("a/b", b"#!/bin/sh\necho ran\n", mode=0o755)
-        assert (await sandbox.exec(["/workspace/a/b"])).stdout == "ran\n"
-        assert [await sandbox.read(path) for path in ("a/b", "a", "c")] == [b"#!/bin/sh\necho ran\n", None, None]
-        await sandbox.write("~/x", b"y")
-        assert (await sandbox.exec(["cat", "/home/agent/x"])).stdout == "y"
-        with pytest.raises(SandboxError, match="expected at most file_bytes=1,048,576"):
-            await sandbox.write("big", bytes((1 << 20) + 1))
-
-
-async def test_the_listener_is_in_the_network_of_the_container(fake: Daemon, network: int) -> None:
-    """The server's socket answers there, and is not reached from here."""
-    async with opened(ContainerSandbox("small:1", fake.socket)) as sandbox:
+@pytest.mark.containers
+async def test_the_listener_is_in_the_network_of_the_container(engine: Engine) -> None:
+    """The server's socket answers there, and is not reached from here; nothing else is reached from there."""
+    async with opened(ContainerSandbox(IMAGE, engine.socket)) as sandbox:
         assert sandbox.listener is not None
         assert sandbox.url_inside() == "http://127.0.0.1:8080"
         with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", 8080), 1):
             pass
         code = "import socket; socket.create_connection(('127.0.0.1', 8080), 5).send(b'hello')"
-        python = shutil.which("python3") or "python3"
-        command = ["nsenter", f"--net=/proc/{network}/ns/net", python, "-c", code]
-        client = await anyio.open_process(command)
-        await anyio.wait_readable(sandbox.listener)
-        connection, _ = sandbox.listener.accept()
-        with connection:
-            connection.setblocking(True)
-            assert connection.recv(5) == b"hello"
-        await client.aclose()
+
+        async def call() -> None:
+            await sandbox.exec(["python3", "-c", code])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await anyio.wait_readable(sandbox.listener)
+            connection, _ = sandbox.listener.accept()
+            with connection:
+                connection.setblocking(True)
+                assert connection.recv(5) == b"hello"
+        away = "import socket; socket.create_connection(('8.8.8.8', 53), 2)"
+        assert "unreachable" in (await sandbox.exec(["python3", "-c", away])).stderr
 
 
-async def test_a_network_that_cannot_be_entered_is_refused(fake: Daemon) -> None:
-    """As with a daemon on another machine; the container is removed."""
-    fake.pid = 1 << 22
-    with pytest.raises(SandboxError, match=r"network: got 'none', but process 4194304's network cannot be entered"):
-        await ContainerSandbox("small:1", fake.socket).open()
-    assert (fake.containers, len(fake.removed)) == ({}, 1)
-    async with opened(ContainerSandbox("small:1", fake.socket, network="bridge")) as sandbox:
-        assert sandbox.url_inside(81) == "http://host.docker.internal:81"
-        with pytest.raises(ConfigError, match="port: got None"):
-            sandbox.url_inside()
+@pytest.mark.containers
+async def test_a_container_whose_opening_is_cancelled_is_removed(engine: Engine) -> None:
+    """At whatever step: its creation is not cut, because without an answer nothing would know it."""
+    for step in range(12):
+        with anyio.move_on_after(0.05 * step):
+            async with opened(ContainerSandbox(IMAGE, engine.socket)) as sandbox:
+                await sandbox.run(["sleep", "60"], seconds=60)
+    assert engine.containers() == []
 
 
-async def test_what_the_daemon_refuses_is_an_error(fake: Daemon) -> None:
-    """With the request, the status and the daemon's words; and so is a daemon that is not there."""
-    with pytest.raises(DockerError, match=r"POST /containers/create at .*: HTTP 404: No such image: none:1"):
-        await ContainerSandbox("none:1", fake.socket).open()
-    with pytest.raises(SandboxError, match=r"cannot connect: No such file or directory; expected a daemon"):
+@pytest.mark.containers
+async def test_a_process_that_cannot_be_killed_from_inside_is_an_error(engine: Engine) -> None:
+    """The daemon's list decides, not the shell of a container whose root replaced it."""
+    kind = ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)
+    async with opened(kind) as sandbox:
+        await sandbox.exec(["sh", "-c", "sleep 73.5 & sleep 73.5 & cp /bin/true /tmp/t; mv /tmp/t /usr/bin/dash"])
+        with pytest.raises(SandboxError, match=r"[23] processes are left 20 s after they were killed: .*sleep 73\.5"):
+            await sandbox.kill_all()
+
+
+async def test_a_daemon_that_is_not_there_is_an_error() -> None:
+    """With the path of its socket."""
+    with pytest.raises(SandboxError, match=r"/no/such\.sock: cannot connect: No such file or directory; expected a"):
         await ContainerSandbox("small:1", "/no/such.sock").open()
 
 
+@pytest.mark.containers
+async def test_what_the_daemon_refuses_is_an_error(engine: Engine) -> None:
+    """With the request, the status and the daemon's words."""
+    with pytest.raises(DockerError, match=r"POST /containers/create at .*: HTTP 404: .*localhost/none:1"):
+        await ContainerSandbox("localhost/none:1", engine.socket).open()
+    assert await DockerApi(engine.socket).json("GET", "/images/json")
+
+
 def test_the_containment_says_what_a_bridge_and_root_are() -> None:
-    """A network and root are not contained."""
+    """A network and root are not contained, nor a user that only the image knows."""
     assert sorted(ContainerSandbox("a").containment().not_enforced) == ["cpu_seconds", "disk"]
     open_one = ContainerSandbox("a", network="bridge", user="root").containment()
     assert sorted(open_one.not_enforced) == ["cpu_seconds", "disk", "network", "privileges"]
+    assert "privileges" in ContainerSandbox("a", user=None).containment().not_enforced
 
 
 @pytest.mark.parametrize(
@@ -166,28 +138,12 @@ def test_the_containment_says_what_a_bridge_and_root_are() -> None:
     [
         ({"image": ""}, "ContainerSandbox.image: got ''; expected a non-empty string"),
         ({"image": "a", "network": "host"}, 'ContainerSandbox.network: got \'host\'; expected "none" or "bridge"'),
+        ({"image": "a", "cpus": 0}, "ContainerSandbox.cpus: got 0; expected a number > 0, or None"),
+        ({"image": "a", "user": ""}, "ContainerSandbox.user: got ''; expected a non-empty string, or None"),
+        ({"image": "a", "workdir": 3}, "ContainerSandbox.workdir: got 3; expected a non-empty string, or None"),
     ],
 )
 def test_a_bad_setting_of_a_container_is_refused(arguments: dict[str, Any], words: str) -> None:
     """By name."""
     with pytest.raises(ConfigError, match=words):
         ContainerSandbox(**arguments)
-
-
-async def test_a_real_daemon() -> None:
-    """The same with Docker, if a daemon runs and has an image with ``sh``."""
-    path = "/var/run/docker.sock"
-    try:
-        images = await DockerApi(path).json("GET", "/images/json")
-    except SandboxError as error:
-        pytest.skip(f"no daemon: {error}")
-    tags = [
-        tag for image in images for tag in image["RepoTags"] or () if tag.startswith(("busybox", "alpine", "debian"))
-    ]
-    if not tags:
-        pytest.skip("the daemon has no image of busybox, alpine or debian")
-    async with opened(ContainerSandbox(tags[0], limits=LIMITS)) as sandbox:
-        await sandbox.write("a", b"hi")
-        end = await sandbox.run(["sh", "-c", "cat a; sleep 67.5"], seconds=1)
-        assert (end.stdout, end.timed_out) == ("hi", True)
-        assert await sandbox.read("a") == b"hi"

@@ -16,7 +16,7 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import NamespaceSandbox, RunningSandbox, SandboxError, SandboxLimits, opened
-from rollouts.sandboxes.namespaces import RunningNamespaces
+from rollouts.sandboxes.held import RunningHeld
 from tests.sandboxes.kinds import kind_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -24,7 +24,7 @@ MIB = 1 << 20
 LIMITS = SandboxLimits(memory_bytes=256 * MIB, processes=20, disk_bytes=8 * MIB, file_bytes=4 * MIB)
 
 
-async def opened_here(kind: NamespaceSandbox) -> RunningNamespaces:
+async def opened_here(kind: NamespaceSandbox) -> RunningHeld:
     try:
         return await kind.open()
     except SandboxError as error:
@@ -180,7 +180,8 @@ def _processes(argument: str) -> int:
 async def test_an_outside_end_of_the_holder_is_an_error_of_the_sandbox() -> None:
     """The error says what is known; it is not an ``Exit`` of the program."""
     running = await opened_here(NamespaceSandbox())
-    running._process.kill()
+    assert running.process is not None
+    running.process.kill()
     with pytest.raises(SandboxError, match="the sandbox ended: no message"):
         await running.run(["sleep", "9"], seconds=20)
     await running.close()
@@ -188,7 +189,7 @@ async def test_an_outside_end_of_the_holder_is_an_error_of_the_sandbox() -> None
 
 async def test_a_read_that_is_cancelled_in_its_answer_spoils_no_other(sandbox: RunningSandbox) -> None:
     """The cancellation passes at once, and the next answer belongs to the next request."""
-    assert isinstance(sandbox, RunningNamespaces)
+    assert isinstance(sandbox, RunningHeld)
     await sandbox.write("large", bytes(LIMITS.file_bytes))
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:

@@ -1,4 +1,4 @@
-"""Rollouts of an endpoint: an aborted reply is continued."""
+"""Rollouts of an endpoint: an aborted reply is continued, and a label stays that of the prompt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Message, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError
@@ -39,6 +39,27 @@ async def test_a_reply_that_a_server_aborts_is_continued() -> None:
     assert [*sample.tokens][-len(whole) :] == whole
     assert second == [*first, *whole[: len(second) - len(first)]]
     assert len(second) > len(first)
+
+
+async def test_an_environment_that_edits_the_label_in_place_changes_no_sample() -> None:
+    """Its group keeps one label, as law 5 wants it; the environment has its change."""
+    seen: list[object] = []
+
+    class Editing(SingleTurnEnvironment):
+        async def start(self, prompt: Prompt) -> list[Message]:
+            prompt.label["tries"].append(1)
+            seen.append(prompt.label)
+            return await super().start(prompt)
+
+    async with StubServer(lambda input_ids, params: [1, 2]) as server:
+        sample = await agent_rollout_to_sample(
+            prompt=Prompt("What is 5 + 3?", label={"answer": 8, "tries": []}),
+            environment_cls=Editing,
+            endpoint=Endpoint(model=str(DEMO_MODEL), base_url=server.url),
+            tokenizer=load_tokenizer(DEMO_MODEL),
+        )
+    assert seen == [{"answer": 8, "tries": [1]}]
+    assert sample.label == {"answer": 8, "tries": []}
 
 
 def test_the_arguments_of_slime_are_answered_with_the_path_of_its_function() -> None:

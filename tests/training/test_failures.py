@@ -68,6 +68,7 @@ def manager_for(generate: Recorded, failures: dict[str, FailurePolicy], **option
         (EnvironmentFailure, "environment_step", "environment_step"),
         (RewardFailure, None, "reward"),
         (FilterFailure, None, "filter"),
+        (EnvironmentFailure, "verifier", "verifier"),
         (GenerateFailure, None, "generate"),
         (EndpointUnavailable, None, "endpoint"),
         (EndpointUnavailable, "generation", "endpoint"),
@@ -174,6 +175,21 @@ async def test_a_lost_rollout_is_replaced_by_a_newly_sampled_one() -> None:
     assert [call for call in generate.calls if call[0] == 2] == [(2, 0), (2, 1), (2, 2)]
     assert [call for call in generate.calls if call[0] == 0] == [(0, 0)], "the sound ones are not played again"
     assert manager.metrics["lost/replaced"] == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_group_has_the_prompt_of_the_data_after_a_replacement(n: int) -> None:
+    """The number of the replacement is that of its rollouts alone: a prompt that is put back begins again at 0."""
+    generate = Recorded(lambda prompt, tries: None if prompt.replacement else OSError("no"))
+    failures = {"generate": FailurePolicy(attempts=1, replacements=1)}
+    config = RolloutConfig(generate_fn=generate, failures=failures, batch_size=1, n_samples_per_prompt=n)
+    prompts: list[int] = []
+
+    async def seen(group: Group) -> None:
+        prompts.append(group.prompt.replacement)
+
+    await AsyncRolloutManager(config, DataBuffer(["question"]), on_group=seen).generate_batch()
+    assert set(prompts) == {0}
 
 
 @pytest.mark.parametrize(("sound", "kept"), [(3, True), (2, False)])

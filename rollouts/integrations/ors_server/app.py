@@ -27,6 +27,7 @@ from rollouts.environments.ors.environment import CONTINUES
 from rollouts.environments.ors.wire import ORSError, blocks_of, messages_of
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.http.access import guard
+from rollouts.http.server_log import server_log
 from rollouts.integrations.ors_server.episode import HostedEpisode, HostedStep, sample_of
 from rollouts.integrations.ors_server.http import (
     Refused,
@@ -83,7 +84,8 @@ async def environment_server(
     url_host = f"[{host}]" if ":" in host else host
     async with anyio.create_task_group() as tasks:
         server = _Server(recipe, split, limits or Limits(), tasks)
-        runner = web.AppRunner(server.app(guarded), access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
+        options: dict[str, Any] = {"access_log": None, "logger": server_log(), "handler_cancellation": True}
+        runner = web.AppRunner(server.app(guarded), shutdown_timeout=0.5, **options)
         await runner.setup()
         try:
             await web.SockSite(runner, listening, backlog=4096).start()

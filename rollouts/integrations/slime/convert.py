@@ -91,6 +91,8 @@ def to_slime(
     kind = records().sample
     record = kind() if template is None else copy.copy(template)
     record.metadata = {**(record.metadata or {}), **sample.metadata}
+    if sample.seat:
+        record.metadata |= {"seat": sample.seat, "conversation": sample.conversation}
     record.prompt = record.prompt if template is not None else _plain_prompt(sample.prompt)
     record.label = sample.label if template is None else record.label
     record.group_index = sample.group_index if record.group_index is None else record.group_index

@@ -25,6 +25,7 @@ from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
+from rollouts.integrations.slime.extras import add_spans
 from rollouts.integrations.slime.images import shown_prompt, shows_images
 from rollouts.integrations.slime.pipeline import Pipeline
 from rollouts.integrations.slime.records import family
@@ -71,10 +72,14 @@ async def evaluate(
             else:
                 prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings, rows)
             samples, failed = await _play(entry, prompts, played)
+        finished = [played.finished(sample, data=entry) for sample in samples]
+        if family().traces:
+            for sample, record in zip(samples, finished, strict=True):
+                add_spans([[record]], [played.started.get(sample.index or 0)], of_group=False)
         data[entry.name] = {
             "rewards": [sample.reward for sample in samples],
             "truncated": [sample.status is Status.TRUNCATED for sample in samples],
-            "samples": [played.finished(sample, data=entry) for sample in samples],
+            "samples": finished,
         }
         metrics[f"eval/{entry.name}/failed_samples"] = failed
         if skipped:

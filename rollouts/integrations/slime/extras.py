@@ -21,7 +21,7 @@ from rollouts.inference.base import ExtrasRequest
 from rollouts.integrations.slime.records import family, records
 from rollouts.training.types import Sample
 
-__all__ = ["Replay", "add_extras", "add_group_spans", "length_with_routing"]
+__all__ = ["Replay", "add_extras", "add_spans", "length_with_routing"]
 
 _SPAN = "sglang_generate"
 """The name of a request's span (slime 0.3.1, observability/rollout_metrics.py: _iter_sglang_generate_attrs)."""
@@ -151,43 +151,41 @@ def _sets(record: Any, sample: Sample) -> tuple[Any, Any]:
     return torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets)
 
 
-def add_group_spans(rollouts: Sequence[Sequence[Any]], started: Sequence[float | None]) -> None:
-    """Put the spans of a group and of its rollouts around the events of slime's samples, where they have a trace.
+def add_spans(rollouts: Sequence[Sequence[Any]], started: Sequence[float | None], *, of_group: bool = True) -> None:
+    """Put the spans of rollouts, and of their group, around the events of slime's samples, where they have a trace.
 
     (slime 0.3.1, rollout/sglang_rollout.py: generate_and_rm_group, generate_and_rm)
 
     Args:
         rollouts: the samples of each rollout.
         started: the unix time at which each began; ``None`` for a rollout of another process.
+        of_group: whether they are a group; those of an evaluation are not.
     """
     traces = [[sample.trace for sample in rollout if getattr(sample, "trace", None)] for rollout in rollouts]
     times = [event["ts"] for rollout in traces for trace in rollout for event in trace["events"]]
     known = [time for time in started if time is not None]
     if not times or len(known) < len(started):
         return
-    begun, ended = min(known), max(times)
     for rollout, start in zip(traces, known, strict=True):
         for trace in rollout:
-            events, ids = (
-                trace["events"],
-                {name: trace[name] for name in ("trace_id", "sample_id", "group_id", "attempt")},
-            )
-            group = {**ids, "name": "generate_and_rm_group", "span_id": uuid.uuid4().hex}
-            own = {**ids, "name": "generate_and_rm", "span_id": uuid.uuid4().hex, "parent_span_id": group["span_id"]}
-            of_group = [event for event in events if event["name"] == "group_reward_model"]
-            events = [event for event in events if event["name"] != "group_reward_model"]
-            last = max((event["ts"] for event in events), default=start)
-            for event in (*events, *of_group):
-                if event["type"] != "span_end":
-                    event.setdefault("parent_span_id", (group if event in of_group else own)["span_id"])
-            trace["events"] = [
-                {"type": "span_start", "ts": begun, **group, "attrs": {"group_size": len(rollouts)}},
-                {"type": "span_start", "ts": start, **own},
-                *events,
-                {"type": "span_end", "ts": last, **own},
-                *of_group,
-                {"type": "span_end", "ts": ended, **group},
-            ]
+            inner = [event for event in trace["events"] if event["name"] != "group_reward_model"]
+            outer = [event for event in trace["events"] if event["name"] == "group_reward_model"]
+            last = max((event["ts"] for event in inner), default=start)
+            events = [*_around(trace, "generate_and_rm", start, last, inner), *outer]
+            if of_group:
+                events = _around(trace, "generate_and_rm_group", min(known), max(times), events)
+                events[0]["attrs"] = {"group_size": len(rollouts)}
+            trace["events"] = events
+
+
+def _around(trace: Mapping[str, Any], name: str, start: float, end: float, events: Sequence[Any]) -> list[Any]:
+    """The events inside a span of this name."""
+    ids = {key: trace[key] for key in ("trace_id", "sample_id", "group_id", "attempt")}
+    span = {**ids, "name": name, "span_id": uuid.uuid4().hex}
+    for event in events:
+        if event["type"] != "span_end":
+            event.setdefault("parent_span_id", span["span_id"])
+    return [{"type": "span_start", "ts": start, **span}, *events, {"type": "span_end", "ts": end, **span}]
 
 
 def _trace(record: Any, requests: list[Mapping[str, float]]) -> dict[str, Any]:

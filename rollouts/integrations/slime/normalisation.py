@@ -1,8 +1,9 @@
 """Group advantages by group, not by position: ``--custom-reward-post-process-path ...slime.normalise_rewards``.
 
 Invariant: ``group_index`` determines a sample's group and ``rollout_id`` its rollout, at any position in the batch;
-each rollout counts once, however many samples it forked into, and removed samples do not count. For groups of equal
-size, in order, the results equal slime's (slime 0.3.1, ray/rollout.py: RolloutManager._post_process_rewards).
+each rollout counts once, however many samples it forked into, and removed samples do not count. A sample whose metadata
+has a ``seat`` is compared with the group's samples of that seat only. For groups of equal size, in order, the results
+equal slime's (slime 0.3.1, ray/rollout.py: RolloutManager._post_process_rewards).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.scoring import plain_reward
+from rollouts.training.comparisons import seat_of
 
 __all__ = ["normalise_rewards"]
 
@@ -46,7 +48,7 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     scale = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
     groups: dict[Any, list[int]] = {}
     for position, sample in enumerate(samples):
-        groups.setdefault(sample.group_index, []).append(position)
+        groups.setdefault((sample.group_index, seat_of(sample)[0]), []).append(position)
     rewards = [0.0] * len(raw)
     for positions in groups.values():
         kept = _kept([(samples[position], raw[position]) for position in positions])
@@ -64,7 +66,7 @@ def _kept(group: Sequence[tuple[Any, float]]) -> dict[Any, list[float]]:
     rollouts: dict[Any, list[float]] = {}
     for number, (sample, reward) in enumerate(group):
         if not sample.remove_sample:
-            key = ("alone", number) if sample.rollout_id is None else sample.rollout_id
+            key = ("alone", number) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
             rollouts.setdefault(key, []).append(reward)
     return rollouts
 
@@ -74,9 +76,10 @@ def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
         if len(set(rewards)) > 1:
             expected = (
                 "one reward, since rewards are divided by the deviation of the rollouts: samples of one rollout with"
-                " unlike rewards need --disable-grpo-std-normalization, or another reward post-processing"
+                " unlike rewards, without a seat, need --disable-grpo-std-normalization, or another reward"
+                " post-processing"
             )
-            raise ConfigError.of(f"rollout_id {key}: rewards", rewards, expected)
+            raise ConfigError.of(f"rollout_id {key[0]}: rewards", rewards, expected)
 
 
 def _statistics(rollouts: Mapping[Any, Sequence[float]]) -> tuple[np.float32, np.float32]:

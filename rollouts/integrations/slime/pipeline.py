@@ -29,6 +29,7 @@ from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, shortened
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.generate_wire import MissingField
+from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, reward_number, to_slime
@@ -45,7 +46,12 @@ from rollouts.integrations.slime.settings import (
     sampling_of,
     stop_ids_of_params,
 )
-from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
+from rollouts.integrations.slime.single_turn import (
+    codec_of,
+    decoder_of,
+    generate_single_turn,
+    generate_with_slime,
+)
 from rollouts.integrations.slime.teacher import Teacher
 from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
@@ -54,7 +60,7 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
-__all__ = ["Pipeline", "find_recipe"]
+__all__ = ["Pipeline", "find_recipe", "policy_of_launch"]
 
 PROBE = (0, 0)
 """The prompt of the request that tests the server."""
@@ -95,6 +101,17 @@ def find_recipe(settings: Settings) -> Recipe | None:
     return recipe.with_options(template_kwargs={**before, **settings.template_kwargs})
 
 
+def policy_of_launch(settings: Settings, client: ServerPolicy) -> ResumablePolicy:
+    """The policy of the rollouts of a launch, over a client of its router."""
+    return ResumablePolicy(
+        client,
+        decode=decoder_of(settings.endpoint.model),
+        at_most=settings.at_most,
+        stop_token_ids=stop_ids_of_params(settings.params),
+        extras=settings.replay.request(),
+    )
+
+
 class Pipeline:
     """The functions of a launch: generate, reward and filter.
 
@@ -127,6 +144,8 @@ class Pipeline:
         self.rollout_id = 0
         self.rows: Sequence[Any] = ()
         """In the evaluation of a data set with images: slime's sample of each row."""
+        self.started: dict[int, float] = {}
+        """In an evaluation: the unix time at which each rollout began, by its index."""
         self._taken = taken
         self._checking, self._checked = anyio.Lock(), False
         if self.recipe is not None and settings.apply_chat_template:
@@ -188,7 +207,7 @@ class Pipeline:
         other.policy = ResumablePolicy(
             policy.inner, decode=policy.decode, at_most=policy.limiter, stop_token_ids=stops, extras=extras
         )
-        other.rollout_id = rollout_id
+        other.rollout_id, other.started = rollout_id, {}
         return other
 
     def training(self) -> RolloutConfig:
@@ -255,7 +274,8 @@ class Pipeline:
         taken, number = self._place(prompt, data)
         if taken is not None:
             prompt = taken.own_prompt(number, prompt)
-            taken.started.setdefault(number, time.time())
+        started, key = (self.started, prompt.index) if taken is None else (taken.started, number)
+        started.setdefault(key or 0, time.time())
         record = self._template(prompt, data) if taken is not None or self.rows else None
         if record is not None and self._custom(data, record) is None:
             check_media(record, recipe=self.recipe is not None)

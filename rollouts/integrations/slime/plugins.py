@@ -18,16 +18,14 @@ from typing import Any
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.inference.policy import ServerPolicy
-from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.given_ids import check_given
-from rollouts.integrations.slime.pipeline import Pipeline
+from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, stop_ids_of_params
-from rollouts.integrations.slime.single_turn import decoder_of
+from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings
 from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
 from rollouts.training.rollout_attempt import ends, share_rewards
@@ -82,7 +80,9 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 failure = lost[0].failure
                 continue
             if any(entry.status is Status.ABORTED for entry in samples):
-                return _aborted(sample)  # slime stopped the engines (slime 0.3.1, rollout/sglang_rollout.py: abort)
+                # slime stopped the engines (slime 0.3.1, rollout/sglang_rollout.py: abort).
+                sample.status = records().sample.Status.ABORTED
+                return sample
             for entry in samples:
                 check_trainable(entry)
             if config.reward_fn is not None and not config.group_rm:
@@ -136,10 +136,7 @@ def _pipeline(args: Any) -> Pipeline:
         if pipeline.settings == settings:
             return pipeline
     client = shared_policy(settings.endpoint, settings.vocab_size)
-    stops = stop_ids_of_params(settings.params)
-    extras = settings.replay.request()
-    decode = decoder_of(settings.endpoint.model)
-    policy = ResumablePolicy(client, decode=decode, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
+    policy = policy_of_launch(settings, client)
     pipelines.append(Pipeline(args, settings, policy, CustomCalls(client.abort_all), lambda index: None))
     return pipelines[-1]
 
@@ -154,19 +151,9 @@ def _to_records(sample: Any, samples: list[Sample], args: Any, replay: Replay, *
     options: dict[str, Any] = {"replay": replay, "evaluation": evaluation, "scored": False}
     options["reward_key"] = getattr(args, "reward_key", None)
     converted = [to_slime(entry, template=sample, **options) for entry in samples]
-    if len(converted) == 1:
-        return _copy_onto(sample, converted[0])
-    return converted
-
-
-def _copy_onto(sample: Any, converted: Any) -> Any:
-    """Update slime's own object of the rollout: other code may reference it."""
-    sample.__dict__.update(converted.__dict__)
-    return sample
-
-
-def _aborted(sample: Any) -> Any:
-    sample.status = records().sample.Status.ABORTED
+    if len(converted) > 1:
+        return converted
+    sample.__dict__.update(converted[0].__dict__)  # slime's own object of the rollout: other code may reference it
     return sample
 
 
@@ -176,9 +163,6 @@ def removed_sample(sample: Any, failure: Failure | None) -> Any:
     sample.loss_mask, sample.rollout_log_probs = [0], [0.0]
     sample.reward, sample.remove_sample = 0.0, True
     sample.status = records().sample.Status.FAILED
-    sample.metadata = {**(sample.metadata or {}), "failure": _failure_text(failure)}
+    reason = "" if failure is None else f"{failure.kind}: {failure.message}"
+    sample.metadata = {**(sample.metadata or {}), "failure": reason}
     return sample
-
-
-def _failure_text(failure: Failure | None) -> str:
-    return "" if failure is None else f"{failure.kind}: {failure.message}"

@@ -14,7 +14,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import attrs
 
@@ -43,35 +43,31 @@ class _Status(enum.Enum):
 
 
 @dataclass
-class _SpecInfo:
+class _Counters:
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        return cls(**{entry.name: data.get(entry.name, 0) for entry in fields(cls)})
+
+
+@dataclass
+class _SpecInfo(_Counters):
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
     spec_verify_ct: int = 0
     completion_token_num: int = 0
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> _SpecInfo:
-        return cls(**{entry.name: data.get(entry.name, 0) for entry in fields(cls)})
-
 
 @dataclass
-class _PrefixCacheInfo:
+class _PrefixCacheInfo(_Counters):
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
 
     @property
     def prefix_cache_hit_rate(self) -> float:
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> _PrefixCacheInfo:
-        return cls(**{entry.name: data.get(entry.name, 0) for entry in fields(cls)})
 
 
 @dataclass

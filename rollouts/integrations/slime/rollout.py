@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import threading
-from argparse import Namespace
 from typing import Any
 
 from rollouts.integrations.slime.session import TrainerRollouts
@@ -43,7 +42,9 @@ def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluat
         GenerateFailure: every rollout fails.
     """
     if args is None:
-        args = _demo_args(data_source)
+        from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
+
+        args = demo.args(data_source)
     rollouts = _rollouts(args, data_source)
     return rollouts.evaluate(rollout_id) if evaluation else rollouts.train(rollout_id)
 
@@ -71,12 +72,6 @@ def _rollouts(args: Any, data_source: Any) -> TrainerRollouts:
         _live = TrainerRollouts(args, settings, data_source, kept)
         _kept = (None, [])
         return _live
-
-
-def _demo_args(data_source: Any) -> Namespace:
-    from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
-
-    return demo.args(data_source)
 
 
 atexit.register(close_rollouts)

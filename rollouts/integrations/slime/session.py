@@ -32,13 +32,12 @@ from rollouts.integrations.slime.convert import check_training_batch, leaves
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
 from rollouts.integrations.slime.event_loop import event_loop
-from rollouts.integrations.slime.extras import add_group_spans
+from rollouts.integrations.slime.extras import add_spans
 from rollouts.integrations.slime.given_ids import is_begun
-from rollouts.integrations.slime.pipeline import Pipeline
-from rollouts.integrations.slime.records import family, records
+from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
+from rollouts.integrations.slime.records import DynamicFilterOutput, family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
-from rollouts.integrations.slime.settings import Settings, load_function, stop_ids_of_params
-from rollouts.integrations.slime.single_turn import decoder_of
+from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.staleness import Staleness
 from rollouts.training.types import Group, Sample
@@ -87,10 +86,7 @@ class TrainerRollouts:
         settings = self.settings
         client = policy_of(settings.endpoint, settings.vocab_size)
         self._stack.callback(self._portal.call, client.aclose)
-        stops = stop_ids_of_params(settings.params)
-        extras = settings.replay.request()
-        decode = decoder_of(settings.endpoint.model)
-        policy = ResumablePolicy(client, decode=decode, at_most=settings.at_most, stop_token_ids=stops, extras=extras)
+        policy = policy_of_launch(settings, client)
         self._calls = CustomCalls(client.abort_all)
         pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.get)
         await pipeline.check()
@@ -287,7 +283,7 @@ class TrainerRollouts:
         rollouts = _by_number(samples, len(taken.group))
         played = [[self._record_of(sample, taken) for sample in rollouts[number]] for number in sorted(rollouts)]
         if family().traces:
-            add_group_spans(played, [taken.started.get(number) for number in sorted(rollouts)])
+            add_spans(played, [taken.started.get(number) for number in sorted(rollouts)])
         fans_out = fans_out or any(len(rollout) > 1 for rollout in played)
         return played if fans_out else [rollout[0] for rollout in played]
 
@@ -440,12 +436,6 @@ _STALE = "stale"
 
 
 @attrs.frozen
-class _Decision:
-    keep: bool
-    reason: str
-
-
-@attrs.frozen
 class _StalenessFilter:
     """A filter that drops stale groups, and applies another filter to the rest."""
 
@@ -454,7 +444,7 @@ class _StalenessFilter:
 
     def __call__(self, samples: list[Sample]) -> Any:
         if self.is_stale(samples):
-            return _Decision(False, _STALE)
+            return DynamicFilterOutput(False, _STALE)
         return True if self.further is None else self.further(samples)
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError, RewardFailure
+from rollouts.errors import ConfigError
 from rollouts.rewards.http import Poster
+from rollouts.rewards.teachers import teacher_logprobs
 
 __all__ = ["Teacher"]
 
@@ -53,17 +52,5 @@ class Teacher:
             "logprob_start_len": 0,
         }
         reply = await self._post(body, "logprobs of the teacher")
-        width = record.response_length
-        try:
-            rows = reply["meta_info"]["input_token_logprobs"]
-            ids = [row[1] for row in rows]
-            logprobs = np.array([row[0] for row in rows[-width:]], np.float32)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise RewardFailure(
-                f"teacher: got no meta_info.input_token_logprobs of [logprob, id] ({error!r}); expected one for each id"
-            ) from None
-        if ids != list(record.tokens):
-            raise RewardFailure(f"teacher: got logprobs of other ids than the {len(record.tokens)} that were sent")
-        if not np.isfinite(logprobs).all():
-            raise RewardFailure("teacher: got a logprob that is not finite; expected a finite one for each token")
+        logprobs = teacher_logprobs(reply, record.tokens, record.response_length)
         record.teacher_log_probs = torch.from_numpy(logprobs)

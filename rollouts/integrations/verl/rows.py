@@ -20,9 +20,10 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.training.rows import (
-    by_rollout,
+    by_conversation,
     check_fields,
     check_temperature,
+    group_name,
     reward_of_branches,
     row_images,
     split,
@@ -37,7 +38,7 @@ __all__ = ["put_group", "to_data_proto", "to_outputs", "worker", "write_batch"]
 def to_outputs(
     samples: Sequence[Sample], *, version: int | None = None, scored: bool = True, temperature: float | None = None
 ) -> list[Any]:
-    """The branches of one rollout as verl's ``AgentLoopOutput``, in order.
+    """The branches of one rollout, or of one conversation of a seat, as verl's ``AgentLoopOutput``, in order.
 
     Branches with unlike rewards are refused: verl V1 gives all of them the advantage of the last
     (verl 0.9.1, trainer/ppo/v1/utils.py: compute_advantage_for_multi_trajectories).
@@ -95,7 +96,7 @@ def to_outputs(
 async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int | None = None) -> Any:
     """Samples as the ``DataProto`` of a step of verl v0, made by verl's own functions; one row a sample, in order.
 
-    Its ``uid`` is the group index, for verl's advantages.
+    Its ``uid`` is the group index, with the seat if there is one, for verl's advantages.
 
     Args:
         samples: finished and scored; none of a rollout that forked, which v0 cannot tell from a group.
@@ -113,12 +114,13 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         got = len(output.prompt_ids), len(output.response_ids)
         if got[0] > lengths[0] or got[1] > lengths[1]:
             raise ConfigError.of(f"{sample!r}: prompt and response", got, f"at most {lengths}, verl's lengths")
-        if sample.group_index is None or (sample.rollout_id is not None and sample.rollout_id in rollouts):
+        conversation = sample.rollout_id, sample.seat, sample.conversation
+        if sample.group_index is None or (sample.rollout_id is not None and conversation in rollouts):
             raise ConfigError.of(f"{sample!r}", sample.rollout_id, "one sample a rollout, with a group: no forks in v0")
-        rollouts.add(sample.rollout_id)
+        rollouts.add(conversation)
         _check_images(sample, output, worker)
         padded.append(await worker._agent_loop_postprocess(output, False, raw_prompt=sample.messages))
-    uids = np.array([str(sample.group_index) for sample in samples], dtype=object)
+    uids = np.array([group_name(sample) for sample in samples], dtype=object)
     return worker._postprocess(padded, input_non_tensor_batch={"uid": uids})
 
 
@@ -174,7 +176,7 @@ async def put_group(
     """Put the rows of one group into the TransferQueue of verl V1, and mark its prompt as finished.
 
     Args:
-        samples: all rollouts of one prompt, with their branches.
+        samples: all rollouts of one prompt, with their branches; of one seat, since verl compares rows of one ``uid``.
         worker: see :func:`worker`; of the class behind ``AgentLoopWorkerTQ``.
         uid: the prompt's key.
         global_steps: the step in which the prompt was first dispatched; verl drops or awaits groups by it
@@ -192,10 +194,13 @@ async def put_group(
 
     if "_" in uid:
         raise ConfigError.of("uid", uid, "a key without an underscore: verl would find no rows of it")
+    seats = sorted({sample.seat for sample in samples})
+    if len(seats) > 1:
+        raise ConfigError.of("put_group(samples)", f"seats {seats}", "samples of one seat: a uid for each seat")
     of_verl = worker.rollout_config.val_kwargs if partition == "val" else worker.rollout_config
     options = {"version": version, "temperature": of_verl.temperature}
-    rollouts = [to_outputs(branches, **options) for branches in by_rollout(samples)]
-    for sample, output in zip(itertools.chain(*by_rollout(samples)), itertools.chain(*rollouts), strict=True):
+    rollouts = [to_outputs(branches, **options) for branches in by_conversation(samples)]
+    for sample, output in zip(itertools.chain(*by_conversation(samples)), itertools.chain(*rollouts), strict=True):
         _check_images(sample, output, worker)
     first = samples[0]
     row = {

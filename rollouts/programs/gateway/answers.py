@@ -11,29 +11,32 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import attrs
 
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import now
-from rollouts.dtypes import Completion, Message, SamplingParams, Tool, ToolCall
-from rollouts.errors import ContextOverflow, EndpointAway, EndpointError, Failure
-from rollouts.inference.base import CompletionRequest, Policy
+from rollouts.dtypes import Completion, Message, SamplingParams, TokenColumn, Tool, ToolCall
+from rollouts.errors import ConfigError, ContextOverflow, EndpointAway, EndpointError, EndpointRefused, Failure
+from rollouts.inference.base import CompletionRequest, Policy, describe_once
 from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.contexts import Context, Contexts
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.requests import OpenRequest
 from rollouts.programs.gateway.tree import Call, Line, Tree
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, SessionLimits, Usage
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Sampled, SessionLimits, Usage
 from rollouts.renderer import Renderer
 from rollouts.renderer.dialects import thought_marks
+from rollouts.renderer.reply_text import opens_thought
 
 __all__ = ["Answers"]
 
 _PROMPT_END = 16
-"""Number of last prompt tokens that show whether the prompt opened a thinking block."""
+"""Last prompt tokens that show whether the prompt opened a thinking block; as the renderer, which reads the reply."""
+_MOST_SAMPLINGS = 16
+"""Sets of parameters of one session that are kept: the policy has encoded these objects before."""
 _MAX_STOPS = 32
 """Stop strings that servers accept."""
 
@@ -60,6 +63,7 @@ class Answers:
     overflowed: bool = attrs.field(init=False, default=False)
     """Whether the last call did not fit the context of the model."""
     _in_flight: InFlight = attrs.field(init=False)
+    _samplings: dict[tuple[Any, ...], SamplingParams] = attrs.field(init=False, factory=dict)
     _route: str = attrs.field(init=False, factory=lambda: os.urandom(16).hex())
     """Not the key of the session: servers write routes to their logs."""
 
@@ -84,20 +88,28 @@ class Answers:
             raise
         line.append(context.ids, context.new, context.images)
         lines = [line, *(self._tree.copy(line, context.stop, len(line.messages)) for _ in range(n - 1))]
+        constraint: dict[str, str] = {}
         first = self.numbered
         self.numbered += n
         request.numbered = True
         try:
+            constraint = await self._constraint(request, context)
             async with self._in_flight.more(n * (context.stop + budget)):
                 if n == 1:  # a task group costs more than the rest of this function
-                    await self._complete(request, context, line, first, budget)
+                    await self._complete(request, context, line, first, budget, constraint)
                 else:
                     async with first_error() as tasks:
                         for number, one in enumerate(lines, first):
-                            tasks.start_soon(self._complete, request, context, one, number, budget)
+                            tasks.start_soon(self._complete, request, context, one, number, budget, constraint)
         except EndpointAway:
             raise
         except EndpointError as error:
+            if constraint and isinstance(error, EndpointRefused):
+                self._counts["refused/invalid_request"] += 1
+                field = request.sent.constraint.field if request.sent.constraint else ""
+                raise ApiError(
+                    "invalid_request", f"{field}: the model's server refuses the request: {error}"
+                ) from error
             self._counts["failed_calls"] += 1
             self.denied[request.retry_key] = Failure.of(error)
             raise ApiError("server", str(error)) from error
@@ -128,13 +140,41 @@ class Answers:
         text = f"messages: {tokens} tokens do not fit the context of the model, at most {max_tokens} tokens"
         return ApiError("overflow", text, tokens=tokens, max_context=max_tokens)
 
-    async def _complete(self, request: OpenRequest, context: Context, line: Line, number: int, budget: int) -> None:
+    async def _constraint(self, request: OpenRequest, context: Context) -> dict[str, str]:
+        """The sampling parameter for the form that a request wants; empty and counted where it is not enforced.
+
+        A grammar holds for the whole reply. So it is not enforced where the prompt has opened a thought or the model
+        may call a tool; nor where the server does not say that it can constrain replies and report their logprobs.
+        """
+        wanted = request.sent.constraint
+        if wanted is None:
+            return {}
+        if self.sampling.constrained:
+            self._counts[f"sampling_overridden/{wanted.field}"] += 1
+            return {}
+        end = self._renderer.decode(context.ids[-_PROMPT_END:])
+        opened = opens_thought(end, thought_marks(self._renderer.dialect)[0])
+        if request.tools or opened or not (await describe_once(self._policy)).has_grammars:
+            self._counts[f"not_enforced/{wanted.field}"] += 1
+            return {}
+        self._counts["constrained_calls"] += request.sent.n
+        return {wanted.parameter: wanted.value}
+
+    async def _complete(
+        self,
+        request: OpenRequest,
+        context: Context,
+        line: Line,
+        number: int,
+        budget: int,
+        constraint: Mapping[str, str],
+    ) -> None:
         """Sample one reply and add it to the tree."""
         began, tokens = now(), line.sequence.tokens
         try:
             wanted = CompletionRequest(
                 tokens,
-                self._sampling_of(request.sent, budget, number),
+                self._sampling_of(request.sent, budget, number, constraint),
                 self._renderer.stop_token_ids,
                 session=f"{self._route}-{line.number}",
                 route=self._route,
@@ -144,10 +184,10 @@ class Answers:
         except ContextOverflow as error:
             length = len(tokens) + budget  # the server does not say its context: it is below this
             raise self._overflow(length, length - 1) from error
-        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens[-_PROMPT_END:])
+        message = self._renderer.parse(completion.tokens, tools=request.tools, prompt=tokens)
         message, stop_text = _until_stop(message, request.sent.stop, completion)
         written = message.tool_calls
-        message, served = self._ids.give(message)
+        message, served = self._ids.give(message, request.sent.call_prefix)
         self._count_calls(written, served.tool_calls, request.tools)
         reply = CallReply(
             id=f"r{number:08d}",
@@ -156,6 +196,7 @@ class Answers:
             usage=self._usage(completion, message),
             stop_text=stop_text,
             created=int(began),
+            sampled=self._sampled(request.sent, tokens, completion),
         )
         new, instructions = request.new_messages(of_root=context.parent is None)
         call = Call(
@@ -185,7 +226,17 @@ class Answers:
         if completion.finish_reason != "abort":
             request.calls.append(call)
 
-    def _sampling_of(self, request: CallRequest, budget: int, number: int) -> SamplingParams:
+    def _sampled(self, request: CallRequest, prompt: TokenColumn, completion: Completion) -> Sampled | None:
+        if not (request.logprobs or request.token_ids):
+            return None
+        ids = completion.tokens.tolist()
+        texts = [self._renderer.decode([one]) for one in ids] if request.logprobs else []
+        shown = prompt.tolist() if request.token_ids else []
+        return Sampled(shown, ids, completion.logprobs.tolist(), texts)
+
+    def _sampling_of(
+        self, request: CallRequest, budget: int, number: int, constraint: Mapping[str, str]
+    ) -> SamplingParams:
         sampling = self.sampling
         stop = tuple(dict.fromkeys((*sampling.stop, *request.stop)))
         if len(stop) > _MAX_STOPS:
@@ -193,10 +244,20 @@ class Answers:
         seed = sampling.seed
         if seed is not None:
             seed = zlib.crc32(f"{seed}/{self.name}/{number}".encode()) & 0x7FFFFFFF
-        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop:
+        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop and not constraint:
             return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
-        return attrs.evolve(sampling, max_new_tokens=budget, min_new_tokens=least, stop=stop, seed=seed)
+        limits: dict[str, Any] = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
+        key = (*limits.values(), *constraint.items())
+        if key not in self._samplings:
+            try:
+                made = attrs.evolve(sampling, **{**limits, **constraint})
+            except ConfigError as error:
+                raise ApiError("invalid_request", str(error)) from None
+            if len(self._samplings) >= _MOST_SAMPLINGS:
+                self._samplings.clear()
+            self._samplings[key] = made
+        return self._samplings[key]
 
     def _count_calls(self, written: Sequence[ToolCall], served: Sequence[ToolCall], tools: Sequence[Tool]) -> None:
         ids = [call.id for call in written if call.id]

@@ -1,7 +1,9 @@
 """The ids of the tool calls of one session: the ids that the program gets, and the ids that the model wrote.
 
 Invariant: an id that the program gets names one call of the session, whatever the model writes and however many
-branches grow at the same time. Rendered messages have the ids that the model wrote.
+branches grow at the same time. It begins as the ids of its API do: clients rewrite others (agno 3.1.10,
+utils/message.py: PROVIDER_TOOL_ID_CONFIG). Rendered messages have the ids that the model wrote, or ids of nine letters
+and digits, which every chat template takes.
 
 Pure; this module knows no token.
 """
@@ -28,17 +30,23 @@ class CallIds:
         self._written: dict[str, str] = {}
         """The id that the model wrote, by the id that the program got."""
 
-    def give(self, reply: Message) -> tuple[Message, Message]:
-        """The reply as it is rendered, with the model's ids if it wrote any, and as the program gets it."""
+    def give(self, reply: Message, prefix: str = "") -> tuple[Message, Message]:
+        """The reply as it is rendered, with the model's ids if it wrote any, and as the program gets it.
+
+        Args:
+            reply: with the ids that the model wrote, or empty ones.
+            prefix: the beginning of the ids that the program gets.
+        """
         if not reply.tool_calls:
             return reply, reply
         rendered: list[ToolCall] = []
         served: list[ToolCall] = []
         used: set[str] = set()
         for call in reply.tool_calls:
-            given = f"c{_base36(self._given):0>8}"
+            plain = f"c{_base36(self._given):0>8}"
             self._given += 1
-            written = call.id if call.id and call.id not in used else given
+            written = call.id if call.id and call.id not in used else plain
+            given = prefix + plain
             used.add(written)
             if written != given:
                 self._written[given] = written

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.constraints import constraint_of_format, constraint_of_servers, only_constraint
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
@@ -22,8 +23,10 @@ from rollouts.programs.gateway.wire import (
     arguments_text,
     call_of,
     content_of,
+    count_others,
     event,
     image_of,
+    logprobs_of,
     no_reply,
     offered,
     sampling_of,
@@ -32,7 +35,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = b": ping\n\n"
 HISTORY = "messages"
@@ -40,15 +43,40 @@ HISTORY = "messages"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MEDIA = {"input_audio": "audio", "file": "file", "video_url": "video"}
-_NOT_ENFORCED = (
-    "chat_template_kwargs", "ebnf", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "regex",
-    "structured_outputs",
+_NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "echo": (False,),
+    "enable_thinking": (),
+    "guided_choice": (),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "think": (),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "verbosity": (),
+}
+"""Fields of the API, and of SGLang's, vLLM's and Ollama's servers beyond it, which would change the prompt or the
+replies; with the values that change nothing."""
+_READ: tuple[str, ...] = (
+    *SAMPLING, "add_generation_prompt", "audio", "continue_final_message", "ebnf", "function_call", "functions",
+    "guided_grammar", "guided_json", "guided_regex", "logprobs", "max_completion_tokens", "max_tokens", "model", "n",
+    "parallel_tool_calls", "regex", "response_format", "return_token_ids", "stop", "stream", "stream_options",
+    "structured_outputs", "tool_choice", "web_search_options",
 )  # fmt: skip
-"""Fields of SGLang's and vLLM's servers beyond the API, which would change the prompt or the distribution."""
-FIELDS: tuple[str, ...] = (
-    *SAMPLING, *_NOT_ENFORCED, "audio", "function_call", "functions", "logprobs", "max_completion_tokens", "max_tokens",
-    "model", "n", "parallel_tool_calls", "response_format", "stop", "stream", "stream_options", "tool_choice",
-    "web_search_options",
+FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
+NO_EFFECT: tuple[str, ...] = (
+    "cache_control", "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "reasoning", "reasoning_effort", "request_id", "rid", "safety_identifier", "service_tier", "store", "thinking",
+    "user",
 )  # fmt: skip
 MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
@@ -81,7 +109,32 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         counts=counts,
         model=fields.text("model") or "",
         include_usage=options is not None and options.flag("include_usage"),
+        call_prefix="call_",
+        constraint=_constraint(fields, counts),
+        logprobs=fields.flag("logprobs"),
+        token_ids=fields.flag("return_token_ids"),
+        continues=_continues(fields, messages[-1], counts),
     )
+
+
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+    form = constraint_of_format(fields.object("response_format"), "response_format", counts)
+    return only_constraint([form, *constraint_of_servers(fields, counts)])
+
+
+def _continues(fields: Fields, last: Message, counts: Counts) -> bool:
+    """Whether the reply continues a last assistant message. It opens a new turn unless the request asks otherwise.
+
+    As in vLLM and SGLang; vLLM refuses both fields at once, too.
+    """
+    continues = fields.flag("continue_final_message")
+    if continues and fields.flag("add_generation_prompt"):
+        raise fields.wrong("continue_final_message", "false where add_generation_prompt is true")
+    if continues and last.role != "assistant":
+        raise fields.wrong("continue_final_message", "an assistant message at the end of messages")
+    if not continues and fields.value.get("add_generation_prompt") is False:
+        counts["not_enforced/add_generation_prompt"] += 1
+    return continues
 
 
 def _tools(tool: Fields, counts: Counts) -> list[Tool]:
@@ -93,16 +146,10 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
-    form = fields.object("response_format")
-    if form is not None and form.text("type") != "text":
-        counts["not_enforced/response_format"] += 1
-    if fields.value.get("parallel_tool_calls") is False:
+    if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
-    if fields.flag("logprobs"):
-        counts["not_enforced/logprobs"] += 1
-    for name in _NOT_ENFORCED:
-        if fields.value.get(name) is not None:
-            counts[f"not_enforced/{name}"] += 1
+    read = (HISTORY, "tools", *_READ)
+    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
     if fields.value.get("web_search_options") is not None:
         counts["server_tool/web_search"] += 1
 
@@ -179,28 +226,49 @@ def _part(fields: Fields, counts: Counts) -> Content:
 def answer(request: CallRequest, replies: Sequence[CallReply]) -> dict[str, Any]:
     """The JSON of an answer; one choice for each reply."""
     choices = [
-        {"index": index, "message": _answered(reply.message), "finish_reason": reply.finish_reason, "logprobs": None}
+        {
+            "index": index,
+            "message": _answered(reply.message),
+            "finish_reason": reply.finish_reason,
+            **_ids(request, reply),
+        }
         for index, reply in enumerate(replies)
     ]
-    return {**_head(request, replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
+    head = _head(request, replies, "chat.completion")
+    return {**head, **_prompt(request, replies), "choices": choices, "usage": _usage(replies)}
+
+
+def _ids(request: CallRequest, reply: CallReply) -> dict[str, Any]:
+    """The logprobs of a choice, and its ids as in vLLM."""
+    sampled = reply.sampled
+    if sampled is None:
+        return {"logprobs": None}
+    logprobs = {"content": logprobs_of(sampled), "refusal": None} if request.logprobs else None
+    return {"logprobs": logprobs, **({"token_ids": sampled.ids} if request.token_ids else {})}
+
+
+def _prompt(request: CallRequest, replies: Sequence[CallReply]) -> dict[str, Any]:
+    sampled = replies[0].sampled
+    return {"prompt_token_ids": sampled.prompt} if request.token_ids and sampled is not None else {}
 
 
 def events(request: CallRequest, replies: Sequence[CallReply]) -> list[bytes]:
     """The stream of an answer."""
     head = _head(request, replies, "chat.completion.chunk")
     chunks = [
-        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+        {**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish, **ids}]}
         for index, reply in enumerate(replies)
-        for delta, finish in _deltas(reply)
+        for delta, finish, ids in _deltas(request, reply)
     ]
+    chunks[0] |= _prompt(request, replies)
     if request.include_usage:
         chunks = [{**chunk, "usage": None} for chunk in chunks]
         chunks.append({**head, "choices": [], "usage": _usage(replies)})
     return [*map(event, chunks), b"data: [DONE]\n\n"]
 
 
-def _deltas(reply: CallReply) -> list[tuple[dict[str, Any], str | None]]:
-    """The pieces of a reply, the last one with its reason to finish.
+def _deltas(request: CallRequest, reply: CallReply) -> list[tuple[dict[str, Any], str | None, dict[str, Any]]]:
+    """The pieces of a reply, the second one with its ids, the last one with its reason to finish.
 
     A call is one piece: some clients join the fragments of parallel calls wrongly.
     """
@@ -211,7 +279,9 @@ def _deltas(reply: CallReply) -> list[tuple[dict[str, Any], str | None]]:
     if message.text:
         deltas.append({"content": message.text})
     deltas += [{"tool_calls": [{"index": k, **_answered_call(call)}]} for k, call in enumerate(message.tool_calls)]
-    return [*((delta, None) for delta in deltas), ({}, reply.finish_reason)]
+    reasons = [*[None] * len(deltas), reply.finish_reason]
+    ids = [{"logprobs": None}, _ids(request, reply), *[{"logprobs": None}] * (len(deltas) - 1)]
+    return list(zip([*deltas, {}], reasons, ids, strict=True))
 
 
 def _head(request: CallRequest, replies: Sequence[CallReply], kind: str) -> dict[str, Any]:

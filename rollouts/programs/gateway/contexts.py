@@ -6,6 +6,8 @@ is an opening. Tools are tested before they are rendered. This module samples no
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +22,6 @@ from rollouts.programs.gateway.normal import (
     Conversation,
     Conversations,
     MessageRules,
-    echo_changes,
     message_rules,
     with_tool_names,
 )
@@ -94,14 +95,14 @@ class Contexts:
         Raises:
             ApiError: the reply does not exist, or the model does not see the request's images.
         """
-        conversation = self.conversations.of(self._whole(request), self._tree.ours)
+        conversation = self.conversations.of(self._whole(request), self._tree.ours, self._tree.ids_of)
         await self._check_images(conversation.new)
         return conversation
 
     async def count_tokens(self, request: CallRequest) -> int:
         """Length in ids of an opening with these messages and tools."""
         conversation = await self.read(request)
-        opening, _ = await self._opening(self._to_render(conversation.messages), request.tools)
+        opening, _ = await self._opening(self._to_render(conversation.messages), request.tools, request.continues)
         return len(opening)
 
     def _whole(self, request: CallRequest) -> tuple[Message, ...]:
@@ -109,6 +110,7 @@ class Contexts:
             return request.messages
         call = self._tree.call_of(request.previous_response_id)
         if call is None:
+            self._counts["refused/invalid_request"] += 1
             expected = "the id of a response of this session"
             raise ApiError(
                 "invalid_request", f"previous_response_id: got {request.previous_response_id!r}; expected {expected}"
@@ -168,14 +170,17 @@ class Contexts:
         match = self._tree.match(messages, request.conversation.keys, request.tools_key)
         if match.call is not None:
             self._tree.delivered(match.call)
-            request.changes = echo_changes(match.call.reply.message, messages[match.known - 1])
-            if request.changes and self.history == "error":
+            path = match.call.path()
+            echoes = {at: found for call in path if (found := call.changes(messages[at := call.known - 1]))}
+            request.changes = Counter(itertools.chain.from_iterable(echoes.values()))
+            request.renamed = len({call.known - 1 for call in path}.intersection(request.conversation.renamed))
+            if echoes and self.history == "error":
+                at, found = next(iter(echoes.items()))
                 expected = 'the reply as it was given ("append" keeps the ids, "fork" opens a new root)'
-                raise HistoryRewritten(
-                    f'messages[{match.known - 1}]: got {", ".join(request.changes)}; history="error" expects {expected}'
-                )
-            if request.changes and self.history == "fork":
-                match = Match(None, rewritten_at=match.known - 1, rewritten=messages[match.known - 1].text[:80])
+                raise HistoryRewritten(f'messages[{at}]: got {", ".join(found)}; history="error" expects {expected}')
+            if echoes and self.history == "fork":
+                at = next(iter(echoes))
+                match = Match(None, rewritten_at=at, rewritten=messages[at].text[:80])
         most = self._max_roots
         if match.call is None and most is not None and len(self._tree.roots) >= most:
             rewrites = "; ".join(f"message {at} became {text!r}" for at, text in self.rewrites[:3])
@@ -211,7 +216,7 @@ class Contexts:
                 return Context(parent, line, len(line.sequence), bridge, tuple(new), images)
         new = self._to_render(messages)
         try:
-            opening, images = await self._opening(new, request.tools)
+            opening, images = await self._opening(new, request.tools, request.sent.continues)
         except ApiError as error:
             known = match.known
             if parent is not None and self._renderer.refuses_reply(new[:known], new[known:], request.tools):
@@ -220,13 +225,15 @@ class Contexts:
         return Context(None, self._tree.claim(None), 0, opening, tuple(new), images)
 
     async def _opening(
-        self, messages: list[Message], tools: Sequence[Tool]
+        self, messages: list[Message], tools: Sequence[Tool], continues: bool
     ) -> tuple[TokenColumn, tuple[ImageSpan, ...]]:
         described = [Message("system", tool.description) for tool in tools]
         try:
-            opening = await rendered([*messages, *described], self._renderer.opening, messages, tools)
+            open_ = functools.partial(self._renderer.opening, new_turn=not continues)
+            opening = await rendered([*messages, *described], open_, messages, tools)
             return opening, self._renderer.image_spans(opening, messages)
         except ConfigError as error:
+            self._counts["refused/invalid_request"] += 1
             raise ApiError("invalid_request", f"the chat template cannot render these messages: {error}") from error
 
     def _to_render(self, messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
@@ -235,11 +242,15 @@ class Contexts:
 
     def count(self, request: OpenRequest, match: Match, parent: Call | None) -> None:
         """Count what the program changed in its history, once the request is answered."""
-        for change in request.changes:
-            self._counts[f"echo/{change}"] += 1
+        for change, amount in request.changes.items():
+            self._counts[f"echo/{change}"] += amount
+        if request.renamed:
+            self._counts["echo/other_ids"] += request.renamed
         messages, _ = request.new_messages(of_root=parent is None)
         if folded := self.conversations.rules.folded(messages, at_start=parent is None):
             self._counts["folded_system_messages"] += folded
+        if request.conversation.messages[-1].role == "assistant":
+            self._counts["assistant_last/continued" if request.sent.continues else "assistant_last/new_turn"] += 1
         if match.rewritten_at is not None:
             self._counts[f"rewritten_at/{match.rewritten_at}"] += 1
             if len(self.rewrites) < _REWRITES_KEPT:

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
+from rollouts.programs.gateway.constraints import constraint_of_format, only_constraint
 from rollouts.programs.gateway.normal import joined
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     STATUS,
@@ -23,6 +24,7 @@ from rollouts.programs.gateway.wire import (
     arguments_text,
     call_of,
     content_of,
+    count_others,
     event,
     image_of,
     no_reply,
@@ -33,7 +35,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
 PING = event({"type": "ping"}, "ping")
 HISTORY = "messages"
@@ -43,9 +45,16 @@ _BILLING = "x-anthropic-billing-header:"
 """How Claude Code's first system block begins; it has a number that differs between requests."""
 _PARTS = ("text", "image", "document", "search_result")
 _KEPT = "clear_thinking_20251015"
-FIELDS: tuple[str, ...] = (
+_NOT_ENFORCED: Mapping[str, Sequence[Any]] = {"compaction": (), "container": (), "thread": ()}
+"""Fields that would change the prompt or the replies, with the values that change nothing."""
+_READ: tuple[str, ...] = (
     *SAMPLING, "context_management", "max_tokens", "mcp_servers", "model", "output_config", "output_format",
     "stop_sequences", "stream", "system", "tool_choice",
+)  # fmt: skip
+FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
+NO_EFFECT: tuple[str, ...] = (
+    "betas", "billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "fallbacks", "inference_geo",
+    "metadata", "service_tier", "speed", "thinking", "user_profile_id", "workspace_id",
 )  # fmt: skip
 
 
@@ -67,6 +76,8 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
+        call_prefix="toolu_",
+        constraint=_constraint(fields, counts),
     )
 
 
@@ -100,18 +111,24 @@ def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Too
     return tuple(tools)
 
 
-def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
     output = fields.object("output_config")
-    if output is not None and output.value.get("format") is not None:
-        counts["not_enforced/output_config.format"] += 1
-    if fields.value.get("output_format") is not None:  # its name before output_config
-        counts["not_enforced/output_config.format"] += 1
+    forms = [
+        fields.object("output_format"),
+        None if output is None else output.object("format"),
+    ]  # the older name first
+    return only_constraint([constraint_of_format(form, "output_config.format", counts) for form in forms])
+
+
+def _count_not_enforced(fields: Fields, counts: Counts) -> None:
     management = fields.object("context_management")
     edits = [] if management is None else management.objects("edits")
     if any(edit.value.get("type") != _KEPT or edit.value.get("keep") != "all" for edit in edits):
         counts["not_enforced/context_management"] += 1
     if servers := fields.objects("mcp_servers"):
         counts["server_tool/mcp"] += len(servers)
+    read = (HISTORY, "tools", *_READ)
+    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
 
 
 def _messages(fields: Fields, counts: Counts) -> list[Message]:

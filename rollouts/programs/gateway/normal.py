@@ -11,6 +11,7 @@ import bisect
 import hashlib
 import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
@@ -24,6 +25,7 @@ __all__ = [
     "Conversation",
     "Conversations",
     "EchoChange",
+    "FindIds",
     "MessageRules",
     "echo_changes",
     "joined",
@@ -31,6 +33,7 @@ __all__ = [
     "ordered_results",
     "path_keys",
     "served_forms",
+    "shape_key",
     "tools_key",
     "with_tool_names",
 ]
@@ -82,6 +85,54 @@ def _call_parts(call: ToolCall) -> tuple[object, ...]:
 
 def _sorted_json(value: object) -> bytes:
     return msgspec.json.encode(value, order="deterministic")
+
+
+FindIds: TypeAlias = Callable[[int, Message], "Sequence[str] | None"]
+"""The ids that this session issued for the calls of an assistant message with other ids, by the key of the messages
+before it; ``None`` if it has no such reply."""
+
+
+def shape_key(before: int, calls: Sequence[ToolCall]) -> int:
+    """The key of a reply by its place, names and arguments; ``before`` is the key of the messages before it."""
+    return hash((before, "calls", tuple([_call_parts(call)[1:] for call in calls])))
+
+
+def _own_ids(
+    messages: Sequence[Message], ours: set[str], find: FindIds, start: int
+) -> tuple[list[Message], list[int], list[int]]:
+    """The messages with the ids that this session has issued, their path keys, and the places of renamed replies.
+
+    Some programs give the calls of a reply other ids, and their results too. A reply whose ids are all unknown is found
+    by its place, names and arguments.
+    """
+    if not any(message.tool_calls and not _issued(message, ours) for message in messages):
+        return list(messages), path_keys(messages, ours, start), []
+    named: list[Message] = []
+    keys: list[int] = []
+    places: list[int] = []
+    renamed: dict[str, deque[str]] = {}
+    for message in messages:
+        if message.tool_calls:
+            found = None if _issued(message, ours) else find(start, message)
+            for call in message.tool_calls:
+                renamed.pop(call.id, None)
+            if found is not None:
+                for call, own in zip(message.tool_calls, found, strict=True):
+                    renamed.setdefault(call.id, deque()).append(own)
+                pairs = zip(message.tool_calls, found, strict=True)
+                message = attrs.evolve(message, tool_calls=[attrs.evolve(call, id=own) for call, own in pairs])
+                places.append(len(named))
+        elif message.tool_call_id is not None and message.tool_call_id in renamed:
+            ids = renamed[message.tool_call_id]  # equal ids of several calls: the results are in the order of the calls
+            message = attrs.evolve(message, tool_call_id=ids.popleft() if len(ids) > 1 else ids[0])
+        named.append(message)
+        keys += path_keys([message], ours, start)
+        start = keys[-1]
+    return named, keys, places
+
+
+def _issued(message: Message, ours: set[str]) -> bool:
+    return any(call.id in ours for call in message.tool_calls)
 
 
 def tools_key(tools: Sequence[Tool]) -> bytes:
@@ -256,11 +307,13 @@ class Conversation:
     whole: tuple[Message, ...]
     """As the program sent them."""
     messages: list[Message]
-    """As the chat template gets them."""
+    """As the chat template gets them, with the ids of calls that the session has issued."""
     keys: list[int]
     """The path keys of ``messages``."""
     replies: list[tuple[int, int]]
     """The places of each assistant message: in ``whole``, and in ``messages``."""
+    renamed: list[int] = attrs.field(factory=list)
+    """The places in ``messages`` of replies that came with other ids than the session has issued."""
     known: int = 0
     """Number of messages of ``whole`` that an earlier conversation also has."""
     line: object = attrs.field(factory=object, repr=False)
@@ -288,21 +341,28 @@ class Conversations:
         self._most = most
         self._kept: dict[object, Conversation] = {}
 
-    def of(self, whole: tuple[Message, ...], ours: set[str]) -> Conversation:
-        """Order, fold and key the messages of a request; ``ours`` as in :func:`path_keys`."""
+    def of(self, whole: tuple[Message, ...], ours: set[str], find: FindIds = lambda *_: None) -> Conversation:
+        """Order, fold and key the messages of a request.
+
+        Args:
+            whole: the messages.
+            ours: as in :func:`path_keys`.
+            find: the ids of a reply whose calls have other ids.
+        """
         earlier, found = None, 0
         for one in self._kept.values():
             if (shared := _shared_replies(one, whole)) > found:
                 earlier, found = one, shared
         if earlier is None:
-            messages = self.rules.applied(ordered_results(whole))
-            return Conversation(whole, messages, path_keys(messages, ours), _replies(whole, messages))
+            messages, keys, renamed = _own_ids(self.rules.applied(ordered_results(whole)), ours, find, 0)
+            return Conversation(whole, messages, keys, _replies(whole, messages), renamed)
         *before, (known, place) = earlier.replies[:found]
-        messages = self.rules.applied(ordered_results(whole[known:]))
-        keys = path_keys(messages, ours, earlier.keys[place - 1])
+        ordered = self.rules.applied(ordered_results(whole[known:]))
+        messages, keys, renamed = _own_ids(ordered, ours, find, earlier.keys[place - 1])
         replies = [(known + at, place + its) for at, its in _replies(whole[known:], messages)]
         messages, keys = earlier.messages[:place] + messages, earlier.keys[:place] + keys
-        return Conversation(whole, messages, keys, before + replies, known, earlier.line)
+        renamed = [at for at in earlier.renamed if at < place] + [place + at for at in renamed]
+        return Conversation(whole, messages, keys, before + replies, renamed, known, earlier.line)
 
     def keep(self, conversation: Conversation) -> None:
         """Keep a conversation for later requests in place of the conversation that it extends."""

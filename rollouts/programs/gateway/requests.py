@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -49,13 +50,16 @@ class OpenRequest:
     scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
     done: anyio.Event = attrs.field(factory=anyio.Event)
     calls: list[Call] = attrs.field(factory=list)
-    changes: list[EchoChange] = attrs.field(factory=list)
-    """The changes of the program in the reply that its request continues."""
+    changes: Counter[EchoChange] = attrs.field(factory=Counter)
+    """The changes of the program in the replies that its request has."""
+    renamed: int = 0
+    """The number of these replies that came with other ids of calls."""
     error: Exception | None = None
 
     def __attrs_post_init__(self) -> None:
         sent, keys = self.sent, self.conversation.keys
-        shape = (sent.max_tokens, sent.stop, sent.n, repr(sent.sampling) if sent.sampling else "")
+        shown = sent.continues, sent.constraint, sent.logprobs, sent.token_ids
+        shape = (sent.max_tokens, sent.stop, sent.n, repr(sent.sampling) if sent.sampling else "", shown)
         self.retry_key = (tuple(sorted(self.lineage.items())), self.tools_key, keys[-1] if keys else 0, shape)
 
     @property

@@ -7,6 +7,8 @@ I/O.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,8 @@ import attrs
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
 from rollouts.programs.gateway.chat import PING, error
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest
+from rollouts.programs.gateway.constraints import constraint_of_format
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint
 from rollouts.programs.gateway.wire import (
     SAMPLING,
     Counts,
@@ -25,8 +28,10 @@ from rollouts.programs.gateway.wire import (
     arguments_text,
     call_of,
     content_of,
+    count_others,
     event,
     image_of,
+    logprobs_of,
     no_reply,
     offered,
     sampling_of,
@@ -34,7 +39,7 @@ from rollouts.programs.gateway.wire import (
     tool_of,
 )
 
-__all__ = ["FIELDS", "HISTORY", "PING", "answer", "error", "error_event", "events", "read"]
+__all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
 HISTORY = "input"
 _ROLES = ("system", "developer", "user", "assistant")
@@ -45,10 +50,26 @@ _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _ITEMS = ("message", "reasoning", "item_reference", *_CALLS, *_RESULTS)
 _NOT_HERE = ("conversation", "prompt", "background")
 """Fields that refer to stored objects; this server stores the session only."""
-FIELDS: tuple[str, ...] = (
-    *SAMPLING, *_NOT_HERE, "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id",
-    "stream", "text", "tool_choice", "top_logprobs", "truncation",
+_NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
+    "context_management": ([],),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Fields that would change the prompt or the replies, with the values that change nothing."""
+_READ: tuple[str, ...] = (
+    *SAMPLING, *_NOT_HERE, "include", "instructions", "max_output_tokens", "model", "parallel_tool_calls",
+    "previous_response_id", "stream", "text", "tool_choice",
 )  # fmt: skip
+FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
+NO_EFFECT: tuple[str, ...] = (
+    "access_programs", "background_options", "client_metadata", "metadata", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream_options", "user",
+)  # fmt: skip
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 
 def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
@@ -74,6 +95,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     if not messages and previous is None:
         raise fields.wrong("input", "a string, or a list of at least one item")
     _count_not_enforced(fields, counts)
+    included = _included(fields, counts)
     return CallRequest(
         messages=messages,
         tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
@@ -84,6 +106,10 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         sampling=sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
+        call_prefix="call_",
+        constraint=_constraint(fields, counts),
+        logprobs=_LOGPROBS in included,
+        continues=False,
     )
 
 
@@ -96,16 +122,26 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
 
 
 def _count_not_enforced(fields: Fields, counts: Counts) -> None:
-    text = fields.object("text")
-    form = None if text is None else text.object("format")
-    if form is not None and form.text("type") != "text":
-        counts["not_enforced/text.format"] += 1
-    if fields.value.get("parallel_tool_calls") is False:
+    if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
-    if fields.value.get("top_logprobs") not in (None, 0):
-        counts["not_enforced/logprobs"] += 1
-    if fields.text("truncation") not in (None, "disabled"):
-        counts["not_enforced/truncation"] += 1
+    fields.text("truncation")
+    read = (HISTORY, "tools", *_READ)
+    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
+
+
+def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+    text = fields.object("text")
+    return constraint_of_format(None if text is None else text.object("format"), "text.format", counts)
+
+
+def _included(fields: Fields, counts: Counts) -> list[str]:
+    names = fields.value.get("include") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise fields.wrong("include", "a list of strings")
+    for name in names:
+        if name not in _INCLUDED:
+            counts[f"not_enforced/include/{name[:64]}"] += 1
+    return names
 
 
 @attrs.frozen
@@ -251,7 +287,7 @@ def answer(request: CallRequest, replies: Sequence[CallReply]) -> dict[str, Any]
     response = _response(request, reply.id, reply.created, "incomplete" if cut else "completed")
     usage = reply.usage
     response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-    response["output"] = _items(reply)
+    response["output"] = _items(request, reply)
     response["usage"] = {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -323,7 +359,7 @@ def _response(request: CallRequest, reply_id: str, created: int, status: str) ->
     }
 
 
-def _items(reply: CallReply) -> list[dict[str, Any]]:
+def _items(request: CallRequest, reply: CallReply) -> list[dict[str, Any]]:
     message = reply.message
     items: list[dict[str, Any]] = []
     if message.reasoning is not None:
@@ -338,7 +374,7 @@ def _items(reply: CallReply) -> list[dict[str, Any]]:
             }
         )
     if message.text or not message.tool_calls:
-        content = [{"type": "output_text", "text": message.text, "annotations": []}]
+        content = [{"type": "output_text", "text": message.text, "annotations": [], **_logprobs(request, reply)}]
         items.append(
             {"type": "message", "id": f"msg_{reply.id}", "role": "assistant", "status": "completed", "content": content}
         )
@@ -356,6 +392,20 @@ def _items(reply: CallReply) -> list[dict[str, Any]]:
     if reply.finish_reason == "length":
         items[-1]["status"] = "incomplete"
     return items
+
+
+def _logprobs(request: CallRequest, reply: CallReply) -> dict[str, Any]:
+    """The logprobs of the ids of the text; of all ids where the texts of the ids are not the text of the reply."""
+    sampled = reply.sampled
+    if sampled is None or not request.logprobs:
+        return {}
+    ends = list(itertools.accumulate(map(len, sampled.texts)))
+    whole, thought = "".join(sampled.texts), reply.message.reasoning or ""
+    start = whole.find(reply.message.text, whole.find(thought) + len(thought))
+    if start < 0:
+        return {"logprobs": logprobs_of(sampled)}
+    stop = start + len(reply.message.text)
+    return {"logprobs": logprobs_of(sampled, slice(bisect.bisect(ends, start), bisect.bisect_left(ends, stop) + 1))}
 
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {
@@ -378,7 +428,7 @@ def _pieces(item: dict[str, Any]) -> list[dict[str, Any]]:
         return [delta, {"type": "response.function_call_arguments.done", "arguments": text, "name": item["name"]}]
     if item["type"] == "message":
         part, place = item["content"][0], {"content_index": 0}
-        texts = _text_pieces("response.output_text", part["text"], {**place, "logprobs": []})
+        texts = _text_pieces("response.output_text", part["text"], {**place, "logprobs": part.get("logprobs", [])})
         return _part_pieces("response.content_part", part, place, texts)
     summary, content, place = item["summary"][0], item["content"][0], {"summary_index": 0}
     texts = _text_pieces("response.reasoning_summary_text", summary["text"], place)

@@ -17,7 +17,7 @@ import re
 import socket
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -31,9 +31,10 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.programs.gateway import chat, messages, responses
 from rollouts.programs.gateway.address import PublicAddress
+from rollouts.programs.gateway.guest_names import GuestNames
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Session
-from rollouts.programs.gateway.wire import Entries, Wire, decoded_body, encoded
+from rollouts.programs.gateway.wire import Counts, Entries, Wire, decoded_body, encoded
 
 try:
     from aiohttp import web
@@ -75,6 +76,8 @@ _UNKNOWN_ROUTES = 20
 """Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
 _PROBES = ("", "/", "/api/hello")
 """Paths to which programs send HEAD without a key, to connect before their first call."""
+_GOOGLE = re.compile(r"/v1(alpha|beta)\w*(/.*)?|/v1/models/.*:\w+")
+"""The paths of Google's API, which is not served."""
 _PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
 
 
@@ -92,6 +95,7 @@ class Gateway:
         read_seconds: how long a client may take to send the head of a request, and then its body.
         connections: the most connections; by default three quarters of the file descriptors that the process may have.
             A quarter of them are for one session.
+        names: the names of counts that clients made so far; by default none.
 
     Attributes:
         url: the URL of the server, without the path of a session.
@@ -110,6 +114,7 @@ class Gateway:
         ping_seconds: float = 5.0,
         read_seconds: float = 120.0,
         connections: int | None = None,
+        names: GuestNames | None = None,
     ) -> None:
         self.url, self.port = "", 0
         self._address, self._sock = (host, port), sock
@@ -117,6 +122,7 @@ class Gateway:
         self._head_seconds, self._ping_seconds, self._read_seconds = head_seconds, ping_seconds, read_seconds
         self._most_connections = connections
         self._bodies = InFlight(_ALL_BODIES)
+        self._names = GuestNames() if names is None else names
         self._opened: dict[str, _Opened] = {}
         self._connections: Connections
         self._runner: web.ServerRunner
@@ -187,7 +193,7 @@ class Gateway:
         if digest in self._opened:
             raise ConfigError("key: got the key of an open session; expected one key for each session")
         most = min(self._max_body, session.max_body)
-        self._opened[digest] = _Opened(session, most, self._bodies, self._read_seconds)
+        self._opened[digest] = _Opened(session, most, self._bodies, self._read_seconds, self._names)
         return f"{self.url if url is None else url}/s/{_name(digest)}"
 
     def close(self, session: Session) -> None:
@@ -209,6 +215,8 @@ class Gateway:
         name, path = found.groups("") if found is not None else ("", http.path)
         if http.method == "HEAD" and path in _PROBES:
             return web.Response()
+        if _GOOGLE.fullmatch(path) is not None:
+            return self._googles(http, path)
         wire = _wire_of(http, path)
         try:
             opened = self._find(http, name)
@@ -234,6 +242,14 @@ class Gateway:
         opened.count_unknown(path)
         shown = f"{http.method} {path[:_SHOWN_PATH]}"
         raise ApiError("not_found", f"{shown}: no such route; expected POST to one of {', '.join(WIRES)}")
+
+    def _googles(self, http: web.BaseRequest, path: str) -> web.StreamResponse:
+        """The answer to a request of Google's API, in its form; it is counted if it has the key of a session."""
+        opened = self._opened.get(_digest(http.headers.get("x-goog-api-key", "") or http.query.get("key", "")))
+        if opened is not None:
+            opened.count_unknown(path)
+        text = f"{http.method} {path[:_SHOWN_PATH]}: Google's API is not served; expected one of {', '.join(WIRES)}"
+        return _json(404, {"error": {"code": 404, "message": text, "status": "NOT_FOUND"}})
 
     def _find(self, http: web.BaseRequest, name: str) -> _Opened:
         """The session of the request's key.
@@ -305,6 +321,7 @@ class _Shared:
     lock: anyio.Lock = attrs.field(factory=anyio.Lock)
     gateway: Gateway | None = None
     users: int = 0
+    names: GuestNames = attrs.field(factory=GuestNames)
 
 
 _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[PublicAddress | None, _Shared]]
@@ -325,7 +342,8 @@ async def shared_gateway(address: PublicAddress | None = None) -> AsyncIterator[
     with anyio.CancelScope(shield=True):
         async with shared.lock:
             if shared.gateway is None:
-                new = Gateway() if address is None else Gateway(address.host, address.port)
+                place = ("127.0.0.1", 0) if address is None else (address.host, address.port)
+                new = Gateway(*place, names=shared.names)
                 shared.gateway = await new.__aenter__()
             shared.users += 1
             gateway = shared.gateway
@@ -370,6 +388,7 @@ class _Opened:
     max_body: int
     all_bodies: InFlight
     read_seconds: float
+    names: GuestNames
     calls: set[anyio.CancelScope] = attrs.field(factory=set)
     unknown: set[str] = attrs.field(factory=set)
     entries: defaultdict[Wire, Entries] = attrs.field(init=False)
@@ -395,7 +414,7 @@ class _Opened:
         if path not in self.unknown and len(self.unknown) >= _UNKNOWN_ROUTES:
             path = "other"
         self.unknown.add(path)
-        self.session.count(f"unknown_route/{path[:_SHOWN_PATH].lstrip('/')}")
+        self.session.count(self.names.of(f"unknown_route/{path[:_SHOWN_PATH].lstrip('/')}"))
 
 
 @attrs.define(eq=False)
@@ -466,13 +485,19 @@ async def _request_of(http: web.BaseRequest, wire: Wire, opened: _Opened) -> Cal
     try:
         size = _size_of(http, opened.max_body)
         async with opened.bodies.more(size), opened.all_bodies.more(size):
-            return await _read(await _body_of(http, opened), wire, opened)
+            request = await _read(await _body_of(http, opened), wire, opened)
     except web.RequestPayloadError as error:
         opened.session.count("refused/invalid_request")
         raise ApiError("invalid_request", f"body: cannot be read; expected JSON ({error})") from None
     except ApiError as error:
         opened.session.count(f"refused/{error.counted}")
         raise
+    if not request.counts:
+        return request
+    counts: Counts = Counter()
+    for name, amount in request.counts.items():
+        counts[opened.names.of(name)] += amount  # type: ignore[assignment]  # some counts are of seconds
+    return attrs.evolve(request, counts=counts)
 
 
 async def _read(body: bytes, wire: Wire, opened: _Opened) -> CallRequest:

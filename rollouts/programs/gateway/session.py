@@ -257,6 +257,8 @@ class ProgramSession:
     def _check_calls(self, n: int) -> None:
         """End the session at one call too many; retries do not count."""
         most = self._limits.max_calls
+        if most is not None and n > most:
+            raise ApiError("invalid_request", f"n: got {n}; expected at most {most}, the calls of the session")
         if most is not None and self._answers.numbered + self._requests.unnumbered + n > most:
             self.end(StopReason.MAX_TURNS)
         self._check_not_ended()

@@ -1,7 +1,8 @@
 """The sets of tools that the requests of one session offer.
 
 Invariant: equal sets are one object, which the renderer finds again quickly, and each is tested once before it is
-rendered. This module knows no request.
+rendered. Sessions of one renderer share the tests: a worker thread for each would cost more than the first request.
+This module knows no request.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ __all__ = ["ToolSets"]
 
 _MOST_KEYS = 64
 _PLAIN = Tool("look", "Looks.", {"type": "object", "properties": {"at": {"type": "string"}}})
-_SERVING: weakref.WeakSet[Renderer] = weakref.WeakSet()
-"""The renderers of sessions that were served tools."""
+_MOST_TESTED = 256
+"""Sets of one renderer that are kept: programs of a run have few, and each of them in every rollout."""
+_TESTED: weakref.WeakKeyDictionary[Renderer, dict[bytes, tuple[Tool, ...]]] = weakref.WeakKeyDictionary()
+"""The sets that were tested and not refused, by renderer and key."""
 
 
 class ToolSets:
@@ -30,7 +33,7 @@ class ToolSets:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._tested: dict[bytes, tuple[Tool, ...]] = {}
+        self._tested = _TESTED.setdefault(renderer, {})
         self._keys: dict[tuple[int, ...], tuple[bytes, tuple[Tool, ...]]] = {}
         """The keys of tools by the ids of their objects, with the objects, so that no other object gets the ids."""
 
@@ -45,7 +48,7 @@ class ToolSets:
 
     async def serves_any(self) -> bool:
         """Whether a session was served tools with this renderer, or would be served one with a plain name."""
-        if self._renderer in _SERVING:
+        if any(self._tested.values()):
             return True
         return (await in_thread(self._renderer.self_test, (_PLAIN,))).verdict != "refused"
 
@@ -57,6 +60,6 @@ class ToolSets:
         """
         if key not in self._tested:
             (await in_thread(self._renderer.self_test, tools)).raise_if_refused()
-            if tools:
-                _SERVING.add(self._renderer)
+            if len(self._tested) >= _MOST_TESTED:
+                del self._tested[next(key for key, kept in self._tested.items() if kept)]
         return self._tested.setdefault(key, tools)

@@ -24,8 +24,9 @@ import attrs
 
 from rollouts.base.validators import check
 from rollouts.dtypes import Completion, ImageSpan, Message, OnRewrite, StopReason, TokenColumn, Tool
+from rollouts.dtypes.tools import tools_json
 from rollouts.errors import Failure, TokenMismatchError
-from rollouts.programs.gateway.normal import path_keys, served_forms
+from rollouts.programs.gateway.normal import EchoChange, echo_changes, path_keys, served_forms, shape_key
 from rollouts.programs.gateway.types import CallReply
 from rollouts.renderer import BridgeMemory
 from rollouts.trajectory import Trajectory
@@ -40,6 +41,8 @@ code, not from the program."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 """The part of the reply to its request for a summary that Claude Code quotes."""
+_MOST_FOREIGN_IDS = 4096
+"""Ids of programs that are kept: some give the same call new ids in each request."""
 _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
@@ -128,6 +131,9 @@ class Call:
     """Number of messages of the path, which are the first of the line; set by :meth:`Tree.add`."""
     delivered: bool = False
     children: list[Call] = attrs.field(factory=list, repr=False)
+    _echo: Message | None = attrs.field(default=None, repr=False)
+    """The latest reply that the program sent back in place of this one, and its changes."""
+    _changes: Sequence[EchoChange] = attrs.field(default=(), repr=False)
 
     @property
     def stop(self) -> int:
@@ -138,6 +144,12 @@ class Call:
     def tail(self) -> TokenColumn:
         """The sampled ids."""
         return self.completion.tokens
+
+    def changes(self, echo: Message) -> Sequence[EchoChange]:
+        """The changes of the program in the reply that it sent back; compared once for each object."""
+        if echo is not self._echo:
+            self._echo, self._changes = echo, echo_changes(self.reply.message, echo)
+        return self._changes
 
     def path(self) -> list[Call]:
         """The calls from the root to this one."""
@@ -199,6 +211,10 @@ class Tree:
         self._retries: dict[object, list[Call]] = {}
         """Replies that their program did not get, by the key of the request."""
         self._by_reply: dict[str, Call] = {}
+        self._by_shape: dict[int, list[Call]] = {}
+        """The calls with equal tool calls in one place."""
+        self._by_foreign_ids: dict[tuple[int, tuple[str, ...]], Call] = {}
+        """The reply that a program means by other ids than it got, by its shape and these ids."""
 
     def __repr__(self) -> str:
         return f"<Tree {len(self.calls)} calls, {len(self.roots)} roots, {self.sampled} sampled tokens>"
@@ -206,6 +222,27 @@ class Tree:
     def call_of(self, reply_id: str) -> Call | None:
         """The call with a reply of this id."""
         return self._by_reply.get(reply_id)
+
+    def ids_of(self, before: int, reply: Message) -> list[str] | None:
+        """The ids that were issued for the calls of a reply that came back with others; see :data:`FindIds`.
+
+        Of several replies with these calls in this place, a reply that no other ids have named goes before the others,
+        and then a reply with the same text.
+        """
+        shape = shape_key(before, reply.tool_calls)
+        names = shape, tuple([call.id for call in reply.tool_calls])
+        if names not in self._by_foreign_ids:
+            calls = self._by_shape.get(shape, ())
+            named = set(self._by_foreign_ids.values()) if len(calls) > 1 else set()
+            found = max(
+                calls, key=lambda one: (one not in named, one.message.text == reply.text, one.number), default=None
+            )
+            if found is None:
+                return None
+            if len(self._by_foreign_ids) >= _MOST_FOREIGN_IDS:
+                del self._by_foreign_ids[next(iter(self._by_foreign_ids))]
+            self._by_foreign_ids[names] = found
+        return _ids(self._by_foreign_ids[names])
 
     # -- match --------------------------------------------------------------------------------------------------------
 
@@ -306,6 +343,9 @@ class Tree:
             self._by_path[call.tools_key, key] = call
             self._seen[key] = call
         self._seen[call.request_key] = call
+        if call.reply.message.tool_calls:
+            shape = shape_key(call.request_key, call.reply.message.tool_calls)
+            self._by_shape.setdefault(shape, []).append(call)
 
     def delivered(self, call: Call) -> None:
         """Note that the program got the reply."""
@@ -453,6 +493,7 @@ def _ids(call: Call) -> list[str]:
 def _branch(path: Sequence[Call], before: Set[Call], not_trained: Set[Call], history: OnRewrite) -> Trajectory:
     """The tokens of a path as a trajectory; replies that are trained in a branch before, or never, are context."""
     branch = Trajectory(history)
+    branch.tools = tools_json(path[-1].tools)
     shared = max((call.stop for call in path if call in before), default=0)
     for call in path:
         shown = call.line.images(call.start, call.reply_start)

@@ -14,7 +14,17 @@ from rollouts.base.validators import integer, seconds
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import RolloutsError
 
-__all__ = ["ApiError", "CallReply", "CallRequest", "ErrorKind", "Session", "SessionLimits", "Usage"]
+__all__ = [
+    "ApiError",
+    "CallReply",
+    "CallRequest",
+    "Constraint",
+    "ErrorKind",
+    "Sampled",
+    "Session",
+    "SessionLimits",
+    "Usage",
+]
 
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
@@ -51,6 +61,17 @@ class ApiError(RolloutsError):
 
 
 @attrs.frozen
+class Constraint:
+    """The form that a request wants its reply to have."""
+
+    field: str
+    """Of the request, for counts."""
+    parameter: str
+    """Of :class:`~rollouts.dtypes.SamplingParams`: one of its ``CONSTRAINTS``."""
+    value: str
+
+
+@attrs.frozen
 class CallRequest:
     """One request for a reply of the model."""
 
@@ -76,6 +97,16 @@ class CallRequest:
     """The name of the request, which the answer repeats."""
     include_usage: bool = False
     """Of a chat stream: whether a last chunk has the usage."""
+    call_prefix: str = ""
+    """The beginning of the ids of the tool calls in its replies."""
+    constraint: Constraint | None = None
+    """The form of the reply; counted where it is not enforced."""
+    logprobs: bool = False
+    """Whether the answer has the sampled ids' texts and logprobs."""
+    token_ids: bool = False
+    """Whether the answer has the ids of the prompt and of the replies."""
+    continues: bool = True
+    """Whether the reply continues an assistant message that is the last message; else it opens a new turn."""
 
 
 @attrs.frozen
@@ -86,6 +117,19 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+
+
+@attrs.frozen(eq=False)
+class Sampled:
+    """The ids of one reply, for requests that ask for them."""
+
+    prompt: list[int]
+    """Empty unless the request has ``token_ids``."""
+    ids: list[int]
+    """All sampled ids: also of thoughts, calls, and the end of the turn."""
+    logprobs: list[float]
+    texts: list[str]
+    """Of each id alone: an id with a part of a character is U+FFFD."""
 
 
 @attrs.frozen
@@ -103,6 +147,8 @@ class CallReply:
     """The stop string of the request that ended the reply."""
     created: int = 0
     """Unix time in seconds."""
+    sampled: Sampled | None = attrs.field(default=None, repr=False)
+    """``None`` unless the request has ``logprobs`` or ``token_ids``."""
 
 
 @attrs.frozen

@@ -6,12 +6,11 @@ take for the end of a line. This module knows none of the formats, and does no I
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 
 import attrs
@@ -20,7 +19,7 @@ import msgspec
 from rollouts.dtypes import Content, Image, Message, Tool, ToolCall, json_object
 from rollouts.errors import ConfigError
 from rollouts.programs.gateway.normal import joined
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind
+from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, ErrorKind, Sampled
 
 __all__ = [
     "SAMPLING",
@@ -35,10 +34,12 @@ __all__ = [
     "arguments_text",
     "call_of",
     "content_of",
+    "count_others",
     "decoded_body",
     "encoded",
     "event",
     "image_of",
+    "logprobs_of",
     "no_reply",
     "offered",
     "only_text",
@@ -52,18 +53,12 @@ Counts: TypeAlias = Counter[str]
 ReplyOf: TypeAlias = Callable[[str], CallReply | None]
 """The reply of the session that has an id; ``None`` if it has none."""
 
-SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "logit_bias",
-)
+_NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_INTEGERS = ("top_k", "seed")
+SAMPLING = (*_NUMBERS, *_INTEGERS, "logit_bias")
 """Fields that choose how to sample; the parameters of the run replace them."""
+_MOST_UNKNOWN = 32
+"""Unknown fields of one request that are counted by name."""
 
 
 STATUS: Mapping[ErrorKind, int] = {
@@ -95,7 +90,9 @@ class Wire(Protocol):
     HISTORY: str
     """The field of a request with the list of its history."""
     FIELDS: tuple[str, ...]
-    """All fields of a request that are read."""
+    """All fields of a request whose values are read."""
+    NO_EFFECT: tuple[str, ...]
+    """Further fields of a request, which change neither the prompt nor the replies."""
 
     def read(self, body: Any, reply_of: ReplyOf = ..., entries: Entries | None = ..., /) -> CallRequest:
         """Read the decoded JSON of a request.
@@ -270,8 +267,9 @@ _LONGEST_NAME = 256
 
 def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
     """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
-    if fields.value.get("strict") is True:
-        counts["not_enforced/strict"] += 1
+    for flag in ("strict", "defer_loading"):
+        if fields.value.get(flag) is True:
+            counts[f"not_enforced/{flag}"] += 1
     name = fields.required("name")
     if len(name) > _LONGEST_NAME:
         raise fields.wrong("name", f"at most {_LONGEST_NAME} characters")
@@ -308,7 +306,58 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
 
 def sampling_of(fields: Fields) -> dict[str, Any]:
     """The sampling parameters of a request, which the parameters of the run replace."""
-    return {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
+    given = {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
+    for name, value in given.items():
+        if name == "logit_bias":
+            fields.object(name)
+        elif isinstance(value, bool) or not isinstance(value, int | float if name in _NUMBERS else int):
+            raise fields.wrong(name, "a number" if name in _NUMBERS else "an integer")
+    return given
+
+
+def count_others(
+    fields: Fields,
+    counts: Counts,
+    *,
+    read: Collection[str],
+    not_enforced: Mapping[str, Sequence[Any]],
+    no_effect: Collection[str],
+) -> None:
+    """Count the fields of a request that are not honoured, and the unknown ones.
+
+    Args:
+        fields: the body.
+        counts: gets ``not_enforced/NAME`` and ``unknown_field/NAME``.
+        read: the fields that are read elsewhere.
+        not_enforced: fields that would change the prompt or the replies, with the values that change nothing.
+        no_effect: fields that would not: of accounts, of prices, of caches.
+    """
+    unknown = 0
+    for name, value in fields.value.items():
+        if name in read or name in no_effect or value is None or value == _NULL:
+            continue
+        if name in not_enforced:
+            if value not in not_enforced[name]:
+                counts[f"not_enforced/{name}"] += 1
+        elif unknown < _MOST_UNKNOWN:
+            unknown += 1
+            counts[f"unknown_field/{name[:64]}"] += 1
+
+
+_NULL = msgspec.Raw(b"null")
+
+
+def logprobs_of(sampled: Sampled, places: slice = slice(None)) -> list[dict[str, Any]]:
+    """The logprobs of sampled ids in the form of OpenAI's APIs; no policy says those of other ids."""
+    return [
+        {
+            "token": text,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "logprob": logprob,
+            "top_logprobs": [],
+        }
+        for text, logprob in zip(sampled.texts[places], sampled.logprobs[places], strict=True)
+    ]
 
 
 class Reading(Protocol):
@@ -469,12 +518,12 @@ def _before(text: bytes, last: Sequence[msgspec.Raw]) -> bytes:
 
 
 def decoded_body(body: bytes, history: str, names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A body of JSON, in which the lists ``history`` and ``tools`` stay raw.
+    """A body of JSON, in which the lists ``history`` and ``tools`` stay raw, and the fields without ``names`` too.
 
     Args:
         body: the bytes of a request.
         history: the name of the field with the history.
-        names: the other fields that are read. The rest is checked to be JSON, and no object is made of it.
+        names: the other fields whose values are read. The rest is checked to be JSON, and no object is made of it.
 
     Raises:
         msgspec.DecodeError: it is not JSON.
@@ -482,20 +531,17 @@ def decoded_body(body: bytes, history: str, names: tuple[str, ...] = ()) -> dict
     """
     _check_values(body)
     try:
-        values = _decoder_of((history, "tools", *names)).decode(body)
+        raws = _OBJECT.decode(body)
     except msgspec.ValidationError as error:
         raise ApiError("invalid_request", f"body: got {len(body)} bytes; expected a JSON object ({error})") from None
-    fields = ((name, getattr(values, name)) for name in values.__struct_fields__)
+    lists = history, "tools"
     return {
-        name: _value_of(raw, is_list=name in (history, "tools")) for name, raw in fields if raw is not msgspec.UNSET
+        name: _value_of(raw, is_list=name in lists) if name in lists or name in names else raw
+        for name, raw in raws.items()
     }
 
 
-@functools.cache
-def _decoder_of(names: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Decodes an object with some of these fields, each of which stays raw."""
-    fields = [(name, msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for name in dict.fromkeys(names)]
-    return msgspec.json.Decoder(msgspec.defstruct("Body", fields, gc=False))
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _value_of(raw: msgspec.Raw, *, is_list: bool) -> Any:

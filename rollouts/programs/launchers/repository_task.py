@@ -39,6 +39,7 @@ __all__ = [
     "Verdict",
     "evaluate",
     "prepare",
+    "score",
     "take_diff",
 ]
 
@@ -138,9 +139,15 @@ class Tarball:
 
 @attrs.frozen
 class InImage:
-    """A folder of the sandbox's image, which is copied to the workspace without its ``.git``."""
+    """A folder of the sandbox's image, which is copied to the workspace without its ``.git``.
+
+    A repository that is installed from its folder, as by ``pip install -e``, is imported from there, and not from the
+    workspace: its tests would test the untouched code. With ``in_place`` the folder itself becomes the workspace: a
+    link to it stands in its place.
+    """
 
     path: str
+    in_place: bool = False
 
 
 Source: TypeAlias = Files | GitCommit | Tarball | InImage
@@ -176,6 +183,8 @@ class RepositoryTask:
     """Commands run in the workspace before the base commit, in A and in B."""
     test_command: Sequence[str] | None = None
     """Run once for each test, with its name as the last argument; exit code 0 is a pass. By default ``unittest``."""
+    reference: bytes | None = attrs.field(default=None, repr=False)
+    """A diff that solves the task, for checks of it; no sandbox of a program contains it."""
     python: str = "python3"
     """The interpreter that runs ``unittest``."""
     setup_seconds: float = attrs.field(default=300.0, validator=number(above=0))
@@ -228,8 +237,10 @@ async def prepare(task: RepositoryTask, place: RunningSandbox) -> Prepared:
         SandboxError: a command of the set-up failed.
     """
     if isinstance(task.source, InImage):
-        copy = 'cp -R "$1/." . && rm -rf .git'
+        copy = 'cp -Rp "$1/." . && rm -rf .git'
         await _must(task, place, ["sh", "-c", copy, "sh", task.source.path], task.setup_seconds)
+        if task.source.in_place:
+            await _link(task, place, task.source.path)
     else:
         await place.write("~/tree.tar", await task.source.tree())
         await _must(task, place, ["tar", "-xf", f"{place.home}/tree.tar"], task.setup_seconds)
@@ -244,6 +255,24 @@ async def prepare(task: RepositoryTask, place: RunningSandbox) -> Prepared:
     git = await place.read("~/git.tar")
     await _must(task, place, ["rm", f"{place.home}/git.tar"])
     return Prepared(base, git or b"")
+
+
+async def _link(task: RepositoryTask, place: RunningSandbox, folder: str) -> None:
+    """Replace a folder of the image by a link to the workspace.
+
+    Raises:
+        ConfigError: the sandbox has the file system of this machine, whose folder would be gone.
+        SandboxError: the program's user may not replace it.
+    """
+    mark = f"{folder.rstrip('/')}.{secrets.token_hex(8)}"
+    await _must(task, place, ["touch", mark])
+    shared = await anyio.Path(mark).exists()
+    await _must(task, place, ["rm", mark])
+    if shared:
+        expected = "False in a sandbox that has the file system of this machine"
+        raise ConfigError.of(f"task {task.name!r}: InImage.in_place", True, expected)
+    swap = 'mv "$1" "$2" && ln -s "$PWD" "$1" && rm -rf "$2"'
+    await _must(task, place, ["sh", "-c", swap, "sh", folder.rstrip("/"), mark], task.setup_seconds)
 
 
 async def take_diff(prepared: Prepared, place: RunningSandbox) -> bytes | str:
@@ -277,15 +306,18 @@ async def evaluate(task: RepositoryTask, sandbox: Sandbox, diff: bytes | str) ->
     """
     if isinstance(diff, str):
         return Verdict("diff_not_taken", output=diff)
-    if not diff:
-        return Verdict("no_change")
+    return await score(task, sandbox, diff) if diff else Verdict("no_change")
+
+
+async def score(task: RepositoryTask, sandbox: Sandbox, diff: bytes) -> Verdict:
+    """Run the tests in a fresh place, with a diff, or at the base if it is empty."""
     async with opened(sandbox) as place:
         prepared = await prepare(task, place)
-        applied = await place.exec(
-            [*_GIT, "apply", "--index", "--binary", "--whitespace=nowarn", "-"], stdin=diff, seconds=120.0
-        )
-        if applied.code != 0:
-            return Verdict("diff_not_applied", diff, output=applied.stderr[-_TAIL:])
+        if diff:
+            apply = [*_GIT, "apply", "--index", "--binary", "--whitespace=nowarn", "-"]
+            applied = await place.exec(apply, stdin=diff, seconds=120.0)
+            if applied.code != 0:
+                return Verdict("diff_not_applied", diff, output=applied.stderr[-_TAIL:])
         restored = await _restore(task, prepared, place)
         if restored is None:
             return Verdict("diff_not_applied", diff, output="the names of its files are too long to check")

@@ -6,7 +6,8 @@ The results become metadata of the sample, which a reward function reads. This m
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -15,7 +16,8 @@ from rollouts.base.validators import as_texts, integer
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.programs.launchers.repository_task import Prepared, RepositoryTask, prepare, take_diff
-from rollouts.sandboxes import RunningSandbox, SandboxError
+from rollouts.programs.task_check import TaskReport, check_repository_task
+from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
 __all__ = ["FilesWorkspace", "RepositoryWorkspace", "Workspace", "diff_of"]
 
@@ -79,6 +81,10 @@ class RepositoryWorkspace:
         if task is None:
             raise ConfigError.of('metadata["task"]', name, f"one of {', '.join(sorted(self.tasks))}")
         return task
+
+    def checks(self, sandbox: Sandbox) -> dict[str, Callable[[], Awaitable[TaskReport]]]:
+        """The check of each task by its name; see :func:`~rollouts.programs.task_check.check_repository_task`."""
+        return {name: functools.partial(check_repository_task, task, sandbox) for name, task in self.tasks.items()}
 
     async def fill(self, prompt: Prompt, place: RunningSandbox) -> Prepared:
         """Prepare the repository of the prompt's task."""

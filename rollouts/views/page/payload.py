@@ -27,6 +27,7 @@ from rollouts.dtypes import chat_text
 from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.runs.failure_kinds import FailureKinds
+from rollouts.runs.reading import reading
 from rollouts.runs.verify import LAWS, Report
 from rollouts.training.types import Sample
 from rollouts.views.page.held_up import Batches, as_rows
@@ -68,7 +69,15 @@ def build_payload(source: Source, decode: Callable[[Any], str] | None) -> Payloa
     Args:
         source: the run or evaluation.
         decode: from ids to text; ``None`` shows ids as numbers, and messages as the run has them.
+
+    Raises:
+        ConfigError: the source cannot be read.
     """
+    with reading(source.path):
+        return _payload(source, decode)
+
+
+def _payload(source: Source, decode: Callable[[Any], str] | None) -> Payload:
     head = _Head(TokenTexts(decode))
     chunks: list[Chunk] = []
     waiting: list[Entry] = []
@@ -120,6 +129,7 @@ class _Head:
             for name in (
                 "index",
                 "rollout",
+                "seat",
                 "reward",
                 "status",
                 "stop",
@@ -168,7 +178,8 @@ class _Head:
         _append(
             self._samples,
             index=sample.index,
-            rollout=sample.rollout_id,
+            rollout=f"{sample.rollout_id} {sample.seat} {sample.conversation}" if sample.seat else sample.rollout_id,
+            seat=sample.seat and f"{sample.seat} {sample.conversation}",
             reward=None if sample.reward is None else _finite(sample.reward),
             status=self._names["status"](sample.status.value),
             stop=self._names["stop"](sample.stop_reason.value if sample.stop_reason else ""),

@@ -16,6 +16,8 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import METRICS, batches_written, read_info, read_rows
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.reading import check_file, reading
+from rollouts.runs.tools import ToolFolder
 from rollouts.runs.verify import Report, verify_run
 from rollouts.training.evaluation import task_key
 from rollouts.training.types import Sample
@@ -75,12 +77,14 @@ def open_source(path: str | Path, *, verify: bool = True) -> Source:
         ConfigError: the folder has neither a run nor an evaluation, or its first file is damaged.
     """
     path = Path(path)
-    if (path / "eval.json").is_file():
-        info = _object((path / "eval.json").read_bytes(), path / "eval.json")
-        return Source(path, info, [], lambda: _tasks(path), None)
-    info = read_info(path)
-    metrics = list(itertools.islice(_lines(path / METRICS), batches_written(info)))
-    return Source(path, info, metrics, lambda: _groups(path), verify_run(path) if verify else None)
+    with reading(path):
+        if (path / "eval.json").is_file():
+            check_file(path / "eval.json")
+            info = _object((path / "eval.json").read_bytes(), path / "eval.json")
+            return Source(path, info, [], lambda: _tasks(path), None)
+        info = read_info(path)
+        metrics = list(itertools.islice(_lines(path / METRICS), batches_written(info)))
+        return Source(path, info, metrics, lambda: _groups(path), verify_run(path) if verify else None)
 
 
 def _groups(path: Path) -> Iterator[Entry]:
@@ -92,11 +96,16 @@ def _groups(path: Path) -> Iterator[Entry]:
 
 
 def _tasks(path: Path) -> Iterator[Entry]:
+    with reading(path):
+        yield from _tasks_of(path)
+
+
+def _tasks_of(path: Path) -> Iterator[Entry]:
     number = 0
     for outcome, name in (("sampled", "rollouts.jsonl"), ("greedy", "greedy.jsonl")):
         tasks: dict[str, list[Sample]] = {}
         for line in _lines(path / name):
-            sample = Sample.from_dict(line, ImageFolder(path).load)
+            sample = Sample.from_dict(ToolFolder(path).restored(line), ImageFolder(path).load)
             tasks.setdefault(task_key(sample.prompt, sample.label), []).append(sample)
         for samples in tasks.values():
             yield Entry(number, outcome, None, "", samples)
@@ -107,6 +116,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of lines; a last line that is not whole is left out."""
     if not path.is_file():
         return
+    check_file(path)
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n"):

@@ -28,9 +28,12 @@ from rollouts.runs.folder import Row
 from rollouts.runs.run import RunResult
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.stalls import Stall
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.types import Sample
 from rollouts.views.terminal.advice import AFTER, slots_advice
+from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
 
 __all__ = [
@@ -211,11 +214,19 @@ def batch_line(numbers: Mapping[str, float], before: float | None = None) -> Tex
         f"{numbers.get('sampled_tokens/mean', 0):.0f} trained · {numbers.get('turns/mean', 0):.1f} turns · "
         f"{numbers.get('seconds', 0):.1f} s"
     )
+    text.append(visible(_by_seat(numbers)))
     text.append(visible(_faulty_calls(numbers)), "yellow")
     if numbers.get("repeated_prompts"):
         text.append(f"\n  {numbers['repeated_prompts']:g} groups repeat a prompt of this batch: ", "yellow")
         text.append("give more prompts, a smaller batch_size, or epochs=1", "yellow")
     return text
+
+
+def _by_seat(batch: Mapping[str, float]) -> str:
+    """The mean reward of each seat, and its spread in a group; empty without seats."""
+    seats = [name.split("/")[1] for name in batch if name.startswith("seat/") and name.endswith("/reward/mean")]
+    means = [f"{one} {batch[f'seat/{one}/reward/mean']:.3f} ± {batch[f'seat/{one}/reward/std']:.3f}" for one in seats]
+    return f"\n  by seat: {' · '.join(means)}" if seats else ""
 
 
 def summary(result: RunResult, writer: RunWriter) -> Text:
@@ -237,6 +248,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{settled / kept:.2f} prompts for each kept group\n")
     for reason, count in numbers.reasons.most_common(3):
         text.append(f"not kept: {count} × {visible(reason)}\n")
+    text.append(untrained_line(result.batch_metrics), "yellow")
     if result.unbatched:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
@@ -259,20 +271,23 @@ def _faulty_calls(batch: Mapping[str, float]) -> str:
 
 
 def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
-    """One row per group: index, outcome, prompt, rewards, their standard deviation, lengths in tokens, and failure."""
+    """One row per group: index, outcome, prompt, rewards, their standard deviation, lengths in tokens, and failure.
+
+    Rewards and deviations are those of each seat in a group of several.
+    """
     failed = any(_cause(rows) for rows in groups)
     table = _table("group", "outcome", "prompt", "rewards", "std", "tokens", "trained", *["failure"] * failed)
     for rows in groups:
         samples = [row.sample() for row in rows]
-        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        compared = [_scored(members) for members in by_comparison(samples)]
         lengths = [len(sample) for sample in samples]
         trained = [int(sample.mask_column.sum()) for sample in samples]
         table.add_row(
             Text(visible(str(samples[0].group_index))),
             _outcome(rows[0]),
             _clipped(_prompt_text(samples[0].prompt)[:_LONGEST_CELL]),
-            _clipped(" ".join(f"{reward:.3g}" for reward in rewards)[:_LONGEST_CELL]),
-            f"{statistics.pstdev(rewards):.2f}" if rewards else "",
+            _clipped(" · ".join(" ".join(f"{one:.3g}" for one in rewards) for rewards in compared)[:_LONGEST_CELL]),
+            " · ".join(f"{statistics.pstdev(rewards):.2f}" for rewards in compared if rewards),
             f"{min(lengths)}-{max(lengths)}",
             f"{min(trained)}-{max(trained)}",
             *[Text(_cause(rows), "red")] * failed,
@@ -281,10 +296,10 @@ def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
 
 
 def samples_table(rows: Sequence[Row]) -> Table:
-    """One row per sample of a group: its number in the group, its index in the run, and its metrics."""
-    failed = any(_cause([row]) for row in rows)
-    names = ("sample", "index", "reward", "status", "turns", "tokens", "trained", "logprob")
-    table = _table(*names, *["failure"] * failed)
+    """One row per sample of a group: its number in the group, its index in the run, its seat, and its metrics."""
+    failed, seats = any(_cause([row]) for row in rows), any(row.data.get("seat") for row in rows)
+    names = ("reward", "status", "turns", "tokens", "trained", "logprob")
+    table = _table("sample", "index", *["seat"] * seats, *names, *["failure"] * failed)
     for number, row in enumerate(rows):
         sample = row.sample()
         mask, logprobs = sample.mask_column, sample.logprob_column
@@ -293,8 +308,13 @@ def samples_table(rows: Sequence[Row]) -> Table:
         counts = (len(sample.completions), len(sample), int(mask.sum()))
         index = Text(visible(str(sample.index)))
         cells: list[str | Text] = [_number(sample.reward), _clipped(status), *map(str, counts), mean]
-        table.add_row(str(number), index, *cells, *[Text(_cause([row]), "red")] * failed)
+        seat = [_clipped(f"{sample.seat} {sample.conversation}" if sample.seat else "")] * seats
+        table.add_row(str(number), index, *seat, *cells, *[Text(_cause([row]), "red")] * failed)
     return table
+
+
+def _scored(samples: Sequence[Sample]) -> list[float]:
+    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def failure_kinds(groups: Iterable[Sequence[Row]]) -> list[FailureKind]:
@@ -324,7 +344,7 @@ def first_failed(rows: Sequence[Row]) -> int:
     return next((number for number, row in enumerate(rows) if row.data.get("failure")), 0)
 
 
-_TEXT_COLUMNS = ("outcome", "prompt", "rewards", "status", "cause", "first", "failure")
+_TEXT_COLUMNS = ("outcome", "prompt", "rewards", "seat", "status", "cause", "first", "failure")
 _CLIPPED = ("prompt", "rewards", "status")
 """Columns that become narrower where a table is wider than the terminal; the others keep their width."""
 _LONGEST_CELL = 48

@@ -108,7 +108,8 @@ def heading(sample: Sample) -> Text:
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     why = f" ({sample.stop_reason.value})" if sample.stop_reason else ""
     trained = int(sample.mask_column.sum())
-    text = Text(f"group {sample.group_index} · sample {sample.index} · ", "bold")
+    seat = visible(f"{sample.seat} {sample.conversation} · ") if sample.seat else ""
+    text = Text(f"group {sample.group_index} · sample {sample.index} · {seat}", "bold")
     text.append(reward, "bold green" if sample.reward else "bold red")
     text.append(f" · {sample.status.value}{why} · {len(sample)} tokens, {trained} trained", "bold")
     if sample.label is not None:

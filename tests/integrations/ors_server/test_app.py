@@ -313,3 +313,12 @@ async def test_28_a_public_address_wants_a_key() -> None:
         server = ORSServer(url, api_key="secret")
         assert len(await server.task_specs("train")) > 0
         await server.aclose()
+
+
+async def test_a_request_that_is_not_http_prints_nothing(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is answered with 400."""
+    host, port = url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(b"GET / HTTP/1.1\r\nno colon\r\n\r\n")
+        assert (await stream.receive()).split()[1] == b"400"
+    assert caplog.records == []

@@ -429,6 +429,13 @@ def test_the_trace_has_slimes_spans(bench: Bench, flags: dict[str, Any]) -> None
     assert ("generate_and_rm", "generate_and_rm_group") in spans(ours.samples[0])
 
 
+def test_the_trace_of_an_evaluation_has_slimes_spans(bench: Bench) -> None:
+    """Of the rollout, its requests and the reward; none of a group."""
+    theirs, ours = bench.both(evaluation=True)
+    assert [spans(sample) for sample in ours.samples] == [spans(sample) for sample in theirs.samples]
+    assert spans(ours.samples[0])[0] == ("generate_and_rm", None)
+
+
 # -- one event loop ---------------------------------------------------------------------------------------------------
 
 

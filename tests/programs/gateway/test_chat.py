@@ -113,11 +113,15 @@ def test_tools_are_read_in_one_form() -> None:
         ({"reasoning_effort": "high"}, []),
         ({"tool_choice": "required"}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, ["not_enforced/tool_choice"]),
-        ({"response_format": {"type": "json_object"}}, ["not_enforced/response_format"]),
+        ({"response_format": {"type": "structural_tag"}}, ["not_enforced/response_format"]),
         ({"parallel_tool_calls": False}, ["not_enforced/parallel_tool_calls"]),
-        ({"logprobs": True}, ["not_enforced/logprobs"]),
+        ({"logprobs": True, "top_logprobs": 3}, ["not_enforced/top_logprobs"]),
+        ({"min_tokens": 3, "echo": True, "best_of": 1}, ["not_enforced/min_tokens", "not_enforced/echo"]),
+        ({"modalities": ["text", "audio"]}, ["not_enforced/modalities"]),
+        ({"no_such_field": 1, "nor_this": None}, ["unknown_field/no_such_field"]),
         ({"chat_template_kwargs": {"enable_thinking": False}}, ["not_enforced/chat_template_kwargs"]),
-        ({"guided_json": {}, "regex": "a+"}, ["not_enforced/guided_json", "not_enforced/regex"]),
+        ({"guided_choice": ["a"], "regex": "a+"}, ["not_enforced/guided_choice"]),
+        ({"structured_outputs": {"choice": ["a"]}}, ["not_enforced/structured_outputs"]),
         ({"tools": [{"type": 1000 * "x"}]}, [f"server_tool/{64 * 'x'}"]),
         ({"web_search_options": {}}, ["server_tool/web_search"]),
     ],
@@ -129,7 +133,7 @@ def test_what_is_not_honoured_is_counted(fields: dict[str, Any], counts: list[st
 
 def test_sampling_parameters_are_read_as_they_came() -> None:
     """The session compares the parameters with the run's; ``null`` counts as absent."""
-    fields = {"temperature": 0.2, "top_p": 1, "seed": 3, "top_k": "many", "logit_bias": {}, "presence_penalty": 1}
+    fields = {"temperature": 0.2, "top_p": 1, "seed": 3, "top_k": 5, "logit_bias": {}, "presence_penalty": 1}
     assert read(**fields, min_p=None).sampling == fields
 
 

@@ -147,10 +147,10 @@ def test_only_tools_of_the_program_are_offered() -> None:
         ({"tool_choice": {"type": "tool", "name": "f"}}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ["not_enforced/parallel_tool_calls"]),
         (
-            {"output_config": {"effort": "high", "format": {"type": "json_schema"}}},
+            {"output_config": {"effort": "high", "format": {"type": "grammar"}}},
             ["not_enforced/output_config.format"],
         ),
-        ({"output_format": {"type": "json_schema"}}, ["not_enforced/output_config.format"]),
+        ({"output_format": {"type": "grammar"}}, ["not_enforced/output_config.format"]),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             ["not_enforced/context_management"],

@@ -60,7 +60,7 @@ TITLED = {"side_call": 1}
 FAILED_ONCE = Seen(3, faults={0: "fail"})
 CUT_ONCE = Seen(3, faults={0: "cut"}, counts={"retries_served": 1})
 SERVED = {"retries_served": 1}
-MALFORMED = {"malformed_tool_calls": 1, "echo/rewritten": 1}
+MALFORMED = {"malformed_tool_calls": 1, "echo/rewritten": 2}  # of one reply, in two requests
 
 RECORDINGS = {
     "anth_sdk": Seen(2),
@@ -128,7 +128,7 @@ RECORDINGS = {
         4,
         roots=2,
         untrained={"dropped": 1},
-        counts={"malformed_tool_calls": 2, "echo/rewritten": 1},
+        counts={"malformed_tool_calls": 2, "echo/rewritten": 2},
         replies={0: "malformed", 1: "malformed"},
     ),
     "qwen_compact": Seen(6, roots=2),  # it did not use the summary
@@ -320,6 +320,6 @@ async def test_results_of_agents_are_rendered_in_the_order_of_the_calls(asset: C
     turned = [call for call in session.tree.calls if call.parent is not None]
     for call in turned:
         assert call.parent is not None
-        given = [one.id for one in call.parent.reply.message.tool_calls]
+        given = [one.id for one in call.parent.message.tool_calls]
         assert [message.tool_call_id for message in call.new if message.role == "tool"] == given
     assert len(turned) == 3

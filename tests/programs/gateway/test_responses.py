@@ -156,9 +156,9 @@ def test_only_functions_are_offered() -> None:
     [
         ({"tool_choice": "required"}, ["not_enforced/tool_choice"]),
         ({"tool_choice": {"type": "function", "name": "f"}}, ["not_enforced/tool_choice"]),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, ["not_enforced/text.format"]),
+        ({"text": {"format": {"type": "grammar"}}}, ["not_enforced/text.format"]),
         ({"parallel_tool_calls": False}, ["not_enforced/parallel_tool_calls"]),
-        ({"top_logprobs": 2}, ["not_enforced/logprobs"]),
+        ({"top_logprobs": 2}, ["not_enforced/top_logprobs"]),
         ({"truncation": "auto"}, ["not_enforced/truncation"]),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, ["not_enforced/strict"]),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, ["audio"]),

@@ -24,6 +24,7 @@ from rollouts.dtypes import Message, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.connections import Listener
+from rollouts.programs.gateway.guest_names import GuestNames
 from rollouts.programs.gateway.server import Gateway
 from rollouts.programs.gateway.types import ApiError, CallRequest
 from rollouts.testing.policy import ScriptedPolicy
@@ -215,6 +216,24 @@ async def test_the_names_of_unknown_routes_are_limited() -> None:
         assert len(client.session.counts) == 21
         assert client.session.counts["unknown_route/other"] == 5
         assert max(map(len, client.session.counts)) < 100
+
+
+async def test_the_names_that_clients_make_are_limited_for_all_sessions_together() -> None:
+    """Each session may try other paths: a run has no more names for them, and none has a control character."""
+    async with serving(names=GuestNames(most=30)) as client:
+        names: set[str] = set()
+        for number in range(5):
+            session = ScriptedSession([], key=f"key-of-session-{number}")
+            base = client.gateway.open(session)
+            for path in range(10):
+                headers = {"x-api-key": session.key}
+                async with client.http.get(f"{base}/%1b[31m{number}-{path}", headers=headers) as response:
+                    assert response.status == 404
+            names |= session.counts.keys()
+            client.gateway.close(session)
+        assert len(names) == 31
+        assert "unknown_route/other" in names
+        assert all(name.isprintable() for name in names)
 
 
 async def test_a_websocket_is_refused() -> None:

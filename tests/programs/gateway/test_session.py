@@ -692,6 +692,16 @@ async def test_several_replies_of_one_request_count_as_so_many_calls() -> None:
         assert (len(session.tree.calls), session.stop_reason) == (1, StopReason.MAX_TURNS)
 
 
+async def test_more_replies_than_the_session_has_calls_are_refused() -> None:
+    """No smaller number of calls would do: the request is wrong, and the session continues."""
+    policy = ScriptedPolicy(replies())
+    async with session_of(policy, limits=SessionLimits(max_calls=3)) as session:
+        with pytest.raises(ApiError, match="n: got 4; expected at most 3") as refused:
+            await session.call(asks("Question", n=4), lineage={})
+        assert (refused.value.error_kind, session.ended) == ("invalid_request", False)
+        await ask(session, "Question")
+
+
 async def test_calls_that_begin_together_stay_within_the_limit() -> None:
     """Calls under way count before they are numbered; the retry of an answered call does not count."""
     policy = ScriptedPolicy(replies())

@@ -242,7 +242,6 @@ def test_no_object_is_made_of_a_field_that_is_not_read(name: str, value: bytes) 
     """Fields beyond the API cost their bytes and no memory of objects."""
     wire = WIRES[name]
     body = b'{"model": "m", "unknown": ' + value + b', "%b": [], "stop": null}' % wire.HISTORY.encode()
-    decoded_body(b"{}", wire.HISTORY, wire.FIELDS)  # the first body of a wire format makes its decoder
     gc.collect()
     gc.disable()
     try:
@@ -251,7 +250,7 @@ def test_no_object_is_made_of_a_field_that_is_not_read(name: str, value: bytes) 
         made = len(gc.get_objects()) - before
     finally:
         gc.enable()
-    assert (made < 20, "unknown" in decoded) == (True, False)
+    assert (made < 20, type(decoded["unknown"])) == (True, msgspec.Raw)
 
 
 @pytest.mark.parametrize("value", [b"[]", b"{}", b'"a"', b"1", b'"\\\\"', b'{"a":"b"}'])

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import ConfigError
-from rollouts.programs.launchers import claude_code, codex, mini_swe_agent, opencode, qwen_code, script
+from rollouts.programs.launchers import (
+    aider,
+    claude_code,
+    cline,
+    codex,
+    mini_swe_agent,
+    opencode,
+    openhands,
+    pi,
+    qwen_code,
+    script,
+)
 from tests.programs.launchers.test_base import KEY, SERVER
 
 URL = "http://127.0.0.1:8080/s/7"
@@ -99,6 +110,49 @@ def test_mini_swe_agent() -> None:
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     assert launch.files == {}
+
+
+def test_pi() -> None:
+    """Our provider in its settings, with the window; nothing is asked of other servers."""
+    launch = pi("mend it", SERVER)
+    assert " ".join(launch.argv) == "pi --offline --no-session --no-extensions --provider g --model m-1 -p mend it"
+    assert json.loads(launch.files["~/.pi/agent/models.json"])["providers"]["g"] == {
+        "baseUrl": f"{URL}/v1",
+        "api": "openai-completions",
+        "apiKey": KEY,
+        "models": [{"id": "m-1", "contextWindow": 28672, "maxTokens": 7168}],
+    }
+
+
+def test_cline() -> None:
+    """Our provider in its settings."""
+    launch = cline("mend it", SERVER)
+    assert " ".join(launch.argv) == "cline --json -P openai-compatible -m m-1 mend it"
+    stored = json.loads(launch.files["~/.cline/data/settings/providers.json"])
+    assert stored["providers"]["openai-compatible"]["settings"] == {
+        "provider": "openai-compatible",
+        "apiKey": KEY,
+        "model": "m-1",
+        "baseUrl": f"{URL}/v1",
+    }
+
+
+def test_openhands() -> None:
+    """A script that is written into its home, and that compiles."""
+    launch = openhands("mend it", SERVER, command=("python3.12",))
+    assert launch.argv == ("python3.12", "/tmp/home/run_openhands.py", "mend it")
+    assert (launch.env["OPENAI_BASE_URL"], launch.env["MODEL_CONTEXT_WINDOW"]) == (f"{URL}/v1", "28672")
+    compile(launch.files["~/run_openhands.py"], "run_openhands.py", "exec")
+
+
+def test_aider() -> None:
+    """One message, no commits, the window in a file of LiteLLM's form; files to edit at the end."""
+    launch = aider("mend it", SERVER, files=("a.py",))
+    assert launch.argv[-3:] == ["--message", "mend it", "a.py"]
+    assert {"--yes-always", "--no-auto-commits", "--analytics-disable", "--no-check-update"} <= set(launch.argv)
+    limits = {"max_input_tokens": 28672, "max_tokens": 7168, "litellm_provider": "openai"}
+    assert json.loads(launch.files["~/aider.json"]) == {"openai/m-1": limits}
+    assert launch.env["OPENAI_API_BASE"] == f"{URL}/v1"
 
 
 def test_script(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from rollouts.views.terminal.progress import (
     samples_table,
     summary,
 )
+from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration
 from tests.manager_semantics.world import answer_at_once, manager_of, points
 from tests.runs.test_run import a_recipe
@@ -146,6 +147,18 @@ def test_the_line_of_a_batch_names_the_faults_of_calls() -> None:
     counted = {"tool_calls": 4.0, "malformed_tool_calls/not_json": 0.5, "unknown_tool_calls": 1.0}
     text = batch_line({f"episode/{name}": mean for name, mean in counted.items()}).plain
     assert text.endswith("\n  of 4 tool calls a sample did not run: 1 unknown tool, 0.5 not_json")
+
+
+def test_the_untrained_tokens_of_programs_are_named_with_their_option() -> None:
+    """The share of all sampled tokens, the reasons, and the option that keeps them; nothing where all are trained."""
+    means = {"sampled_tokens": 50.0, "untrained_tokens/side_call": 10.0, "untrained_tokens/undelivered": 1.0}
+    batch = {f"episode/{name}": mean for name, mean in means.items()}
+    assert untrained_line([batch, {"episode/sampled_tokens": 50.0}]) == (
+        '11.0% of the sampled tokens are not trained: 10.0% side_call (Training(side_calls="train") keeps them), '
+        "1.0% undelivered\n"
+    )
+    assert untrained_line([{"episode/sampled_tokens": 50.0, "episode/untrained_tokens/side_call": 0.1}]) == ""
+    assert untrained_line([{"reward/mean": 1.0}]) == ""
 
 
 async def test_the_summary_of_a_resumed_run_is_of_this_process(tmp_path: Path) -> None:

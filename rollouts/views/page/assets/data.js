@@ -37,19 +37,29 @@ class Run {
     return Array.from({ length: end - first }, (_, offset) => first + offset);
   }
 
-  /** Identifies the rollout of a row in its group; the branches of a rollout have the same. */
+  /** Identifies the rollout of a row in its group, or its conversation with a seat; its branches have the same. */
   rollout(row) {
     return this.samples.rollout[row] ?? `row ${row}`;
   }
 
   /** The rewards of the rollouts of a group: of each the mean of its branches, null if one has none. */
-  rewards(position) {
+  rewards(position, rows = this.rows(position)) {
     const rollouts = new Map();
-    for (const row of this.rows(position)) {
+    for (const row of rows) {
       const branches = rollouts.get(this.rollout(row)) || [];
       rollouts.set(this.rollout(row), [...branches, this.samples.reward[row]]);
     }
     return [...rollouts.values()].map((rewards) => (rewards.every(isNumber) ? mean(rewards) : null));
+  }
+
+  /** The numbers of `rewards` for each seat, whose rewards are compared with each other only. */
+  bySeat(position) {
+    const seats = new Map();
+    for (const row of this.rows(position)) {
+      const seat = (this.samples.seat[row] || "").split(" ")[0];
+      seats.set(seat, [...(seats.get(seat) || []), row]);
+    }
+    return [...seats.values()].map((rows) => this.rewards(position, rows).filter(isNumber)).filter((one) => one.length);
   }
 
   /** The spans of all samples, unpacked at the first call. */

@@ -10,7 +10,7 @@ const SORTS = {
   "tokens, most first": (run, a, b) => tokensOf(run, b) - tokensOf(run, a),
 };
 const numbersOf = (run, position) => run.rewards(position).filter(isNumber);
-const spreadOf = (run, position) => deviation(numbersOf(run, position));
+const spreadOf = (run, position) => mean(run.bySeat(position).map((rewards) => deviation(rewards)));
 const meanOf = (run, position) => mean(numbersOf(run, position));
 const tokensOf = (run, position) => run.rows(position).reduce((sum, row) => sum + run.samples.tokens[row], 0);
 
@@ -101,7 +101,7 @@ function groupRow(run, position, state, range, go) {
     const reward = run.samples.reward[row];
     const failed = run.samples.failure[row] !== null;
     const square = el(failed ? "b.square.failed" : "b.square", {
-      title: `sample ${sample}: ${failed ? causeOf(run, row) : `reward ${shown(reward)}`}`,
+      title: `sample ${sample}${run.samples.seat[row] ? ` (${visibleText(run.samples.seat[row])})` : ""}: ${failed ? causeOf(run, row) : `reward ${shown(reward)}`}`,
       data: { sample },
       onclick: (event) => { event.stopPropagation(); go({ group: number, sample }); },
     });

@@ -7,7 +7,8 @@ function groupView(run, position, go) {
   const rows = run.rows(position);
   const number = run.groups.number[position];
   const reason = run.name("reason", run.groups.reason[position]);
-  const columns = ["sample", "reward", "status", "stop", "tokens", "trained", "turns", "logprob", ""];
+  const seats = rows.some((row) => run.samples.seat[row]);
+  const columns = ["sample", ...(seats ? ["seat"] : []), "reward", "status", "stop", "tokens", "trained", "turns", "logprob", ""];
   return el("section.group", {},
     el("h2", {}, `group ${number}`),
     el("p.prompt", {}, visibleText(run.groups.prompt[position])),
@@ -17,6 +18,7 @@ function groupView(run, position, go) {
       el("thead", {}, el("tr", {}, columns.map((name) => el("th", {}, name)))),
       el("tbody", {}, rows.map((row, sample) => el("tr", { data: { sample }, onclick: () => go({ sample }) },
         el("td", {}, String(sample)),
+        seats ? el("td", {}, visibleText(run.samples.seat[row])) : null,
         el("td", {}, shown(run.samples.reward[row])),
         el("td", {}, run.name("status", run.samples.status[row])),
         el("td", {}, run.name("stop", run.samples.stop[row])),
@@ -34,7 +36,7 @@ function sampleView(run, position, number, members, state, go) {
   const layer = LAYERS.includes(state.layer) ? state.layer : "mask";
   const turns = assistantTurns(sample);
   return el("section.sample", { data: { layer, trained: sample.mask.reduce((sum, value) => sum + value, 0) } },
-    el("h2", {}, `group ${run.groups.number[position]} · sample ${number}`),
+    el("h2", {}, `group ${run.groups.number[position]} · sample ${number}${run.samples.seat[row] ? ` · ${visibleText(run.samples.seat[row])}` : ""}`),
     el("p.facts", {},
       `reward ${shown(run.samples.reward[row])} · ${run.name("status", run.samples.status[row])} ${run.name("stop", run.samples.stop[row])} · `,
       `${sample.length} tokens, ${shown(run.samples.trained[row])} trained · ${sample.completions.length} completions`,

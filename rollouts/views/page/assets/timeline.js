@@ -13,7 +13,7 @@ function lanesOf(run, times) {
     const row = times.row[place];
     const position = positions[row];
     const rollout = `${position} ${run.rollout(row)}`;
-    if (!lanes.has(rollout)) lanes.set(rollout, { group: run.groups.number[position], batch: run.groups.batch[position], spans: [] });
+    if (!lanes.has(rollout)) lanes.set(rollout, { group: run.groups.number[position], batch: run.groups.batch[position], seat: run.samples.seat[row], spans: [] });
     const began = times.began[place];
     lanes.get(rollout).spans.push([times.name[place], began, began + times.lasted[place], row - run.groups.first[position]]);
   }
@@ -105,7 +105,7 @@ async function timelineView(run, go) {
     if (!lane) return;
     const inside = spanAt(lane, time);
     const doing = inside ? `${times.names[inside[0]].join(" ")}, ${shown((inside[2] - inside[1]) / TENTHS)} s` : "nothing that was recorded";
-    fact.textContent = `${shown(time / TENTHS)} s · group ${lane.group}, sample ${sampleAt(lane, time)}: ${visibleText(doing)}`;
+    fact.textContent = `${shown(time / TENTHS)} s · group ${lane.group}, sample ${sampleAt(lane, time)}${lane.seat ? ` (${visibleText(lane.seat)})` : ""}: ${visibleText(doing)}`;
   });
   canvas.addEventListener("pointerup", (event) => {
     const clicked = dragged && !dragged.moved;

@@ -1,0 +1,260 @@
+"""Credit: advantages of tokens from the rewards of conversations and of their turns.
+
+Invariant: an estimator sees the conversations of one comparison only, each once, however many branches it has. Its
+columns have the value of a turn on each token that the turn sampled, and 0 on context. Each estimator states its bias:
+that of the expected gradient, by enumeration of a small game in ``tests/training/test_credit.py``.
+
+This module is imported on use. It knows no trainer: :func:`assign_advantages` sets ``Sample.advantages``, which doors
+with a place for a column take, and others refuse by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from rollouts.errors import ConfigError
+from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
+from rollouts.training.rows import reward_of_branches, turn_column
+from rollouts.training.types import Sample
+
+__all__ = [
+    "Conversation",
+    "Estimator",
+    "RoleBaselines",
+    "assign_advantages",
+    "dr_grpo",
+    "gigpo",
+    "grpo",
+    "maxrl",
+    "returns_to_go",
+    "rloo",
+    "turn_deltas",
+]
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+_EPSILON = 1e-6
+
+
+@attrs.frozen(eq=False)
+class Conversation:
+    """One conversation of a comparison."""
+
+    branches: Sequence[Sample]
+    reward: float
+    turn_rewards: Numbers
+    """The reward of each turn, ``[T]``: those of the environment's steps; the rest of ``reward`` at the last turn."""
+
+
+Estimator: TypeAlias = Callable[[Sequence[Conversation]], list[Numbers]]
+"""For each conversation of a comparison the advantage of each of its turns, ``[T]``, or of all, ``[1]``."""
+
+
+def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Comparison = "seat") -> None:
+    """Set ``Sample.advantages`` of scored samples.
+
+    Args:
+        samples: whole groups.
+        estimator: such as :func:`rloo`, or ``partial(returns_to_go, discount=0.9)``.
+        by: the conversations that are compared, as for :func:`~rollouts.training.group_advantages`.
+
+    Raises:
+        ConfigError: a sample without a reward, branches of a conversation with unlike rewards, or a comparison that the
+            estimator cannot use.
+    """
+    for members in by_comparison(samples, by):
+        conversations = [_conversation(branches) for branches in by_conversation(members)]
+        for conversation, values in zip(conversations, estimator(conversations), strict=True):
+            offset = 0
+            for branch in conversation.branches:
+                turns = turn_column(branch)
+                numbers = values[np.minimum(np.maximum(turns, 0) + offset, len(values) - 1)]
+                column = np.zeros(len(branch), np.float32)
+                column[: len(turns)] = np.where(turns >= 0, numbers, 0)
+                branch.advantages = column
+                offset += int(turns.max()) + 1
+
+
+def _conversation(branches: Sequence[Sample]) -> Conversation:
+    reward = reward_of_branches(branches)
+    rewards: list[float] = []
+    for branch in branches:
+        first = len(rewards)
+        numbers = list(itertools.accumulate(not one.continues for one in branch.completions))
+        rewards += [0.0] * (numbers[-1] if numbers else int(turn_column(branch).max()) + 1)
+        known = [*(branch.step_completions or ())]
+        for number, amount in zip(known, branch.step_rewards, strict=False):
+            if number >= 0:
+                rewards[first + numbers[number] - 1] += amount
+    rewards[-1] += reward - sum(rewards)
+    return Conversation(branches, reward, np.array(rewards))
+
+
+def _rewards(conversations: Sequence[Conversation], name: str, least: int = 2) -> Numbers:
+    if len(conversations) < least:
+        expected = f"at least {least} that are compared; RoleBaselines needs no others"
+        raise ConfigError.of(f"{name}: conversations", len(conversations), expected)
+    return np.array([one.reward for one in conversations])
+
+
+def _constant(values: Numbers) -> list[Numbers]:
+    return list(values[:, None])
+
+
+# -- one number for a conversation ------------------------------------------------------------------------------------
+
+
+def grpo(conversations: Sequence[Conversation]) -> list[Numbers]:
+    """Reward minus mean, over the unbiased deviation + 1e-6; 0 without spread.
+
+    Biased: groups with a small spread count more. Uniform Kuhn poker, groups of 3: cosine 0.942 to the gradient.
+    """
+    rewards = _rewards(conversations, "grpo", 1)
+    spread = rewards.std(ddof=1) if len(rewards) > 1 and np.ptp(rewards) > 0 else 1.0
+    return _constant((rewards - rewards.mean()) / (spread + _EPSILON))
+
+
+def dr_grpo(conversations: Sequence[Conversation]) -> list[Numbers]:
+    """Reward minus mean. Direction exact; the size is (n - 1)/n of the gradient's, for n conversations."""
+    rewards = _rewards(conversations, "dr_grpo", 1)
+    return _constant(rewards - rewards.mean())
+
+
+def rloo(conversations: Sequence[Conversation]) -> list[Numbers]:
+    """Reward minus the mean of the others. Unbiased."""
+    rewards = _rewards(conversations, "rloo")
+    return _constant((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))
+
+
+def maxrl(conversations: Sequence[Conversation]) -> list[Numbers]:
+    """Reward minus mean, over the mean; 0 where no conversation has a reward.
+
+    Another objective than the expected reward: a truncated likelihood of success, which counts hard prompts more.
+
+    Raises:
+        ConfigError: a reward below 0.
+    """
+    rewards = _rewards(conversations, "maxrl", 1)
+    if rewards.min() < 0:
+        raise ConfigError.of("maxrl: reward", float(rewards.min()), "a number >= 0")
+    mean = rewards.mean()
+    return _constant((rewards - mean) / mean if mean > 0 else np.zeros(len(rewards)))
+
+
+class RoleBaselines:
+    """Reward minus the moving mean of the seat's earlier rewards: for groups of one. Unbiased.
+
+    The baselines depend on the order of the conversations; a run that resumes restores them with :meth:`load`.
+
+    Args:
+        decay: weight of the mean so far.
+    """
+
+    def __init__(self, decay: float = 0.95) -> None:
+        if not 0 <= decay < 1:
+            raise ConfigError.of("decay", decay, "0 <= decay < 1")
+        self.decay = decay
+        self._baselines: dict[str, float] = {}
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Numbers]:
+        """The advantages; afterwards the means contain these rewards."""
+        values = []
+        for one in conversations:
+            seat = one.branches[0].seat
+            mean = self._baselines.get(seat, 0.0)
+            values.append(one.reward - mean)
+            self._baselines[seat] = self.decay * mean + (1 - self.decay) * one.reward
+        return _constant(np.array(values))
+
+    def to_dict(self) -> dict[str, float]:
+        """The baselines by seat."""
+        return dict(self._baselines)
+
+    def load(self, baselines: Mapping[str, float]) -> None:
+        """Restore what :meth:`to_dict` returned."""
+        self._baselines = dict(baselines)
+
+
+# -- a number for each turn -------------------------------------------------------------------------------------------
+
+
+def _returns(one: Conversation, discount: float) -> Numbers:
+    """The discounted rewards from each turn on."""
+    found = np.zeros(len(one.turn_rewards))
+    after = 0.0
+    for turn in range(len(found) - 1, -1, -1):
+        after = found[turn] = one.turn_rewards[turn] + discount * after
+    return found
+
+
+def returns_to_go(conversations: Sequence[Conversation], *, discount: float = 1.0) -> list[Numbers]:
+    """Rewards from each turn on, minus the mean return of the others. Unbiased with ``discount=1``.
+
+    The mean is that of whole conversations: a mean by turn would depend on when the conversation itself ends.
+    """
+    _rewards(conversations, "returns_to_go")
+    returns = [_returns(one, discount) for one in conversations]
+    total = sum(float(found[0]) for found in returns)
+    return [found - (total - float(found[0])) / (len(returns) - 1) for found in returns]
+
+
+def turn_deltas(conversations: Sequence[Conversation], *, values: Callable[[Sample], Sequence[float]]) -> list[Numbers]:
+    """How much each turn changed the value of the state. As good as the values: unbiased if they are exact.
+
+    Args:
+        conversations: of one branch each.
+        values: of a sample, the value before each of its turns; after the last it is the reward.
+
+    Raises:
+        ConfigError: another number of values than turns.
+    """
+    found = []
+    for one in conversations:
+        before = np.array([value for branch in one.branches for value in values(branch)], np.float64)
+        if len(before) != len(one.turn_rewards):
+            expected = f"{len(one.turn_rewards)}, one before each turn"
+            raise ConfigError.of("turn_deltas(values)", f"{len(before)} values", expected)
+        found.append(np.append(before[1:], one.reward) - before)
+    return found
+
+
+def gigpo(
+    conversations: Sequence[Conversation],
+    *,
+    states: Callable[[Sample], Sequence[Hashable]],
+    discount: float = 1.0,
+    weight: float = 1.0,
+) -> list[Numbers]:
+    """Reward minus mean, plus the return of a turn minus the mean return of all turns from the same state.
+
+    Biased: the means contain the turn itself, and in the walk of its test the cosine is 0.967.
+
+    Args:
+        conversations: of one comparison.
+        states: of a sample, a key of the state before each of its turns, such as a digest of a snapshot.
+        discount: of the returns.
+        weight: of the second part.
+
+    Raises:
+        ConfigError: another number of states than turns.
+    """
+    whole = dr_grpo(conversations)
+    returns = [_returns(one, discount) for one in conversations]
+    keys = [[key for branch in one.branches for key in states(branch)] for one in conversations]
+    places: dict[Hashable, list[float]] = {}
+    for one, found, own in zip(conversations, returns, keys, strict=True):
+        if len(own) != len(found):
+            expected = f"{len(found)}, one before each turn of {one.branches[0]!r}"
+            raise ConfigError.of("gigpo(states)", f"{len(own)} states", expected)
+        for key, value in zip(own, found.tolist(), strict=True):
+            places.setdefault(key, []).append(value)
+    means = {key: sum(numbers) / len(numbers) for key, numbers in places.items()}
+    return [
+        base + weight * (found - np.array([means[key] for key in own]))
+        for base, found, own in zip(whole, returns, keys, strict=True)
+    ]

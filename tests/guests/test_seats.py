@@ -1,0 +1,47 @@
+"""The recipes of several agents through ``rollouts run`` on the embedded engine: the demo model plays badly, but each
+law holds for its replies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollouts.commands import main
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
+from rollouts.training.branches import by_rollout
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SEATS = {
+    "kuhn": {"player0", "player1"},
+    "proposer": {"proposer", "solver"},
+    "debate": {"pro", "con"},
+    "user": {"agent"},
+    "selector": {"solver", "selector"},
+    "judge": {"solver"},
+}
+"""The seats that have samples."""
+
+
+@pytest.mark.parametrize("name", SEATS)
+def test_it_runs(name: str, engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole groups of whole plays, only seats that are trained, sound laws; ``show`` lists the seats."""
+    out = tmp_path / "run"
+    options = {"keep": "all", "batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 12}
+    arguments = [text for option, value in options.items() for text in ("--set", f"{option}={value}")]
+    recipe = str(CONFIGS / f"{name}.py")
+    assert main(["run", recipe, "--endpoint", engine_url, "--out", str(out), "--format", "jsonl", *arguments]) == 0
+    samples = load_run(out)
+    assert len(by_rollout(samples)) == 4
+    assert {sample.seat for sample in samples} <= SEATS[name]
+    assert all(sample.loss_mask.count(1) > 0 and sample.reward is not None for sample in samples)
+    report = verify_run(out)
+    assert report.ok, report.violations
+    assert report.checked[4]["conversations of seats"] >= len(samples)
+    metrics = json.loads((out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert f"seat/{samples[0].seat}/reward/mean" in metrics
+    capsys.readouterr()
+    assert main(["show", str(out), "--group", str(samples[0].group_index)]) == 0
+    assert samples[0].seat in capsys.readouterr().out

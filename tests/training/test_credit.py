@@ -1,0 +1,323 @@
+"""Advantages by estimator: the bias of each by enumeration of Kuhn poker and of a small decision process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from rollouts.dtypes import VersionSpan
+from rollouts.errors import ConfigError
+from rollouts.recipes.environments.kuhn.game import CARDS, TO_ACT, deals, equilibrium, exploitability, net, value
+from rollouts.training import Sample, credit
+from rollouts.training.credit import Conversation, assign_advantages
+from rollouts.trajectory import CompletionRecord
+
+Vector = npt.NDArray[np.float64]
+PLACES = {place: number for number, place in enumerate((card, history) for card in CARDS for history in TO_ACT)}
+UNIFORM = dict.fromkeys(PLACES, 0.5)
+
+
+def test_the_values_of_kuhn_poker_are_those_of_the_literature() -> None:
+    """1/8 for uniform play, -1/18 at an equilibrium, which nothing exploits; uniform play loses 11/24."""
+    assert value(UNIFORM, UNIFORM) == pytest.approx(1 / 8, abs=1e-12)
+    assert exploitability(UNIFORM) == pytest.approx(11 / 24, abs=1e-12)
+    for alpha in (0.0, 0.2, 1 / 3):
+        assert value(equilibrium(alpha), equilibrium(alpha)) == pytest.approx(-1 / 18, abs=1e-12)
+        assert exploitability(equilibrium(alpha)) == pytest.approx(0, abs=1e-12)
+
+
+# -- the expected gradient --------------------------------------------------------------------------------------------
+
+Path = tuple[float, float, list[Vector]]
+"""Probability, reward of the first player, and the score of each turn of either seat, ``[2, 12]``."""
+
+
+def paths(cards: str) -> list[Path]:
+    """Every hand of a deal under uniform play."""
+    found: list[Path] = []
+
+    def visit(history: str, chance: float, scores: list[Vector]) -> None:
+        if history not in TO_ACT:
+            found.append((chance, float(net(history, cards)), scores))
+            return
+        for action, sign in (("p", -0.5), ("b", 0.5)):
+            score = np.zeros((2, len(PLACES)))
+            score[TO_ACT[history], PLACES[cards[TO_ACT[history]], history]] = sign
+            visit(history + action, chance / 2, [*scores, score])
+
+    visit("", 1.0, [])
+    return found
+
+
+def kuhn_gradients(estimator: credit.Estimator, n: int = 3) -> tuple[Vector, Vector]:
+    """The gradient of the rewards of both seats, and the expectation of the estimated one over groups of ``n``."""
+    exact, estimated = np.zeros(len(PLACES)), np.zeros(len(PLACES))
+    for cards in deals():
+        hands = paths(cards)
+        for chance, reward, scores in hands:
+            exact += chance / 6 * reward * (sum(scores)[0] - sum(scores)[1])
+        for group in itertools.product(hands, repeat=n):
+            weight = np.prod([chance for chance, _, _ in group]) / 6 / n
+            for seat, sign in ((0, 1.0), (1, -1.0)):
+                rewards = [sign * reward for _, reward, _ in group]
+                values = estimator([Conversation((), one, np.array([one])) for one in rewards])
+                for (_, _, scores), advantage in zip(group, values, strict=True):
+                    estimated += weight * advantage[0] * sum(scores)[seat]
+    return exact, estimated
+
+
+def cosine_and_size(exact: Vector, estimated: Vector) -> tuple[float, float]:
+    lengths = np.linalg.norm(exact), np.linalg.norm(estimated)
+    return float(exact @ estimated / lengths[0] / lengths[1]), float(lengths[1] / lengths[0])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "cosine", "size"),
+    [
+        (credit.rloo, 1.0, 1.0),
+        (credit.dr_grpo, 1.0, 2 / 3),
+        (credit.returns_to_go, 1.0, 1.0),
+        (credit.grpo, 0.942, None),
+    ],
+)
+def test_the_expected_gradient_in_kuhn_poker(estimator: Any, cosine: float, size: float | None) -> None:
+    """Unbiased estimators have the gradient of the game; dividing by the deviation of a seat turns it."""
+    found = cosine_and_size(*kuhn_gradients(estimator))
+    tolerance = 1e-9 if cosine == 1 else 5e-4
+    assert found[0] == pytest.approx(cosine, abs=tolerance)
+    assert size is None or found[1] == pytest.approx(size, abs=1e-9)
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.7, -2.0])
+def test_role_baselines_are_unbiased_whatever_they_are(baseline: float) -> None:
+    """A baseline of earlier rewards does not depend on the action: the expectation is the gradient."""
+    exact, estimated = np.zeros(len(PLACES)), np.zeros(len(PLACES))
+    for cards in deals():
+        for chance, reward, scores in paths(cards):
+            for seat, sign in ((0, 1.0), (1, -1.0)):
+                baselines = credit.RoleBaselines()
+                baselines.load({"": baseline})
+                (values,) = baselines([Conversation([Sample()], sign * reward, np.array([sign * reward]))])
+                exact += chance / 6 * sign * reward * sum(scores)[seat]
+                estimated += chance / 6 * values[0] * sum(scores)[seat]
+    assert cosine_and_size(exact, estimated) == pytest.approx((1.0, 1.0), abs=1e-9)
+
+
+# A walk of at most three turns: "stop" ends it, "go" earns 1 and then -2, and 3 at the last turn. Two states: before
+# the first turn, and after. The length of a walk depends on its own actions.
+
+
+def walks() -> Iterator[tuple[float, Vector, list[int], Vector]]:
+    """Probability, rewards and states by turn, and the score of each turn ``[T, 2]``; go has chance 0.4, then 0.7."""
+    chances = (0.4, 0.7)
+    for actions in ((0,), (1, 0), (1, 1, 0), (1, 1, 1)):
+        states = [min(turn, 1) for turn in range(len(actions))]
+        chance, scores = 1.0, np.zeros((len(actions), 2))
+        for turn, (action, state) in enumerate(zip(actions, states, strict=True)):
+            chance *= chances[state] if action else 1 - chances[state]
+            scores[turn, state] = action - chances[state]
+        yield (
+            chance,
+            np.array([(0.0, (1.0, -2.0, 3.0)[turn])[action] for turn, action in enumerate(actions)]),
+            states,
+            scores,
+        )
+
+
+def walk_gradients(estimator: Callable[[Sequence[Conversation], list[Any]], list[Vector]]) -> tuple[Vector, Vector]:
+    found = list(walks())
+    exact, estimated = np.zeros(2), np.zeros(2)
+    for chance, rewards, _, scores in found:
+        exact += chance * rewards.sum() * scores.sum(0)
+    for group in itertools.product(found, repeat=3):
+        weight = np.prod([one[0] for one in group]) / 3
+        made = [Conversation((str(n),), float(one[1].sum()), one[1]) for n, one in enumerate(group)]  # type: ignore[arg-type]
+        for one, values in zip(group, estimator(made, [*group]), strict=True):
+            estimated += weight * (np.broadcast_to(values, len(one[1]))[:, None] * one[3]).sum(0)
+    return exact, estimated
+
+
+def by_turn_mean(conversations: Sequence[Conversation], group: list[Any]) -> list[Vector]:
+    """The counterexample: returns minus the mean over the conversations that are alive at the turn."""
+    returns = [np.cumsum(one.turn_rewards[::-1])[::-1] for one in conversations]
+    means = [
+        np.mean([one[turn] for one in returns if turn < len(one)])
+        for turn in range(3)
+        if any(turn < len(one) for one in returns)
+    ]
+    return [one - np.array(means[: len(one)]) for one in returns]
+
+
+def exact_values(conversations: Sequence[Conversation], group: list[Any]) -> list[Vector]:
+    third = 0.7 * 3.0
+    second = 0.7 * (-2.0 + third)
+    first = 0.4 * (1.0 + second)
+    after = {0: first, 1: 1.0 + second, 2: -1.0 + third}  # the reward so far, and what is to come
+    made = iter(group)
+    return credit.turn_deltas(
+        [Conversation([Sample()], one.reward, one.turn_rewards) for one in conversations],
+        values=lambda sample: [after[turn] for turn in range(len(next(made)[1]))],
+    )
+
+
+def of_states(conversations: Sequence[Conversation], group: list[Any]) -> list[Vector]:
+    made = iter(group)
+    return credit.gigpo(
+        [Conversation([Sample()], one.reward, one.turn_rewards) for one in conversations],
+        states=lambda sample: next(made)[2],
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "cosine", "size"),
+    [
+        (lambda made, group: credit.returns_to_go(made), 1.0, 1.0),
+        (lambda made, group: credit.rloo(made), 1.0, 1.0),
+        (exact_values, 1.0, 1.0),
+        (of_states, None, None),
+        (by_turn_mean, None, None),
+    ],
+    ids=["returns_to_go", "rloo", "turn_deltas", "gigpo", "mean_by_turn"],
+)
+def test_the_expected_gradient_of_turns(estimator: Any, cosine: float | None, size: float | None) -> None:
+    """Credit by turn is that of the process; a mean by turn is not, because turns depend on the walk's own stops."""
+    exact, estimated = walk_gradients(estimator)
+    found = cosine_and_size(exact, estimated)
+    if cosine is None:
+        assert found[0] < 1 - 1e-4
+    else:
+        assert found == pytest.approx((cosine, size), abs=1e-9)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+def learned(estimator: credit.Estimator, seed: int, steps: int = 1500) -> float:
+    """The exploitability of the average policy of tabular self-play: 16 deals of 8 hands a step."""
+    rng = np.random.default_rng(seed)
+    cards = np.array([[CARDS.index(card) for card in pair] for pair in deals()])
+    logits, total = np.zeros((3, 4)), np.zeros((3, 4))  # by card, and by history in the order of TO_ACT
+    for _ in range(steps):
+        bets = 1 / (1 + np.exp(-logits))
+        total += bets
+        dealt = np.repeat(cards[rng.integers(6, size=16)], 8, axis=0)
+        chances = bets[dealt[:, list(TO_ACT.values())], np.arange(4)]
+        draws = rng.random(chances.shape) < chances
+        first, passed = draws[:, 0], draws[:, 1]
+        alive = np.stack([np.ones_like(first), ~first, first, ~first & passed], 1)
+        ends = [_end(*row) for row in draws.tolist()]
+        won = np.array([net(end, CARDS[a] + CARDS[b]) for end, (a, b) in zip(ends, dealt, strict=True)], np.float64)
+        for seat, sign in ((0, 1.0), (1, -1.0)):
+            groups = [[Conversation((), one, np.array([one])) for one in row] for row in (sign * won).reshape(16, 8)]
+            advantages = np.concatenate([estimator(group) for group in groups])[:, 0]
+            for column, mover in enumerate(TO_ACT.values()):
+                if mover == seat:
+                    scores = (draws[:, column] - chances[:, column]) * alive[:, column] * advantages
+                    np.add.at(logits[:, column], dealt[:, seat], scores / 100)
+    average = total / steps
+    return exploitability({(card, history): float(average[CARDS.index(card), column])
+                           for card in CARDS for column, history in enumerate(TO_ACT)})  # fmt: skip
+
+
+def _end(first: bool, passed: bool, called: bool, late: bool) -> str:
+    if first:
+        return "bb" if called else "bp"
+    return "pp" if not passed else "pbb" if late else "pbp"
+
+
+@pytest.fixture(scope="module")
+def seeds(request: pytest.FixtureRequest) -> Sequence[int]:
+    return range(3) if request.config.getoption("--long") else range(1)
+
+
+def test_self_play_with_an_unbiased_estimator_finds_the_equilibrium(seeds: Sequence[int]) -> None:
+    """The average policy loses at most 0.06 to a best response, from 0.458; dividing by the deviation misses it."""
+    for seed in seeds:
+        assert learned(credit.rloo, seed) <= 0.06
+        assert learned(credit.grpo, seed) > 0.06
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def row(reward: float, turns: Sequence[int], rollout: int, **fields: Any) -> Sample:
+    """A sample of turns of these lengths, each after two tokens of context."""
+    mask = [bit for length in turns for bit in [0, 0, *[1] * length]]
+    stops = np.cumsum([length + 2 for length in turns]).tolist()
+    spans = [(stop - length, stop) for stop, length in zip(stops, turns, strict=True)]
+    records = [CompletionRecord(f"{rollout}-{start}", start, stop, "stop", 0, 0, 0.0) for start, stop in spans]
+    versions = [VersionSpan("1", start, stop) for start, stop in spans]
+    return Sample(
+        tokens=[1] * (len(mask) + 1), loss_mask=[*mask, 0], rollout_log_probs=[0.0] * (len(mask) + 1), reward=reward,
+        completions=records, versions=versions, group_index=0, rollout_id=rollout, **fields,
+    )  # fmt: skip
+
+
+def columns(samples: Sequence[Sample]) -> list[list[float]]:
+    return [[round(float(value), 4) for value in sample.advantages] for sample in samples]
+
+
+def test_each_token_has_the_advantage_of_its_turn() -> None:
+    """And context has none, the unanswered end included."""
+    samples = [
+        row(3.0, (1, 2), 0, step_rewards=[1.0, 2.0], step_completions=[0, 1]),
+        row(1.0, (2,), 1, step_rewards=[1.0], step_completions=[0]),
+    ]
+    assign_advantages(samples, credit.returns_to_go)
+    assert columns(samples) == [[0, 0, 2, 0, 0, 1, 1, 0], [0, 0, -2, -2, 0]]
+    assert [sample.pack().advantage_column is not None for sample in samples] == [True, True]
+
+
+def test_the_rest_of_a_reward_comes_at_the_last_turn() -> None:
+    """Of a reward function, or of a play: no step gave it."""
+    samples = [row(2.0, (1, 1), 0, step_rewards=[0.5], step_completions=[0]), row(0.0, (1, 1), 1)]
+    assign_advantages(samples, partial(credit.returns_to_go, discount=0.5))
+    assert columns(samples)[0] == [0, 0, 1.25, 0, 0, 1.5, 0]
+    assert columns(samples)[1] == [0, 0, -1.25, 0, 0, -1.25, 0]
+
+
+def test_seats_and_episodes_are_credited_apart() -> None:
+    """Solvers of one proposal are compared with each other; the proposers of a group too."""
+    samples = []
+    for rollout in (0, 1):
+        for seat, number, reward in (("proposer", 0, 10.0 * rollout), ("solver", 0, 0.0), ("solver", 1, 1.0)):
+            samples.append(row(reward + 5 * rollout, (1,), rollout, seat=seat, conversation=number))
+    assign_advantages(samples, credit.rloo, by={"solver": "episode"})
+    assert [column[2] for column in columns(samples)] == [-15, -1, 1, 15, -1, 1]
+
+
+def test_an_estimator_refuses_what_it_cannot_compare() -> None:
+    """By name: alone, below zero, without values."""
+    with pytest.raises(ConfigError, match="rloo: conversations: got 1; expected at least 2"):
+        assign_advantages([row(1.0, (1,), 0)], credit.rloo)
+    with pytest.raises(ConfigError, match=r"maxrl: reward: got -1\.0; expected a number >= 0"):
+        assign_advantages([row(-1.0, (1,), 0), row(1.0, (1,), 1)], credit.maxrl)
+    with pytest.raises(ConfigError, match=r"turn_deltas\(values\): got '0 values'; expected 2, one before each turn"):
+        assign_advantages([row(1.0, (1, 1), 0)], partial(credit.turn_deltas, values=lambda sample: []))
+    with pytest.raises(ConfigError, match=r"gigpo\(states\): got '1 states'; expected 2"):
+        assign_advantages([row(1.0, (1, 1), 0)], partial(credit.gigpo, states=lambda sample: [0]))
+
+
+def test_maxrl_weighs_a_rare_success_more() -> None:
+    """1 of 4 earns 3, 2 of 4 earn 1 each; no success has no gradient."""
+    for rewards, expected in (((1, 0, 0, 0), [3, -1, -1, -1]), ((1, 1, 0, 0), [1, 1, -1, -1]), ((0, 0), [0, 0])):
+        samples = [row(float(reward), (1,), number) for number, reward in enumerate(rewards)]
+        assign_advantages(samples, credit.maxrl)
+        assert [column[2] for column in columns(samples)] == expected
+
+
+def test_role_baselines_move_by_seat_and_are_restored() -> None:
+    """Each seat has a mean; a resumed run continues with it."""
+    baselines = credit.RoleBaselines(decay=0.5)
+    samples = [row(1.0, (1,), 0, seat="a"), row(-1.0, (1,), 0, seat="b"), row(1.0, (1,), 1, seat="a")]
+    assign_advantages(samples, baselines)
+    assert [column[2] for column in columns(samples)] == [1, -1, 0.5]
+    again = credit.RoleBaselines(decay=0.5)
+    again.load(baselines.to_dict())
+    assert again.to_dict() == {"a": 0.75, "b": -0.5}
