@@ -247,12 +247,12 @@ class _Judge:
     def _check_texts(self, row: AuditedRow) -> None:
         if self._model_tokens is None or row.tokens is None:
             return
-        codec = self._model_tokens.codec
+        plain = self._model_tokens.plain
         for start, stop, text in row.texts:
-            ids = row.tokens[start:stop]
             self.report.judged["text"] += 1
-            forms = (codec.decode(ids, skip_special=special) for special in (False, True))
-            if "\N{REPLACEMENT CHARACTER}" not in text and not any(text.strip() in form for form in forms):
+            if "\N{REPLACEMENT CHARACTER}" in text:
+                continue
+            if plain(text) not in plain(self._model_tokens.codec.decode(row.tokens[start:stop])):
                 where = f"{row.place}, positions {start} to {stop}"
                 self._find("broken", "text", where, repr(text[:60]), "the text of these ids, or a part of it")
 
@@ -313,9 +313,11 @@ class _Judge:
             return
         prompt, label = (zlib.crc32(repr(value).encode()) for value in (row.prompt, row.label))
         group = self._groups.setdefault(row.group, _Group(row.place, prompt, label))
-        group.rollouts.add(self.report.rows if row.rollout is None else row.rollout)
+        rollout = self.report.rows if row.rollout is None else row.rollout
+        is_branch = rollout in group.rollouts  # whose prompt may be that of another agent
+        group.rollouts.add(rollout)
         for name, mark, first in (("prompt", prompt, group.prompt), ("label", label, group.label)):
-            if mark != first:
+            if mark != first and not is_branch:
                 expected = f"that of {group.place}: one {name} a group"
                 self._find("broken", "groups", f"{row.place}, {name}", f"another {name}", expected)
         if row.advantage is not None:

@@ -39,6 +39,7 @@ class ModelTokens:
     def __init__(self, tokenizer: Any) -> None:
         self.codec = Codec(tokenizer)
         self.vocab_size = vocab_size_of(tokenizer)
+        self._special = tuple(tokenizer.all_special_tokens)
         self.why: str | None = None
         self._header: tuple[int, ...] = ()
         self._stops: frozenset[int] = frozenset()
@@ -61,6 +62,12 @@ class ModelTokens:
         self._header = headers[0][:common] if headers else ()
         if not self._header or not self._stops:
             self.why = f"the chat template of {renderer.name} writes no header before a reply, or it has no stop ids"
+
+    def plain(self, text: str) -> str:
+        """Text without special tokens and spaces, which systems store or leave out."""
+        for special in self._special:
+            text = text.replace(special, "")
+        return "".join(text.split())
 
     def check_roles(
         self, place: str, tokens: Sequence[int], spans: Sequence[Span], *, ended: bool

@@ -450,12 +450,12 @@ def test_texts_of_verl_are_not_judged_by_ids(tmp_path: Path) -> None:
 
 
 def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
-    """They sum to 0 in a group and order as its rewards."""
+    """They sum to 0 in a group and order as its rewards; a reward of NaN is one that is missing."""
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    def judged(advantages: list[float]) -> set[str]:
-        table = {"step": [1] * 4, "prompt": ["q"] * 4, "completion": list("abcd"), "correct": [1.0, 0.0, 1.0, 0.0]}
+    def judged(advantages: list[float], last: float = 0.0) -> set[str]:
+        table = {"step": [1] * 4, "prompt": ["q"] * 4, "completion": list("abcd"), "correct": [1.0, 0.0, 1.0, last]}
         parquet.write_table(pyarrow.table({**table, "advantage": advantages}), tmp_path / "completions_1.parquet")
         return found(audit(tmp_path, reader_of("trl")))
 
@@ -463,6 +463,7 @@ def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
     assert judged([0.87, -0.87, 0.87, 0.5]) == {"broken advantages"}
     assert judged([-0.87, 0.87, -0.87, 0.87]) == {"unusual advantages"}
     assert judged([math.nan] * 4) == {"broken advantages"}
+    assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan) == {"unusual rewards"}
 
 
 def test_histories_of_harbor_and_rllm(tmp_path: Path) -> None:

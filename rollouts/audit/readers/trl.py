@@ -1,12 +1,14 @@
 """``trl``: ``completions_*.parquet`` of TRL's trainers (``log_completions=True``).
 
-A row has ``step``, ``prompt``, ``completion``, a column for each reward function and ``advantage`` (TRL 1.7.0,
-trainer/grpo_trainer.py: log). Rows of one prompt and step are a group. It has no ids, mask or logprobs.
+A row has ``step``, ``prompt``, ``completion``, a column for each reward function and for each extra value, and
+``advantage`` (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer.log). A reward of NaN is one that a function did not
+give. Rows of one prompt and step are a group. It has no ids, mask or logprobs.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,9 @@ def _read(path: Path) -> Iterator[AuditedRow]:
 
 
 def _row(place: str, row: dict[str, Any], numeric: list[str]) -> AuditedRow:
-    rewards = [row[name] for name in numeric]
-    several = len(numeric) > 1  # TRL stores None where a reward function does not apply
+    given = [row[name] for name in numeric]
+    rewards = [None if reward is None or math.isnan(reward) else reward for reward in given]
+    several = len(numeric) > 1  # where one reward function does not apply, another does
     return AuditedRow(
         place,
         group=(row["step"], repr(row["prompt"])),
