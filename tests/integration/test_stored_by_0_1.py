@@ -6,6 +6,7 @@ with settings are of ``stored_by_0_1/calculator.py``.
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import re
 import shutil
@@ -15,10 +16,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
+import rollouts
 from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
+from rollouts.errors import ConfigError
 from rollouts.runs.export import export_rows
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.reader import load_run
@@ -33,6 +36,10 @@ RECIPE = STORED / "calculator.py"
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a stored run."""
     return Path(shutil.copytree(STORED / request.param, tmp_path / request.param))
+
+
+def _version(package: str) -> str:
+    return rollouts.__version__ if package == "rollouts" else importlib.metadata.version(package)
 
 
 def test_it_reads_and_verifies(run: Path) -> None:
@@ -79,13 +86,18 @@ def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 async def test_it_resumes(run: Path) -> None:
     """It resumes on the same demo model; the whole run verifies, earlier samples are unchanged.
 
-    Settings that the run did not store are printed, and stored from now on; those that it stored are the same.
+    Settings that the run did not store are printed, and stored from now on; those that it stored are the same, but for
+    the versions of packages that are newer here: these must be allowed by name.
     """
     stored = read_info(run).get("settings", {})
     before = {sample.index: list(sample.tokens) for sample in load_run(run)}
     target = RunTarget(recipe=RECIPE, batches=3)
     console = Console(file=io.StringIO(), width=400)
-    result = await launch(target, run, "auto", False, console, resume=True)
+    newer = stored.get("versions", {}) != {name: _version(name) for name in stored.get("versions", {})}
+    if newer:
+        with pytest.raises(ConfigError, match=r"^--resume, settings: versions\.\w+: [^·]*(· versions\.\w+: [^·]*)*$"):
+            await launch(target, run, "auto", False, console, resume=True)
+    result = await launch(target, run, "auto", False, console, resume=True, allow_changes=newer)
     assert result is not None
     assert (result.error, result.status) == (None, "finished")
     after = {sample.index: list(sample.tokens) for sample in load_run(run)}
@@ -95,5 +107,6 @@ async def test_it_resumes(run: Path) -> None:
     for name in ("recipe", "template", "tokenizer", "versions"):
         said = re.search(f"not stored with the run, not compared: .*{name}", console.file.getvalue())
         assert (said is None) == (name in stored)
-        assert read_info(run)["settings"][name] == stored.get(name, read_info(run)["settings"][name])
+        if name != "versions" or not newer:
+            assert read_info(run)["settings"][name] == stored.get(name, read_info(run)["settings"][name])
     assert verify_run(run).violations == []
