@@ -450,7 +450,7 @@ def test_texts_of_verl_are_not_judged_by_ids(tmp_path: Path) -> None:
 
 
 def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
-    """They sum to 0 in a group and order as its rewards; a reward of NaN is one that is missing."""
+    """They sum to 0 in a group and order as its rewards; a reward of NaN is missing."""
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 

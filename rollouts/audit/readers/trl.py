@@ -1,8 +1,8 @@
 """``trl``: ``completions_*.parquet`` of TRL's trainers (``log_completions=True``).
 
 A row has ``step``, ``prompt``, ``completion``, a column for each reward function and for each extra value, and
-``advantage`` (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer.log). A reward of NaN is one that a function did not
-give. Rows of one prompt and step are a group. It has no ids, mask or logprobs.
+``advantage`` (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer.log). A reward of NaN is missing.
+Rows of one prompt and step are a group. It has no ids, mask or logprobs.
 """
 
 from __future__ import annotations
