@@ -46,6 +46,7 @@ VERBS = {
     "play": Verb("play", "play one prompt and print its turns"),
     "view": Verb("view", "write a run as an HTML page, or serve an active run"),
     "check-run": Verb("verify", "do the laws hold on a stored run? With --model: its logprobs"),
+    "audit": Verb("audit", "do the laws hold on a dump of another system?"),
     "curate": Verb("curate", "make a data set for SFT or preference training of stored runs"),
     "export": Verb("export", "convert a stored run to a file format"),
     "replay": Verb("replay", "replay a recorded run without a server, and compare"),
@@ -68,7 +69,7 @@ VERBS = {
 GROUPS = {
     "Run": ("run", "eval", "plan"),
     "See": ("ls", "show", "view", "compare", "export", "curate", "replay", "rescore"),
-    "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "doctor"),
+    "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "audit", "doctor"),
     "Environments": ("recipes", "new-env", "play"),
     "Serve": ("serve", "serve-env", "gateway"),
 }

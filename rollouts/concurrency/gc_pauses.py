@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["calm_collector", "return_free_memory"]
 
-_THRESHOLDS = (5_000, 40, 2)
+_THRESHOLDS = (5_000, 20, 2)
 """Thresholds of the three generations. A collection takes 2 µs an object if all are garbage (e.g. the tracebacks of an
-unreachable server): 5,000 of them block the event loop for 10 ms. A full one visits what 400,000 allocations left."""
+unreachable server): 5,000 of them block the event loop for 10 ms. A full one visits what 300,000 allocations left."""
 
 _LONG_SECONDS = 0.05
 """The objects that remain after a full collection of this length are skipped from then on."""

@@ -29,7 +29,7 @@ from rollouts.runs.samplings import Samplings
 from rollouts.runs.slope import Slope, slope_of
 from rollouts.training.sample_laws import LAWS, Violation
 
-__all__ = ["TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
+__all__ = ["MEAN_SHARE", "TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
 
 Numbers = npt.NDArray[np.floating]
 
@@ -57,6 +57,20 @@ class VersionReport:
     @property
     def mean(self) -> float:
         return self.sum / max(1, self.tokens)
+
+    def add(self, stored: Numbers, exact: Numbers, tolerance: float) -> tuple[int, float]:
+        """Count the logprobs of some tokens; returns position and size of their largest difference, NaN if one is."""
+        signed = stored - exact
+        part = np.abs(signed)
+        at = int(part.argmax())  # of NaN, if there is one
+        largest = float(part[at])
+        self.tokens += len(part)
+        self.sum += float(part.sum())
+        self.signed_sum += float(signed.sum())
+        self.beyond += int(np.count_nonzero(~(part <= tolerance)))
+        if not largest <= self.largest:
+            self.largest = largest
+        return at, largest
 
     def __str__(self) -> str:
         signed = self.signed_sum / max(1, self.tokens)
@@ -249,15 +263,9 @@ def _compare(
                 continue
             if rivals.get(span.version):
                 compared.stored.setdefault(span.version, []).append(stored[span.start : span.stop])
-            signed = stored[span.start : span.stop] - here
-            part = np.abs(signed)
-            at = int(part.argmax())  # of NaN, if there is one
-            of.tokens += len(part)
-            of.sum += float(part.sum())
-            of.signed_sum += float(signed.sum())
-            of.beyond += int(np.count_nonzero(~(part <= report.tolerance)))
-            if not part[at] <= of.largest:
-                of.largest = float(part[at])
+            before = of.largest
+            at, largest = of.add(stored[span.start : span.stop], here, report.tolerance)
+            if not largest <= before:
                 position = span.start + at
                 worst[of.version] = Violation(
                     8,

@@ -47,7 +47,7 @@ from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
-from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored
+from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
 
 __all__ = ["LAWS", "Report", "Spread", "Violation", "check_sample", "verify_run"]
@@ -298,9 +298,7 @@ class _Verification:
             replies: dict[tuple[Any, ...], _Entry] = {}
             for entry in branches:
                 for number, call in enumerate(entry.stored.completions):
-                    conversation = (entry.stored.seat, entry.stored.conversation)
-                    reply = (conversation, call.prompt_digest, *entry.stored.tokens[call.start : call.stop])
-                    first = replies.setdefault(reply, entry)
+                    first = replies.setdefault(reply_key(entry.stored, call), entry)
                     if first is not entry:
                         place = f"{entry.place}, call {number}, positions {call.start} to {call.stop}"
                         self._broken(3, place, "trained again", f"once, and {first.row} trains this request's reply")

@@ -25,7 +25,16 @@ from rollouts.errors import shortened
 from rollouts.training.types import Sample
 from rollouts.trajectory import digest
 
-__all__ = ["LAWS", "Stored", "Violation", "check_sample", "check_stored", "column_digests"]
+__all__ = [
+    "LAWS",
+    "Stored",
+    "StoredCompletion",
+    "Violation",
+    "check_sample",
+    "check_stored",
+    "column_digests",
+    "reply_key",
+]
 
 LAWS = {1: "tokens", 2: "mask", 3: "once", 4: "accounting", 5: "groups", 8: "logprobs"}
 
@@ -118,6 +127,12 @@ def check_stored(stored: Stored, place: str, vocab_size: int | None = None) -> l
         for name, value in actual.items()
         if (written := stored.digests.get(name)) != value
     ]
+
+
+def reply_key(stored: Stored, call: StoredCompletion) -> tuple[Any, ...]:
+    """A key that is equal for equal replies to equal requests: law 3 trains each of them in one branch of a rollout."""
+    conversation = (stored.seat, stored.conversation)
+    return (conversation, call.prompt_digest, *stored.tokens[call.start : call.stop])
 
 
 def _check_tokens(
