@@ -57,7 +57,7 @@ VERBS = {
     "check-model": Verb("check_template", "does a model's chat template render exact tokens?"),
     "new-env": Verb("new_env", "create a template of an environment, with tests"),
     "check-env": Verb("check_env", "does an environment work? It is played with random replies"),
-    "check-task": Verb("check_task", "do the tests of tasks tell a solution from none?"),
+    "check-task": Verb("check_task", "do the tests of a recipe's tasks tell a solution from none?"),
     "serve": Verb("serve", "start the embedded engine as a server"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),

@@ -79,7 +79,7 @@ def _harbor() -> None:
         import harbor.trial.trial  # noqa: F401 - an extra
     except ImportError as error:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        expected = f'pip install "rollouts[harbor]" with Python 3.12 or newer; this is {version}'
+        expected = f"the package harbor, of the extra harbor, with Python 3.12 or newer; this is {version}"
         raise ConfigError(f"an agent of Harbor needs Harbor: {expected} ({error})") from error
 
 

@@ -118,6 +118,9 @@ LINES = {
     "recipes": [[]],
     "doctor": [[]],
     "ls": [["FOLDER"]],
+    "curate": [["RUN", "--to", "chat", "--out", "OUT"], ["RUN", "--to", "tokens", "--out", "OUT", "--where", HOSTILE]],
+    "check-task": [["FAILS"], [f"none{HOSTILE}"]],
+    "audit": [[f"none{HOSTILE}", "--format", "traces"], [f"none{HOSTILE}", "--format", HOSTILE]],
     "conformance": [["--endpoint", f"http://127.0.0.1:9/{HOSTILE}"], ["--table", f"none{HOSTILE}"]],
 }
 

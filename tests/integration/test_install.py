@@ -125,7 +125,7 @@ CPU_INDEX = "PyTorch: the CPU build of https://download.pytorch.org/whl/cpu"
     [
         (["wheel", "index"], {}, "PyTorch: installed, or a wheel on this machine", ""),
         (["index"], {}, CPU_INDEX, INDEX),
-        ([], {}, "/whl/cpu cannot be reached; PyPI's build for Linux contains CUDA (4 GB)", ""),
+        ([], {}, "PyTorch: the build torch==2.13.0 of the package index", ""),
         (["index"], {"TORCH_INDEX": "http://mirror/cpu"}, "the CPU build of http://mirror/cpu", "http://mirror/cpu"),
         (["wheel", "index", "bin/nvidia-smi"], {}, "PyTorch: the build of PyPI", ""),
         (["index", "bin/nvidia-smi"], {"TORCH": "cpu"}, CPU_INDEX, INDEX),

@@ -22,7 +22,7 @@ from tests.programs.gateway.programs import check_laws
 
 pytestmark = pytest.mark.programs
 
-SCRIPTS = Path(__file__).parent / "agents"
+SCRIPTS = Path(__file__).parent / "sdk_agents"
 
 
 @pytest.fixture(autouse=True, scope="module")

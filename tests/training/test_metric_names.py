@@ -18,13 +18,18 @@ COUNTED_IN = ("agent", "environments", "programs", "integrations/token_episodes.
 
 
 def counted(path: Path) -> Iterator[str]:
-    """The names that a module counts: of ``count(name)``, of ``counts[name]`` and of ``metrics={name: …}``."""
+    """The names that a module counts: of ``count(name)``, of ``counts[name]`` and of ``metrics={name: …}``.
+
+    The public ``counts`` of an object are its own, such as those of sandboxes that are opened ahead.
+    """
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         named: list[ast.expr] = []
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="count"), args=[first, *_]):
                 named = [] if "text" in ast.unparse(owner) else [first]
-            case ast.AugAssign(target=ast.Subscript(value=owner, slice=key)) if "counts" in ast.unparse(owner):
+            case ast.AugAssign(target=ast.Subscript(value=owner, slice=key)) if "counts" in ast.unparse(
+                owner
+            ) and "self.counts" not in ast.unparse(owner):
                 named = [key]
             case ast.keyword(arg="metrics", value=ast.Dict(keys=keys)):
                 named = [key for key in keys if key is not None]
