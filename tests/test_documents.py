@@ -232,10 +232,36 @@ async def test_the_environment_of_the_page_is_sound_and_runs(engine_url: str, tm
     await names["test"]()
 
 
+async def test_the_own_data_of_the_page_is_played(tokenizer: Any, tmp_path: Path) -> None:
+    """``docs/environments.md``: the recipe reads a Parquet file, tools use the row, its filter is the config's."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(compile(re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)[0], "environments.md", "exec"), names)
+    row = {"question": "Who wrote it?", "answer": "Ada", "pages": [{"title": "Notes", "text": "written by Ada"}]}
+    parquet.write_table(arrow.Table.from_pylist([row] * 2), tmp_path / "train.parquet")
+    recipe = names["recipe"](Endpoint(model=str(DEMO_MODEL)), data=tmp_path / "train.parquet")
+    calls = [("search", "words", "Ada"), ("read", "title", "Notes")]
+    texts = [
+        f'<tool_call>\n{{"name": "{name}", "arguments": {{"{key}": "{value}"}}}}\n</tool_call>'
+        for name, key, value in calls
+    ]
+    replies = [f"{text}<|im_end|>" for text in (*texts, "The answer is Ada.")]
+    policy = ScriptedPolicy([tokenizer.encode(text, add_special_tokens=False) for text in replies])
+    (prompt,) = recipe.data_buffer.get_prompts(1)
+    (sample,) = await recipe.config.generate_fn([prompt], policy=policy)
+    assert [message["content"] for message in sample.messages if message["role"] == "tool"] == [
+        "Notes",
+        "written by Ada",
+    ]
+    assert recipe.config.reward_fn(sample) == 1.0
+    assert recipe.config.filter_fn is names["useful"]
+
+
 async def test_the_text_in_the_same_turn_of_the_page_runs(tokenizer: Any) -> None:
     """``docs/environments.md``: the second example answers in the turn of the reply, and its recipe is sound."""
     page = (Path(__file__).parents[1] / "docs" / "environments.md").read_text(encoding="utf-8")
-    code = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)[1]
+    code = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)[2]
     names: dict[str, Any] = {}
     exec(compile(code, "environments.md", "exec"), names)
     recipe = names["recipe"](Endpoint(model=str(DEMO_MODEL)))

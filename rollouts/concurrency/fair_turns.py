@@ -19,16 +19,17 @@ LIMIT = 32
 
 
 class FairTurns:
-    """One gate of one event loop.
+    """One gate of one event loop at a time.
 
     Args:
         limit: most tasks that pass in a turn.
     """
 
-    __slots__ = ("_limit", "_passed", "_waiting")
+    __slots__ = ("_limit", "_loop", "_passed", "_waiting")
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._passed = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -38,6 +39,9 @@ class FairTurns:
     async def passed(self) -> None:
         """Return in a turn of the loop in which fewer than ``limit`` tasks have passed; a cancelled task leaves."""
         loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the turns of an earlier loop, which may have ended before its next one
+            self._loop, self._passed = loop, 0
+            self._waiting.clear()
         if self._passed < self._limit:
             if not self._passed:
                 loop.call_soon(self._next_turn, loop)

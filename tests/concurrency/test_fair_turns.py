@@ -65,3 +65,21 @@ async def test_a_cancelled_task_leaves_and_the_others_pass() -> None:
     assert repr(gate).startswith("<FairTurns: 0 tasks wait")
     order, _ = await _passing(gate, 30)
     assert order == list(range(30))
+
+
+def test_a_gate_outlives_its_loop() -> None:
+    """A loop that ended between two turns leaves no task waiting in the next loop."""
+    gate = FairTurns(4)
+
+    async def leave_others() -> None:
+        for _ in range(30):
+            asyncio.get_running_loop().create_task(gate.passed())
+        await anyio.lowlevel.checkpoint()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave_others())
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.close()
+    order, _ = asyncio.run(_passing(gate, 30))
+    assert order == list(range(30))

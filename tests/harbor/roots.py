@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["base_root"]
+__all__ = ["add_program", "base_root"]
 
 _PROGRAMS = (
     *(
@@ -61,13 +61,14 @@ def base_root() -> str:
     for name in _PROGRAMS:
         found = shutil.which(name)
         assert found is not None, name
-        _add(root, found, f"usr/bin/{name}")
+        add_program(root, found, f"usr/bin/{name}")
     (root / "usr/bin/sh").symlink_to("bash")
     _add_python(root)
     return str(root)
 
 
-def _add(root: Path, program: str, path: str) -> None:
+def add_program(root: Path, program: str, path: str) -> None:
+    """Copy a program of this machine into a root, with the libraries that it loads."""
     shutil.copy(os.path.realpath(program), root / path)
     listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     for word in listed.split():
@@ -84,7 +85,7 @@ def _add_python(root: Path) -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    _add(root, _PYTHON, "usr/bin/python3")
+    add_program(root, _PYTHON, "usr/bin/python3")
     shutil.copytree(version, root / version[1:], ignore=shutil.ignore_patterns(*_LEFT_OUT, "config-*"))
     for name in os.listdir(f"{version}/lib-dynload"):
         for word in subprocess.run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,8 @@ from rollouts.programs.launchers.repository_task import Files, InImage, Reposito
 from rollouts.programs.launchers.workspace import RepositoryWorkspace
 from rollouts.programs.task_check import TaskReport, check_repository_task, checks_of, reports
 from rollouts.recipes.environments.repositories.tasks import TASKS
-from rollouts.sandboxes import ProcessSandbox, opened
-from rollouts.sandboxes.remote import Machine
-from tests.sandboxes.machines import FolderSandbox
+from rollouts.sandboxes import ImageSandbox, ProcessSandbox, opened
+from tests.harbor.roots import add_program, base_root
 
 TASK = TASKS["leap"]
 SANDBOX = ProcessSandbox()
@@ -95,33 +96,37 @@ INSTALLED = RepositoryTask(
 """Its tests import it from the folder of the image, as after ``pip install -e /testbed``."""
 
 
-class _Image(FolderSandbox):
-    """Machines of an image with a repository."""
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> ImageSandbox:
+    """An image with a repository."""
+    if os.geteuid() != 0:
+        pytest.skip("the kind image maps users as root")
+    root = tmp_path_factory.mktemp("image") / "root"
+    shutil.copytree(base_root(), root, symlinks=True)
+    for program in ("git", "diff", "mktemp", "readlink", "rmdir", "tar"):
+        found = shutil.which(program)
+        assert found is not None, program
+        add_program(root, found, f"usr/bin/{program}")
+    (root / "testbed" / "src").mkdir(parents=True)
+    (root / "testbed" / "src" / "a.py").write_text("A = 1\n")
+    return ImageSandbox(str(root), workdir="/work")
 
-    async def _create(self) -> Machine:
-        machine = await super()._create()
-        folder = self.folders[-1].path / "testbed" / "src"
-        folder.mkdir(parents=True)
-        (folder / "a.py").write_text("A = 1\n")
-        return machine
 
-
-async def test_a_repository_installed_from_its_folder_is_found_bad() -> None:
+async def test_a_repository_installed_from_its_folder_is_found_bad(image: ImageSandbox) -> None:
     """With a copy as the workspace, a right diff changes nothing: the check says so before a run."""
-    report = await check_repository_task(INSTALLED, _Image())
+    report = await check_repository_task(INSTALLED, image)
     assert report.findings == (
         "tests_failed with the reference solution: test_a.T.test. It changes no result: do the tests import /testbed?"
         " InImage('/testbed', in_place=True) makes it the workspace",
     )
 
 
-async def test_the_folder_of_the_image_can_be_the_workspace() -> None:
+async def test_the_folder_of_the_image_can_be_the_workspace(image: ImageSandbox) -> None:
     """A link in its place: the diff is of the files that the tests import."""
-    sandbox = _Image()
     task = attrs.evolve(INSTALLED, source=InImage("/testbed", in_place=True))
     assert task.reference is not None
-    assert (await check_repository_task(task, sandbox)).good
-    assert (await evaluate(task, sandbox, task.reference)).resolved
+    assert (await check_repository_task(task, image)).good
+    assert (await evaluate(task, image, task.reference)).resolved
 
 
 async def test_a_folder_of_this_machine_is_not_replaced(tmp_path: Path) -> None:
