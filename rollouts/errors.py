@@ -93,6 +93,9 @@ class EndpointAway(EndpointUnavailable):
 class EndpointRefused(EndpointError):
     """The server rejects the request; it is not retried."""
 
+    of_content = False
+    """Whether the server rejects the content of this request: not a key, a route, or an answer that we reject."""
+
 
 class ContextOverflow(EndpointError):
     """The request does not fit the model's context. The agent loop turns this error into a stop reason."""

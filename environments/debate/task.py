@@ -24,9 +24,11 @@ async def play(seats: Seats, prompt: Prompt) -> dict[str, str]:
     said, log = "Begin.", []
     for _ in range(ROUNDS):
         for side in sides:
+            if side.over:
+                continue
             reply = await side.ask(said)
             if reply.over:
-                break
+                continue
             said = reply.text or "(nothing)"
             log.append(f"{side.seat.upper()}: {said}")
     verdict = (await seats.judge.chat(JUDGE).ask("\n\n".join([str(prompt.prompt), *log]))).text

@@ -63,7 +63,9 @@ def error_of(status: int, message: str) -> EndpointError:
         return Overloaded(text)
     if status in RETRIED_STATUSES:
         return EndpointUnavailable(text)
-    return EndpointRefused(text)
+    refused = EndpointRefused(text)
+    refused.of_content = status in (400, 422)
+    return refused
 
 
 def message_of(payload: bytes) -> str:

@@ -71,7 +71,11 @@ def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | N
     The rows of a group, and of a seat in it, are next to each other: OpenRLHF compares rows by their position.
     """
     check_one_branch(samples, "OpenRLHF")
-    rows = itertools.chain(*by_comparison(samples))
+    compared = by_comparison(samples)
+    if any(sample.seat for sample in samples) and len(sizes := {len(members) for members in compared}) > 1:
+        expected = "as many rows for each seat of each group: OpenRLHF compares rows by their position"
+        raise ConfigError.of("samples: rows of a seat", sorted(sizes), expected)
+    rows = itertools.chain(*compared)
     responses = [to_response(sample, temperature=temperature) for sample in rows]
     path.write_bytes(b"".join(msgspec.json.encode(response) + b"\n" for response in responses))
 

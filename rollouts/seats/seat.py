@@ -59,6 +59,8 @@ class Seat:
     def __attrs_post_init__(self) -> None:
         if (self.program is None) != (self.sandbox is None):
             raise ConfigError.of("Seat.sandbox", self.sandbox, "one with a program, none without")
+        if self.trained and self.tokenizer is not None:
+            raise ConfigError.of("Seat.tokenizer", self.tokenizer, "None, or trained=False: it has other ids")
         if self.program is not None and self.environment_cls is not None:
             raise ConfigError.of("Seat.environment_cls", self.environment_cls, "None with a program")
         if self.limits is not None and isinstance(self.limits, Limits) != (self.program is None):

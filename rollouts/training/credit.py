@@ -126,8 +126,10 @@ def dr_grpo(conversations: Sequence[Conversation]) -> list[Numbers]:
 
 
 def rloo(conversations: Sequence[Conversation]) -> list[Numbers]:
-    """Reward minus the mean of the others. Unbiased."""
-    rewards = _rewards(conversations, "rloo")
+    """Reward minus the mean of the others; 0 without others. Unbiased."""
+    rewards = _rewards(conversations, "rloo", 1)
+    if len(rewards) == 1:
+        return _constant(np.zeros(1))
     return _constant((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))
 
 

@@ -294,8 +294,8 @@ def test_seats_and_episodes_are_credited_apart() -> None:
 
 def test_an_estimator_refuses_what_it_cannot_compare() -> None:
     """By name: alone, below zero, without values."""
-    with pytest.raises(ConfigError, match="rloo: conversations: got 1; expected at least 2"):
-        assign_advantages([row(1.0, (1,), 0)], credit.rloo)
+    with pytest.raises(ConfigError, match="returns_to_go: conversations: got 1; expected at least 2"):
+        assign_advantages([row(1.0, (1,), 0)], credit.returns_to_go)
     with pytest.raises(ConfigError, match=r"maxrl: reward: got -1\.0; expected a number >= 0"):
         assign_advantages([row(-1.0, (1,), 0), row(1.0, (1,), 1)], credit.maxrl)
     with pytest.raises(ConfigError, match=r"turn_deltas\(values\): got '0 values'; expected 2, one before each turn"):

@@ -104,7 +104,7 @@ class Answers:
         except EndpointAway:
             raise
         except EndpointError as error:
-            if constraint and isinstance(error, EndpointRefused):
+            if constraint and isinstance(error, EndpointRefused) and error.of_content:
                 self._counts["refused/invalid_request"] += 1
                 field = request.sent.constraint.field if request.sent.constraint else ""
                 raise ApiError(

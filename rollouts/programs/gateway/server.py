@@ -76,7 +76,9 @@ _UNKNOWN_ROUTES = 20
 """Unknown routes of a session that are counted by their path; the path is the client's, and may be anything."""
 _PROBES = ("", "/", "/api/hello")
 """Paths to which programs send HEAD without a key, to connect before their first call."""
-_GOOGLE = re.compile(r"/v1(alpha|beta)\w*(/.*)?|/v1/models/.*:\w+")
+_GOOGLE = re.compile(
+    r"/v1(alpha|beta)\w*(/.*)?|/v1/models/.*:(?:generateContent|streamGenerateContent|countTokens|embedContent|batch\w+)"
+)
 """The paths of Google's API, which is not served."""
 _PATH = re.compile(r"(?:/s/([^/]*))?(/.*)?", re.DOTALL)
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import attrs
 
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import OnRewrite, SamplingParams, StopReason
@@ -93,7 +94,9 @@ class ProgramSession:
         self.stop_reason: StopReason | None = None
         self.failure: Failure | None = None
         self.over = anyio.Event()
-        self._training = training or Training()
+        training = training or Training()
+        # The run's own form is that of all replies.
+        self._training = attrs.evolve(training, constrained="train") if sampling.constrained else training
         self._limits = limits or SessionLimits()
         self._ends = time.monotonic() + self._limits.max_seconds
         self._error: Exception | None = None

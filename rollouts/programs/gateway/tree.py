@@ -33,11 +33,11 @@ from rollouts.trajectory import Trajectory
 
 __all__ = ["Call", "Line", "Match", "Training", "Tree", "Untrained"]
 
-Untrained: TypeAlias = Literal["undelivered", "side_call", "compaction", "cut_off", "dropped", "by_hand"]
+Untrained: TypeAlias = Literal["undelivered", "side_call", "compaction", "cut_off", "dropped", "by_hand", "constrained"]
 """Why a reply is not trained. ``undelivered``: the program never got it. ``side_call``: a conversation of one reply and
 no tools, such as a title. ``compaction``: a summary. ``cut_off``: the server aborted it. ``dropped``: one of several
 replies to the same request, or a reply that the program discarded. ``by_hand``: the request came from the model's own
-code, not from the program."""
+code, not from the program. ``constrained``: the request constrained the form of its reply."""
 
 _SUMMARY = re.compile(r"<summary>(.*?)</summary>", re.DOTALL)
 """The part of the reply to its request for a summary that Claude Code quotes."""
@@ -68,6 +68,9 @@ class Training:
     """A summary of the history, with which the program begins a new conversation: a reply without a child, quoted by a
     later root of the same agent that does not contain the request for it."""
     by_hand: Literal["drop", "train"] = _either("drop", "train")
+    constrained: Literal["drop", "train"] = _either("drop", "train")
+    """A reply whose form the request constrained: its logprobs are over the ids that the form allowed, and a trainer
+    computes others."""
 
 
 @attrs.define(eq=False)
@@ -214,7 +217,7 @@ class Tree:
         self._by_shape: dict[int, list[Call]] = {}
         """The calls with equal tool calls in one place."""
         self._by_foreign_ids: dict[tuple[int, tuple[str, ...]], Call] = {}
-        """The reply that a program means by other ids than it got, by its shape and these ids."""
+        """The reply that a program means by other ids than it got, by its shape, its text and these ids."""
 
     def __repr__(self) -> str:
         return f"<Tree {len(self.calls)} calls, {len(self.roots)} roots, {self.sampled} sampled tokens>"
@@ -226,16 +229,17 @@ class Tree:
     def ids_of(self, before: int, reply: Message) -> list[str] | None:
         """The ids that were issued for the calls of a reply that came back with others; see :data:`FindIds`.
 
-        Of several replies with these calls in this place, a reply that no other ids have named goes before the others,
-        and then a reply with the same text.
+        Of several replies with these calls in this place, a reply with the same text goes before the others, and then
+        a reply that no other ids have named.
         """
         shape = shape_key(before, reply.tool_calls)
-        names = shape, tuple([call.id for call in reply.tool_calls])
+        text = reply.text.strip()
+        names = shape, (text, *[call.id for call in reply.tool_calls])
         if names not in self._by_foreign_ids:
             calls = self._by_shape.get(shape, ())
             named = set(self._by_foreign_ids.values()) if len(calls) > 1 else set()
             found = max(
-                calls, key=lambda one: (one not in named, one.message.text == reply.text, one.number), default=None
+                calls, key=lambda one: (one.message.text.strip() == text, one not in named, one.number), default=None
             )
             if found is None:
                 return None
@@ -428,6 +432,8 @@ class Tree:
                 reasons[call] = "cut_off"
             elif call.by_hand and training.by_hand == "drop":
                 reasons[call] = "by_hand"
+            elif call.completion.logprobs_of == "constrained" and training.constrained == "drop":
+                reasons[call] = "constrained"
             elif call.children:
                 continue
             elif not call.delivered:

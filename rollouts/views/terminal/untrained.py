@@ -9,7 +9,12 @@ from rollouts.base.terminal import visible
 
 __all__ = ["untrained_line"]
 
-_KEPT_BY = {"side_call": 'side_calls="train"', "dropped": 'siblings="keep"', "by_hand": 'by_hand="train"'}
+_KEPT_BY = {
+    "side_call": 'side_calls="train"',
+    "dropped": 'siblings="keep"',
+    "by_hand": 'by_hand="train"',
+    "constrained": 'constrained="train"',
+}
 """The option of ``Training`` with which replies that are not trained by default are."""
 _LEAST_SHARE = 0.005
 """Of the sampled tokens: what is not trained for a reason is printed from here on."""

@@ -9,16 +9,18 @@ import attrs
 import pytest
 
 from rollouts.dtypes import Completion, Prompt, SamplingParams
-from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest, ServerInfo
+from rollouts.inference.wire_errors import error_of
 from rollouts.programs.gateway import chat, messages, responses
+from rollouts.programs.gateway.tree import Training
 from rollouts.programs.gateway.types import ApiError, Constraint
 from rollouts.programs.gateway.wire import Wire
 from rollouts.runs.folder import Row
 from rollouts.runs.samplings import Samplings
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import trajectory_to_samples
-from tests.programs.gateway.programs import LOOK, SAMPLING, asks, check_laws, demo_renderer, replies, session_of
+from tests.programs.gateway.programs import LOOK, SAMPLING, asks, demo_renderer, replies, session_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
@@ -28,15 +30,15 @@ USER = [{"role": "user", "content": "Hi"}]
 class GrammarPolicy(ScriptedPolicy):
     """A policy of a server that says whether it has grammars; it records the sampling of each request."""
 
-    def __init__(self, *, grammars: bool | None = True, refuses: bool = False) -> None:
+    def __init__(self, *, grammars: bool | None = True, refuses: bool = False, status: int = 400) -> None:
         super().__init__(replies('{"a": 1}'))
         self.samplings: list[SamplingParams] = []
-        self._grammars, self._refuses = grammars, refuses
+        self._grammars, self._refuses, self._status = grammars, refuses, status
 
     async def complete(self, request: CompletionRequest) -> Completion:
         self.samplings.append(request.sampling)
         if self._refuses:
-            raise EndpointRefused("the grammar cannot be compiled")
+            raise error_of(self._status, "the grammar cannot be compiled")
         completion = await super().complete(request)
         return attrs.evolve(completion, logprobs_of="constrained" if request.sampling.constrained else "tempered")
 
@@ -101,8 +103,9 @@ async def test_a_constraint_reaches_the_server_and_the_record(tmp_path: Path) ->
         session.end()
         assert [one.json_schema for one in policy.samplings] == [TEXT]
         assert session.counts == {"constrained_calls": 1}
-        (branch,) = session.branches()
-        check_laws(session, [branch], policy)
+        assert session.branches() == []
+        assert session.tree.untrained == {"constrained": session.tree.sampled}
+        (branch,) = session.tree.branches(training=Training(constrained="train"))
     assert [one.logprobs_of for one in branch.completions] == ["constrained"]
     (sample,) = trajectory_to_samples([branch], Prompt("p", index=0), demo_renderer().decode)
     with pytest.raises(ConfigError, match="the ids that a grammar allowed are not recorded"):
@@ -136,3 +139,12 @@ async def test_a_grammar_that_the_server_refuses_is_the_programs_mistake() -> No
             await session.call(asks("Hi", tools=(), constraint=WANTED), lineage={})
         assert refused.value.error_kind == "invalid_request"
         assert session.denied is None
+
+
+async def test_a_wrong_key_is_not_the_programs_mistake() -> None:
+    """Only a refusal of the content is: any other is a failure of the rollout."""
+    async with session_of(GrammarPolicy(refuses=True, status=401)) as session:
+        with pytest.raises(ApiError) as refused:
+            await session.call(asks("Hi", tools=(), constraint=WANTED), lineage={})
+        assert refused.value.error_kind == "server"
+        assert session.denied is not None
