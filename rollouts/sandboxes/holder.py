@@ -63,6 +63,7 @@ _TABLE_BYTES = 1 << 20
 
 def main(request: dict[str, Any]) -> None:
     """Set up the sandbox, then serve requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores what it does not handle; Python handles this one
     for name in ("ascii", "latin-1", "utf-8"):
         codecs.lookup(name)  # now: it imports a module
     control = socket.socket(fileno=request["control"])
