@@ -91,6 +91,16 @@ async def test_a_deadline_kills_the_group_of_its_command_and_no_other(kept: Runn
     ) == 0
 
 
+async def test_a_command_that_is_stopped_at_once_is_killed(kept: RunningSandbox) -> None:
+    """Also where it has no group of its own yet."""
+    stop = anyio.Event()
+    stop.set()
+    for _ in range(5):
+        began = anyio.current_time()
+        assert (await kept.run(["sleep", "8"], seconds=20, stop=stop)).code == -9
+        assert anyio.current_time() - began < 5
+
+
 async def test_all_are_killed_while_commands_run(kept: RunningSandbox) -> None:
     """They end as killed, also a process that left its group; the sandbox runs the next command."""
     ends = []
