@@ -14,6 +14,7 @@ import contextlib
 import fnmatch
 import io
 import posixpath
+import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -254,13 +255,16 @@ def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], clos
         closed: whether all links that leave the archive are left out.
     """
     kept: set[str] = set()
+    excluded: set[str] = set()
+    is_excluded = _excluding(exclude)
     above = posixpath.dirname(source)
     with tarfile.open(archive) as found, tarfile.open(clean, "w") as target:
         for member in found:
             name = posixpath.normpath(member.name)
-            if _is_excluded(name, exclude) or not (
-                member.isreg() or member.isdir() or member.islnk() or member.issym()
-            ):
+            if posixpath.dirname(name) in excluded or is_excluded(name):  # a folder is before its members
+                excluded.add(name)
+                continue
+            if not (member.isreg() or member.isdir() or member.islnk() or member.issym()):
                 continue
             if member.islnk() and posixpath.normpath(member.linkname) not in kept:
                 continue
@@ -291,14 +295,14 @@ def _is_in(path: str, folder: str) -> bool:
     return path == folder or folder == "/" or path.startswith(f"{folder}/")
 
 
-def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
-    parts = name.split("/")
-    for depth in range(1, len(parts) + 1):
-        for start in range(depth):
-            text = "/".join(parts[start:depth])
-            if any(fnmatch.fnmatchcase(text, pattern.rstrip("/")) for pattern in patterns):
-                return True
-    return False
+def _excluding(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name, or its last parts, have a pattern."""
+    if not patterns:
+        return lambda name: False
+    texts = [pattern.rstrip("/") for pattern in patterns]
+    # ``*`` has slashes, too: a pattern that begins with it has the last parts of a name only if it has the whole.
+    found = re.compile("|".join(("" if text[:1] == "*" else "(?s:.*/)?") + fnmatch.translate(text) for text in texts))
+    return lambda name: found.match(name) is not None
 
 
 async def _tested(
