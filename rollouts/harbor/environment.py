@@ -27,7 +27,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import sanitize
+from rollouts.harbor.grading import is_in, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -176,17 +176,21 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             )
             return
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
-            packed = []
+            packed: list[tuple[str, str]] = []
             for number, source in enumerate((self._workdir, "/logs/artifacts", *map(self._inside, self.carried))):
                 archive, clean = f"{folder}/{number}.tar", f"{folder}/{number}-clean.tar"
                 if source == "/":
                     raise SandboxError("/ is the whole box of the agent: it cannot be carried to another one")
+                if any(is_in(source, above) for _, above in packed):
+                    continue  # it is there already
                 if await self.place.pack(source, archive):
                     await anyio.to_thread.run_sync(sanitize, archive, clean, source, (), False)
                     packed.append((clean, source))
             await self._close()
             await self._open()
-            for archive, source in packed:
+            ways = [await way_to(self.place, posixpath.dirname(source), self._root) for _, source in packed]
+            for (archive, source), way in zip(packed, ways, strict=True):
+                await way_to(self.place, posixpath.dirname(source), self._root, way)
                 await self._must(f"if [ -d '{source}' ]; then find '{source}' -mindepth 1 -delete; fi")
                 await self.place.unpack(archive, posixpath.dirname(source))
 

@@ -31,7 +31,19 @@ from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
 from rollouts.sandboxes.image import ImageSandbox
 
-__all__ = ["Box", "box_in", "fill", "grade", "healthy", "open_box", "run_solution", "sanitize", "upload"]
+__all__ = [
+    "Box",
+    "box_in",
+    "fill",
+    "grade",
+    "healthy",
+    "is_in",
+    "open_box",
+    "run_solution",
+    "sanitize",
+    "upload",
+    "way_to",
+]
 
 AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
@@ -200,8 +212,10 @@ async def grade(
             packed = await _packed(task, box, rung, Path(folder))
             async with fresh() as other:
                 await fill(task, other)
-                for archive, source in packed:
+                ways = [await way_to(other.place, posixpath.dirname(source), other.root) for _, source in packed]
+                for (archive, source), way in zip(packed, ways, strict=True):
                     parent, name = posixpath.split(source)
+                    await way_to(other.place, parent, other.root, way)
                     if rung == "carry" and source == other.workdir:
                         await other.must(f"find {_quoted(source)} -mindepth 1 -delete")
                     elif name:
@@ -233,17 +247,39 @@ async def _packed(task: HarborTask, box: Box, rung: Rung, folder: Path) -> list[
         if box.workdir == "/":
             raise no_verdict("box", task.name, rung, "the working folder is /, so that all of it is the agent's")
         wanted.insert(0, ArtifactConfig(box.workdir))
-    packed = []
+    packed: list[tuple[str, str]] = []
+    whole: list[str] = []
     for number, artifact in enumerate(wanted):
         source = posixpath.normpath(posixpath.join(box.workdir, artifact.source))
         if source == "/":
             raise no_verdict("box", task.name, rung, "the artifact / is the whole box of the agent")
+        if any(is_in(source, above) for above in whole):
+            continue  # it is there already
         archive = str(folder / f"{number}.tar")
         if await box.place.pack(source, archive):
             clean = str(folder / f"{number}-clean.tar")
             await anyio.to_thread.run_sync(sanitize, archive, clean, source, artifact.exclude, rung == "separate")
             packed.append((clean, source))
+            if not artifact.exclude:
+                whole.append(source)
     return packed
+
+
+async def way_to(place: RunningSandbox, folder: str, user: str | None, before: str | None = None) -> str:
+    """The path of the nearest folder that is there, and where it leads.
+
+    Args:
+        user: the user that looks; ``None`` for that of the sandbox.
+        before: the answer before anything of an agent was unpacked.
+
+    Raises:
+        SandboxError: it leads somewhere else, and not as before: a link of the agent is in the way.
+    """
+    look = f'p={_quoted(folder)}; until cd -P "$p"; do p=${{p%/*}}; p=${{p:-/}}; done 2>/dev/null; echo "$p"; pwd -P'
+    way = (await place.exec(["bash", "-c", look], seconds=_SETUP_SECONDS, cwd="/", user=user)).stdout
+    if before is not None and way != before and len(set(way.splitlines())) != 1:
+        raise SandboxError(f"{folder} leads through a link of the agent: {way.split()}")
+    return way
 
 
 def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool) -> None:
@@ -288,10 +324,10 @@ def _is_harmless(path: str, link: str, source: str, closed: bool) -> bool:
     if closed:
         return target == source or target.startswith(f"{source}/")
     hidden = (TESTS, SOLUTION, "/logs", "/proc")
-    return not any(_is_in(target, folder) or _is_in(folder, target) for folder in hidden)
+    return not any(is_in(target, folder) or is_in(folder, target) for folder in hidden)
 
 
-def _is_in(path: str, folder: str) -> bool:
+def is_in(path: str, folder: str) -> bool:
     return path == folder or folder == "/" or path.startswith(f"{folder}/")
 
 
