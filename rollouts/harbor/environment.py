@@ -33,6 +33,7 @@ from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
 __all__ = ["RolloutsEnvironment"]
 
+_MOST_BYTES = 1 << 26  # of one file that is copied through memory
 _LONGEST_SECONDS = 1e6
 _CLOSE_SECONDS = 30.0
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -257,6 +258,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
 
         Raises:
             FileNotFoundError: it is missing, or not a regular file.
+            SandboxError: it is too large.
         """
         inside = self._inside(source_path)
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
@@ -310,7 +312,11 @@ def _only_file(archive: str) -> bytes | None:
     with tarfile.open(archive) as source:
         member = source.next()
         content = None if member is None or not member.isreg() else source.extractfile(member)
-        return None if content is None else content.read()
+        if member is None or content is None:
+            return None
+        if member.size > _MOST_BYTES:
+            raise SandboxError(f"{member.name} has {member.size:,} bytes; expected at most {_MOST_BYTES:,}")
+        return content.read()
 
 
 def _extract(archive: str, target: str) -> None:

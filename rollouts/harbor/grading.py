@@ -49,6 +49,8 @@ AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs/agent", "/logs/verifier", "/logs/a
 TESTS, SOLUTION = "/tests", "/solution"
 _SETUP_SECONDS = 120.0
 _TAIL = 4000
+_MOST_BYTES = 1 << 20
+"""Of a reward file, and of the end of the output of the tests."""
 
 
 @attrs.frozen
@@ -364,8 +366,8 @@ async def _tested(
     if rung != "keep":
         await box.place.kill_all()
     output = ""
-    with contextlib.suppress(SandboxError):  # it is larger than a file that is read
-        output = (await box.place.read(files[2]) or b"").decode(errors="replace")[-_TAIL:]
+    with contextlib.suppress(SandboxError):  # it fills the disk, or a process changes it
+        output = await _end_of(box, files[2])
     if end.timed_out:
         raise no_verdict("timeout", task.name, rung, f"{verifier.timeout_sec:g} s; {output}")
     found = [await _regular(task, box, rung, path) for path in files[:2]]
@@ -382,7 +384,7 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
     """The content of a file, ``None`` if nothing is there.
 
     Raises:
-        NoVerdict: something else is there.
+        NoVerdict: something else is there, or a file that is too large.
     """
     with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
         archive = f"{folder}/file.tar"
@@ -393,7 +395,25 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
             content = None if member is None or not member.isreg() else packed.extractfile(member)
             if content is None:
                 raise no_verdict("not_a_file", task.name, rung, path)
-            return content.read()
+            data = content.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise no_verdict("unreadable", task.name, rung, f"{path} has more than {_MOST_BYTES:,} bytes")
+            return data
+
+
+async def _end_of(box: Box, path: str) -> str:
+    """The end of a file; nothing where it is missing or no regular file."""
+    with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        archive = f"{folder}/file.tar"
+        if not await box.place.pack(path, archive):
+            return ""
+        with tarfile.open(archive) as packed:
+            member = packed.next()
+            content = None if member is None or not member.isreg() else packed.extractfile(member)
+            if member is None or content is None:
+                return ""
+            content.seek(max(0, member.size - _MOST_BYTES))
+            return content.read().decode(errors="replace")[-_TAIL:]
 
 
 def _quoted(path: str) -> str:
