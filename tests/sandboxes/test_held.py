@@ -174,6 +174,22 @@ async def test_a_folder_is_packed_and_unpacked(sandbox: RunningSandbox, tmp_path
     assert not (tmp_path / "none.tar").exists()
 
 
+@pytest.mark.parametrize("when", [(1 << 63) - 1, 1 << 40, -(1 << 40)])
+async def test_a_file_may_have_any_time(sandbox: RunningSandbox, tmp_path: Path, when: int) -> None:
+    """It is packed and unpacked with one that can be written; a member with any time is unpacked, too."""
+    await sandbox.exec(["sh", "-c", f"mkdir t; echo x > t/f; touch -d @{when} t/f t"])
+    assert await sandbox.pack("t", tmp_path / "t.tar")
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        assert all(0 <= member.mtime <= 1 << 33 for member in tar)
+    with tarfile.open(tmp_path / "u.tar", "w") as tar:
+        member = tarfile.TarInfo("f")
+        member.mtime = when
+        tar.addfile(member)
+    await sandbox.unpack(tmp_path / "t.tar", "again")
+    await sandbox.unpack(tmp_path / "u.tar", "again")
+    assert (await sandbox.exec(["cat", "again/t/f"])).stdout == "x\n"
+
+
 async def test_a_packed_tree_uses_no_program_of_the_sandbox(sandbox: RunningSandbox, tmp_path: Path) -> None:
     """Nor its stack: a tree deeper than a path can be long, and a file under a hundred folders."""
     deep = "/".join(["d" * 40] * 20)
