@@ -27,12 +27,13 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import sanitize
+from rollouts.harbor.grading import is_in, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
 __all__ = ["RolloutsEnvironment"]
 
+_MOST_BYTES = 1 << 26  # of one file that is copied through memory
 _LONGEST_SECONDS = 1e6
 _CLOSE_SECONDS = 30.0
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
@@ -176,17 +177,21 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             )
             return
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
-            packed = []
+            packed: list[tuple[str, str]] = []
             for number, source in enumerate((self._workdir, "/logs/artifacts", *map(self._inside, self.carried))):
                 archive, clean = f"{folder}/{number}.tar", f"{folder}/{number}-clean.tar"
                 if source == "/":
                     raise SandboxError("/ is the whole box of the agent: it cannot be carried to another one")
+                if any(is_in(source, above) for _, above in packed):
+                    continue  # it is there already
                 if await self.place.pack(source, archive):
                     await anyio.to_thread.run_sync(sanitize, archive, clean, source, (), False)
                     packed.append((clean, source))
             await self._close()
             await self._open()
-            for archive, source in packed:
+            ways = [await way_to(self.place, posixpath.dirname(source), self._root) for _, source in packed]
+            for (archive, source), way in zip(packed, ways, strict=True):
+                await way_to(self.place, posixpath.dirname(source), self._root, way)
                 await self._must(f"if [ -d '{source}' ]; then find '{source}' -mindepth 1 -delete; fi")
                 await self.place.unpack(archive, posixpath.dirname(source))
 
@@ -253,6 +258,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
 
         Raises:
             FileNotFoundError: it is missing, or not a regular file.
+            SandboxError: it is too large.
         """
         inside = self._inside(source_path)
         with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
@@ -306,7 +312,11 @@ def _only_file(archive: str) -> bytes | None:
     with tarfile.open(archive) as source:
         member = source.next()
         content = None if member is None or not member.isreg() else source.extractfile(member)
-        return None if content is None else content.read()
+        if member is None or content is None:
+            return None
+        if member.size > _MOST_BYTES:
+            raise SandboxError(f"{member.name} has {member.size:,} bytes; expected at most {_MOST_BYTES:,}")
+        return content.read()
 
 
 def _extract(archive: str, target: str) -> None:

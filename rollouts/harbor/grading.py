@@ -14,6 +14,7 @@ import contextlib
 import fnmatch
 import io
 import posixpath
+import re
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -28,14 +29,29 @@ from rollouts.harbor.schema import ArtifactConfig, HealthcheckConfig
 from rollouts.harbor.tasks import HarborTask, TaskFile
 from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_rewards, reward_in
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.archives import LATEST
 from rollouts.sandboxes.image import ImageSandbox
 
-__all__ = ["Box", "box_in", "fill", "grade", "healthy", "open_box", "run_solution", "sanitize", "upload"]
+__all__ = [
+    "Box",
+    "box_in",
+    "fill",
+    "grade",
+    "healthy",
+    "is_in",
+    "open_box",
+    "run_solution",
+    "sanitize",
+    "upload",
+    "way_to",
+]
 
 AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
 _SETUP_SECONDS = 120.0
 _TAIL = 4000
+_MOST_BYTES = 1 << 20
+"""Of a reward file, and of the end of the output of the tests."""
 
 
 @attrs.frozen
@@ -199,8 +215,10 @@ async def grade(
             packed = await _packed(task, box, rung, Path(folder))
             async with fresh() as other:
                 await fill(task, other)
-                for archive, source in packed:
+                ways = [await way_to(other.place, posixpath.dirname(source), other.root) for _, source in packed]
+                for (archive, source), way in zip(packed, ways, strict=True):
                     parent, name = posixpath.split(source)
+                    await way_to(other.place, parent, other.root, way)
                     if rung == "carry" and source == other.workdir:
                         await other.must(f"find {_quoted(source)} -mindepth 1 -delete")
                     elif name:
@@ -232,17 +250,39 @@ async def _packed(task: HarborTask, box: Box, rung: Rung, folder: Path) -> list[
         if box.workdir == "/":
             raise no_verdict("box", task.name, rung, "the working folder is /, so that all of it is the agent's")
         wanted.insert(0, ArtifactConfig(box.workdir))
-    packed = []
+    packed: list[tuple[str, str]] = []
+    whole: list[str] = []
     for number, artifact in enumerate(wanted):
         source = posixpath.normpath(posixpath.join(box.workdir, artifact.source))
         if source == "/":
             raise no_verdict("box", task.name, rung, "the artifact / is the whole box of the agent")
+        if any(is_in(source, above) for above in whole):
+            continue  # it is there already
         archive = str(folder / f"{number}.tar")
         if await box.place.pack(source, archive):
             clean = str(folder / f"{number}-clean.tar")
             await anyio.to_thread.run_sync(sanitize, archive, clean, source, artifact.exclude, rung == "separate")
             packed.append((clean, source))
+            if not artifact.exclude:
+                whole.append(source)
     return packed
+
+
+async def way_to(place: RunningSandbox, folder: str, user: str | None, before: str | None = None) -> str:
+    """The path of the nearest folder that is there, and where it leads.
+
+    Args:
+        user: the user that looks; ``None`` for that of the sandbox.
+        before: the answer before anything of an agent was unpacked.
+
+    Raises:
+        SandboxError: it leads somewhere else, and not as before: a link of the agent is in the way.
+    """
+    look = f'p={_quoted(folder)}; until cd -P "$p"; do p=${{p%/*}}; p=${{p:-/}}; done 2>/dev/null; echo "$p"; pwd -P'
+    way = (await place.exec(["bash", "-c", look], seconds=_SETUP_SECONDS, cwd="/", user=user)).stdout
+    if before is not None and way != before and len(set(way.splitlines())) != 1:
+        raise SandboxError(f"{folder} leads through a link of the agent: {way.split()}")
+    return way
 
 
 def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool) -> None:
@@ -254,19 +294,23 @@ def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], clos
         closed: whether all links that leave the archive are left out.
     """
     kept: set[str] = set()
+    excluded: set[str] = set()
+    is_excluded = _excluding(exclude)
     above = posixpath.dirname(source)
     with tarfile.open(archive) as found, tarfile.open(clean, "w") as target:
         for member in found:
             name = posixpath.normpath(member.name)
-            if _is_excluded(name, exclude) or not (
-                member.isreg() or member.isdir() or member.islnk() or member.issym()
-            ):
+            if posixpath.dirname(name) in excluded or is_excluded(name):  # a folder is before its members
+                excluded.add(name)
+                continue
+            if not (member.isreg() or member.isdir() or member.islnk() or member.issym()):
                 continue
             if member.islnk() and posixpath.normpath(member.linkname) not in kept:
                 continue
             if member.issym() and not _is_harmless(posixpath.join(above, name), member.linkname, source, closed):
                 continue
             member.mode &= 0o777
+            member.mtime = min(max(member.mtime, 0), LATEST)
             kept.add(name)
             target.addfile(member, found.extractfile(member) if member.isreg() else None)
 
@@ -284,21 +328,21 @@ def _is_harmless(path: str, link: str, source: str, closed: bool) -> bool:
     if closed:
         return target == source or target.startswith(f"{source}/")
     hidden = (TESTS, SOLUTION, "/logs", "/proc")
-    return not any(_is_in(target, folder) or _is_in(folder, target) for folder in hidden)
+    return not any(is_in(target, folder) or is_in(folder, target) for folder in hidden)
 
 
-def _is_in(path: str, folder: str) -> bool:
+def is_in(path: str, folder: str) -> bool:
     return path == folder or folder == "/" or path.startswith(f"{folder}/")
 
 
-def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
-    parts = name.split("/")
-    for depth in range(1, len(parts) + 1):
-        for start in range(depth):
-            text = "/".join(parts[start:depth])
-            if any(fnmatch.fnmatchcase(text, pattern.rstrip("/")) for pattern in patterns):
-                return True
-    return False
+def _excluding(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name, or its last parts, have a pattern."""
+    if not patterns:
+        return lambda name: False
+    texts = [pattern.rstrip("/") for pattern in patterns]
+    # ``*`` has slashes, too: a pattern that begins with it has the last parts of a name only if it has the whole.
+    found = re.compile("|".join(("" if text[:1] == "*" else "(?s:.*/)?") + fnmatch.translate(text) for text in texts))
+    return lambda name: found.match(name) is not None
 
 
 async def _tested(
@@ -324,8 +368,8 @@ async def _tested(
     if rung != "keep":
         await box.place.kill_all()
     output = ""
-    with contextlib.suppress(SandboxError):  # it is larger than a file that is read
-        output = (await box.place.read(files[2]) or b"").decode(errors="replace")[-_TAIL:]
+    with contextlib.suppress(SandboxError):  # it fills the disk, or a process changes it
+        output = await _end_of(box, files[2])
     if end.timed_out:
         raise no_verdict("timeout", task.name, rung, f"{verifier.timeout_sec:g} s; {output}")
     found = [await _regular(task, box, rung, path) for path in files[:2]]
@@ -342,7 +386,7 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
     """The content of a file, ``None`` if nothing is there.
 
     Raises:
-        NoVerdict: something else is there.
+        NoVerdict: something else is there, or a file that is too large.
     """
     with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
         archive = f"{folder}/file.tar"
@@ -353,7 +397,25 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
             content = None if member is None or not member.isreg() else packed.extractfile(member)
             if content is None:
                 raise no_verdict("not_a_file", task.name, rung, path)
-            return content.read()
+            data = content.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise no_verdict("unreadable", task.name, rung, f"{path} has more than {_MOST_BYTES:,} bytes")
+            return data
+
+
+async def _end_of(box: Box, path: str) -> str:
+    """The end of a file; nothing where it is missing or no regular file."""
+    with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        archive = f"{folder}/file.tar"
+        if not await box.place.pack(path, archive):
+            return ""
+        with tarfile.open(archive) as packed:
+            member = packed.next()
+            content = None if member is None or not member.isreg() else packed.extractfile(member)
+            if member is None or content is None:
+                return ""
+            content.seek(max(0, member.size - _MOST_BYTES))
+            return content.read().decode(errors="replace")[-_TAIL:]
 
 
 def _quoted(path: str) -> str:

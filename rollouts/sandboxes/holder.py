@@ -63,6 +63,7 @@ _TABLE_BYTES = 1 << 20
 
 def main(request: dict[str, Any]) -> None:
     """Set up the sandbox, then serve requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 ignores what it does not handle; Python handles this one
     for name in ("ascii", "latin-1", "utf-8"):
         codecs.lookup(name)  # now: it imports a module
     control = socket.socket(fileno=request["control"])
@@ -342,15 +343,25 @@ class _Holder:
                 with open(descriptor, "rb") as archive:
                     archives.unpack(archive, request["path"], most)
                 _answer(request["number"], {})
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a program put in the way of tarfile, the holder lives
             _answer(request["number"], {"error": _words(error)})
 
     # -- commands --
 
     def _start(self, request: dict[str, Any], data: bytes) -> None:
         began = time.monotonic()
-        pipes = [os.pipe(), os.pipe()]
-        process = os.fork()
+        pipes: list[tuple[int, int]] = []
+        try:
+            pipes += [os.pipe()]
+            pipes += [os.pipe()]
+            process = os.fork()
+        except OSError as error:  # no descriptor or process is left
+            for number in (number for pair in pipes for number in pair):
+                os.close(number)
+            words = f"{request['argv'][0]}: {_words(error)}\n".encode()
+            report = {"code": 127, "seconds": time.monotonic() - began, "timed_out": False, "truncated": False}
+            _answer(request["number"], report, b"", words)
+            return
         if process == 0:
             self._become(request, data, pipes[0][1], pipes[1][1])
         command = _Command(request, process, began)
@@ -382,8 +393,9 @@ class _Holder:
         if not command.request["keep"]:
             self._kill_all(command)
         elif command.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(command.process, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # the second where it is stopped before it has a group of its own
+                with contextlib.suppress(ProcessLookupError):
+                    kill(command.process, signal.SIGKILL)
             command.code = os.waitstatus_to_exitcode(os.waitpid(command.process, 0)[1])
         self._report(command)
 

@@ -152,6 +152,20 @@ async def test_the_work_of_an_honest_agent_is_rewarded(tasks: Tasks, rung: Rung)
     assert verdict.metadata()["rung"] == rung
 
 
+@pytest.mark.parametrize("exclude", ["", ', exclude = ["*.o"]'], ids=["whole", "with an exclusion"])
+async def test_no_artifact_is_unpacked_through_a_link_of_the_agent(tmp_path: Any, exclude: str) -> None:
+    """An artifact below a folder that the agent has made a link to the tools of the fresh box."""
+    further = f'artifacts = [{{source = "/app/sub"{exclude}}}, "/app/sub/build/bin"]\n'
+    task = load_task(write_task(tmp_path, TESTS, toml=further + TOML.replace('"/app"', '"/app/work"')))
+    own = "printf '#!/bin/bash\\necho 42\\n' > /tmp/c; chmod +x /tmp/c; mv /tmp/c /usr/bin/cat"
+    command = f"mkdir /app/sub; ln -s /usr /app/sub/build; {own}"
+    if exclude:
+        with pytest.raises(NoVerdict, match="a link of the agent"):
+            await graded(task, "carry", command)
+    else:
+        assert (await graded(task, "carry", command)).rewards == UNDONE
+
+
 @pytest.fixture
 def long_only(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--long"):

@@ -96,6 +96,7 @@ async def test_a_program_gets_the_reward_of_the_tests(
         ("true\n", "missing"),
         ("touch /logs/verifier/reward.txt\n", "empty"),
         ("echo nan > /logs/verifier/reward.txt\n", "unreadable"),
+        ("printf '%2000000s' 1 > /logs/verifier/reward.txt\n", "unreadable"),
         ("mkdir /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt\n", "not_a_file"),
         ("ln -s /app/answer.txt /logs/verifier/reward.txt\n", "not_a_file"),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json\n', "no_reward"),

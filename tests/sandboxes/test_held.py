@@ -91,6 +91,16 @@ async def test_a_deadline_kills_the_group_of_its_command_and_no_other(kept: Runn
     ) == 0
 
 
+async def test_a_command_that_is_stopped_at_once_is_killed(kept: RunningSandbox) -> None:
+    """Also where it has no group of its own yet."""
+    stop = anyio.Event()
+    stop.set()
+    for _ in range(5):
+        began = anyio.current_time()
+        assert (await kept.run(["sleep", "8"], seconds=20, stop=stop)).code == -9
+        assert anyio.current_time() - began < 5
+
+
 async def test_all_are_killed_while_commands_run(kept: RunningSandbox) -> None:
     """They end as killed, also a process that left its group; the sandbox runs the next command."""
     ends = []
@@ -162,6 +172,22 @@ async def test_a_folder_is_packed_and_unpacked(sandbox: RunningSandbox, tmp_path
     assert (await sandbox.exec(["sh", "-c", check], user=user)).stdout.split()[-1] == "x"
     assert not await sandbox.pack("nothing", tmp_path / "none.tar")
     assert not (tmp_path / "none.tar").exists()
+
+
+@pytest.mark.parametrize("when", [(1 << 63) - 1, 1 << 40, -(1 << 40)])
+async def test_a_file_may_have_any_time(sandbox: RunningSandbox, tmp_path: Path, when: int) -> None:
+    """It is packed and unpacked with one that can be written; a member with any time is unpacked, too."""
+    await sandbox.exec(["sh", "-c", f"mkdir t; echo x > t/f; touch -d @{when} t/f t"])
+    assert await sandbox.pack("t", tmp_path / "t.tar")
+    with tarfile.open(tmp_path / "t.tar") as tar:
+        assert all(0 <= member.mtime <= 1 << 33 for member in tar)
+    with tarfile.open(tmp_path / "u.tar", "w") as tar:
+        member = tarfile.TarInfo("f")
+        member.mtime = when
+        tar.addfile(member)
+    await sandbox.unpack(tmp_path / "t.tar", "again")
+    await sandbox.unpack(tmp_path / "u.tar", "again")
+    assert (await sandbox.exec(["cat", "again/t/f"])).stdout == "x\n"
 
 
 async def test_a_packed_tree_uses_no_program_of_the_sandbox(sandbox: RunningSandbox, tmp_path: Path) -> None:

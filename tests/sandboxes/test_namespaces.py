@@ -109,6 +109,13 @@ async def test_what_a_program_may_not_do(
     assert said.startswith(words), said
 
 
+async def test_no_signal_of_a_program_ends_the_holder(sandbox: RunningSandbox) -> None:
+    """Process 1 has no handler, such as Python's for the interrupt, that a signal from inside could reach."""
+    for signal in ("INT", "TERM", "HUP", "CHLD"):
+        await sandbox.run(["sh", "-c", f"kill -{signal} 1; sleep 0.1"], seconds=20)
+        assert (await sandbox.run(["echo", "here"], seconds=20)).stdout == "here\n"
+
+
 async def test_processes_are_limited() -> None:
     """A program that starts processes without end is stopped by their number, where the user is not root outside."""
     kind = NamespaceSandbox(limits=LIMITS, bubblewrap=False)
