@@ -77,17 +77,20 @@ class Leases:
         path: file of the log.
         groups_in_work: most groups that are ready or leased.
         max_staleness: maximum number of versions between the weights that sampled a token and the current ones.
+        run: names the run whose groups these are; a log belongs to one run.
 
     Attributes:
         acknowledged: token of the acknowledged lease of each group, by index.
         dropped: number of dropped groups by reason.
 
     Raises:
-        ConfigError: an argument is invalid, or another process writes to the log.
+        ConfigError: an argument is invalid, another process writes to the log, or the log is of another run.
         JournalError: the log is damaged, or cannot be opened.
     """
 
-    def __init__(self, path: str | Path, *, groups_in_work: int, max_staleness: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, *, groups_in_work: int, max_staleness: int | None = None, run: str | None = None
+    ) -> None:
         if not is_int(groups_in_work, 1):
             raise ConfigError.of("groups_in_work", groups_in_work, "an integer >= 1")
         self.groups_in_work = groups_in_work
@@ -103,10 +106,13 @@ class Leases:
         self._changed = anyio.Event()
         self._writing = anyio.Lock()
         self._log = LeaseLog(Path(path))
-        openings = sum(map(self._replay, self._log.records))
-        self._next_token = (openings + 1) * _TOKENS
         try:
-            self._log.append({"kind": "opened"})
+            for name in [record.get("run") for record in self._log.records if record["kind"] == "opened"]:
+                if run is not None and name not in (None, run):
+                    raise ConfigError.of("leases", f"{path} of the run {name}", f"the log of this run, {run}")
+            openings = sum(map(self._replay, self._log.records))
+            self._next_token = (openings + 1) * _TOKENS
+            self._log.append({"kind": "opened", "run": run})
         except BaseException:
             self._log.close()
             raise

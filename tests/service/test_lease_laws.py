@@ -21,6 +21,7 @@ from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
 from rollouts.service import Lease, LeaseLost, Leases, leased_run
 from rollouts.service.lease_log import LeaseLog
 from rollouts.training import DataBuffer, RolloutConfig, Sample
@@ -295,6 +296,15 @@ async def test_bad_arguments_are_errors(tmp_path: Path) -> None:
         Leases(tmp_path / "other", groups_in_work=0)
 
 
+def test_a_log_belongs_to_one_run(tmp_path: Path) -> None:
+    """Acknowledgements of another run would skip groups of this one; a log without a name is of an earlier version."""
+    for run in (None, "one", "one", None):
+        Leases(tmp_path / "log", groups_in_work=3, run=run).__exit__(None, None, None)
+    with pytest.raises(ConfigError, match=r"of the run one.*the log of this run, two"):
+        Leases(tmp_path / "log", groups_in_work=3, run="two")
+    Leases(tmp_path / "log", groups_in_work=3, run="one").__exit__(None, None, None)
+
+
 # -- over a run -------------------------------------------------------------------------------------------------------
 
 
@@ -368,3 +378,13 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
     assert verify_run(folder).violations == []
     counts = read_info(folder)["accounting"]
     assert (counts["in_batch"], counts["failed"]) == (60, 0)
+
+
+async def test_an_overwritten_run_has_no_acknowledgements(tmp_path: Path) -> None:
+    """The groups of a new run in the folder are others, with the same numbers."""
+    async with leased_run(tmp_path, recipe(1)) as leases:
+        await leases.acknowledge((await taken(leases, 3, wait_seconds=30)).token)
+        assert leases.is_done(0)
+    RunWriter(tmp_path, overwrite=True).finish("stopped")
+    with Leases(tmp_path / "leases.log", groups_in_work=3) as leases:
+        assert not leases.is_done(0)
