@@ -53,7 +53,7 @@ async def leased_run(
     file, started = Path(path) / LEASES, read_info(path).get("started")
     with (
         run_journal.journal,
-        Leases(file, groups_in_work=most, max_staleness=max_staleness, run=started) as leases,
+        Leases(file, groups_in_work=most, max_staleness=max_staleness, batch_size=size, run=started) as leases,
     ):
         await run_journal.journal.sync()  # a killed process may have left a seal that is not on disk
         if found is not None:
@@ -62,10 +62,12 @@ async def leased_run(
         async def deliver(samples: list[Sample]) -> None:
             await leases.room_for(size)
             leases.add(_by_group(samples))
-            await leases.room_for(size)  # no batch is sealed that has no place
+            if writer.batches < recipe.batches:
+                await leases.room_for(size)  # no batch is sealed that has no place
 
         async def generate() -> None:
-            await leases.room_for(size)
+            if writer.batches < recipe.batches:
+                await leases.room_for(size)
             state = None if found is None else found.state
             result = await run(recipe, writer, run_journal=run_journal, state=state, deliver=deliver)
             leases.finish(result.error)

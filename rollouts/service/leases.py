@@ -77,6 +77,7 @@ class Leases:
         path: file of the log.
         groups_in_work: most groups that are ready or leased.
         max_staleness: maximum number of versions between the weights that sampled a token and the current ones.
+        batch_size: number of groups that are added at once, when there is room for all of them.
         run: names the run whose groups these are; a log belongs to one run.
 
     Attributes:
@@ -89,11 +90,20 @@ class Leases:
     """
 
     def __init__(
-        self, path: str | Path, *, groups_in_work: int, max_staleness: int | None = None, run: str | None = None
+        self,
+        path: str | Path,
+        *,
+        groups_in_work: int,
+        max_staleness: int | None = None,
+        batch_size: int = 1,
+        run: str | None = None,
     ) -> None:
         if not is_int(groups_in_work, 1):
             raise ConfigError.of("groups_in_work", groups_in_work, "an integer >= 1")
+        if not is_int(batch_size, 1) or batch_size > groups_in_work:
+            raise ConfigError.of("batch_size", batch_size, f"an integer from 1 to groups_in_work, {groups_in_work}")
         self.groups_in_work = groups_in_work
+        self._batch_size = batch_size
         self.acknowledged: dict[int, int] = {}
         self.dropped: Counter[str] = Counter()
         self._staleness = Staleness(max_staleness=max_staleness)
@@ -211,7 +221,8 @@ class Leases:
         """Lease the oldest ready groups.
 
         Args:
-            groups: number of groups; at the end of the data, the lease has the rest.
+            groups: number of groups, at most ``groups_in_work - batch_size + 1``: with so many ready, a batch may have
+                no room. At the end of the data, the lease has the rest.
             lease_seconds: time after which the groups return unless the lease is acknowledged or renewed.
             wait_seconds: longest wait for groups.
             consumer: a name for :meth:`held`.
@@ -224,8 +235,10 @@ class Leases:
             ConfigError: an argument is invalid.
             JournalError: the log cannot be written.
         """
-        if not is_int(groups, 1) or groups > self.groups_in_work:
-            raise ConfigError.of("groups", groups, f"an integer from 1 to groups_in_work, {self.groups_in_work}")
+        most = self.groups_in_work - self._batch_size + 1
+        if not is_int(groups, 1) or groups > most:
+            numbers = f"groups_in_work, {self.groups_in_work}, - batch_size, {self._batch_size}, + 1"
+            raise ConfigError.of("groups", groups, f"an integer from 1 to {most} ({numbers})")
         _check_seconds(lease_seconds)
         if not is_number(wait_seconds) or wait_seconds < 0:
             raise ConfigError.of("wait_seconds", wait_seconds, "a number of seconds >= 0")

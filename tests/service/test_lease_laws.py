@@ -388,3 +388,29 @@ async def test_an_overwritten_run_has_no_acknowledgements(tmp_path: Path) -> Non
     RunWriter(tmp_path, overwrite=True).finish("stopped")
     with Leases(tmp_path / "leases.log", groups_in_work=3) as leases:
         assert not leases.is_done(0)
+
+
+@pytest.mark.parametrize(("groups_in_work", "most"), [(3, 1), (5, 3), (None, 4)])
+async def test_a_lease_that_a_batch_without_room_may_keep_waiting_is_refused(
+    groups_in_work: int | None, most: int, tmp_path: Path
+) -> None:
+    """Batches of 3: with more groups ready than leave room for a batch, no more come; so many always are."""
+    async with leased_run(tmp_path, recipe(4), groups_in_work=groups_in_work) as leases:
+        with pytest.raises(ConfigError, match=rf"groups: got {most + 1};.* 1 to {most} .*batch_size, 3"):
+            await leases.take(most + 1)
+        trained = 0
+        with contextlib.suppress(DataExhausted):
+            while True:
+                lease = await taken(leases, most, wait_seconds=30)
+                trained += len(lease.groups)
+                await leases.acknowledge(lease.token)
+        assert trained == 12
+
+
+async def test_the_end_of_the_data_needs_no_room(tmp_path: Path) -> None:
+    """After the last batch nothing is added, so that the rest of the groups is delivered beside a lease."""
+    async with leased_run(tmp_path, recipe(1), groups_in_work=5) as leases:
+        first = await taken(leases, 2, wait_seconds=30)
+        assert leases.room < 3
+        second = await taken(leases, 3, wait_seconds=5)
+        assert (first.groups, second.groups) == ((0, 1), (2,))
