@@ -252,7 +252,8 @@ class Leases:
                 raise self._end
             if (left := until - anyio.current_time()) <= 0:
                 return None
-            next_end = min((held.ends for held in self._held.values()), default=math.inf) - anyio.current_time()
+            ends = (held.ends for held in self._held.values() if not held.is_written)
+            next_end = min(ends, default=math.inf) - anyio.current_time()
             with anyio.move_on_after(max(0.0, min(left, next_end))):
                 await self._changed.wait()
 
@@ -265,8 +266,11 @@ class Leases:
 
         Raises:
             LeaseLost: the lease has ended; nothing changed.
+            ConfigError: the step is no integer >= 0; nothing changed.
             JournalError: the log cannot be written; it is unknown whether the record is stored. No further call writes.
         """
+        if step is not None and not is_int(step, 0):
+            raise ConfigError.of("step", step, "an integer >= 0, or None")
         async with self._writing:
             if token in self._settled_tokens:
                 return

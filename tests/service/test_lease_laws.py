@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import attrs
+import numpy as np
 import pytest
 
 from rollouts.dtypes import Endpoint, Prompt
@@ -236,6 +237,42 @@ async def test_a_lease_does_not_end_while_its_acknowledgement_is_written(tmp_pat
                 leases.release(lease.token)
             slow.answers.set()
     assert leases.acknowledged == {0: lease.token}
+
+
+async def test_a_wait_beside_a_slow_acknowledgement_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is being written does not end, so its end is not waited for."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        slow = leases._log = _SlowLog(leases._log)  # type: ignore[assignment]
+        leases.add(groups(0))
+        lease = await taken(leases, 1, lease_seconds=0.05)
+        looks: list[None] = []
+        drop_stale = leases._drop_stale
+
+        async def counted() -> None:
+            looks.append(None)
+            await drop_stale()
+
+        monkeypatch.setattr(leases, "_drop_stale", counted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leases.acknowledge, lease.token)
+            assert await leases.take(1, wait_seconds=0.3) is None
+            slow.answers.set()
+    assert len(looks) <= 3
+
+
+async def test_a_step_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+    """Neither the log nor the lease, which ends at its time."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        lease = await taken(leases, 1)
+        before = (tmp_path / "log").read_bytes()
+        steps: list[Any] = [np.int64(3), 1.0, True, -1, "3"]
+        for step in steps:
+            with pytest.raises(ConfigError, match="step"):
+                await leases.acknowledge(lease.token, step=step)
+        assert (tmp_path / "log").read_bytes() == before
+        leases.release(lease.token)
+        assert (await taken(leases, 1)).groups == (0,)
 
 
 async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path) -> None:
