@@ -28,6 +28,7 @@ from rollouts.harbor.schema import ArtifactConfig, HealthcheckConfig
 from rollouts.harbor.tasks import HarborTask, TaskFile
 from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_rewards, reward_in
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.archives import LATEST
 from rollouts.sandboxes.image import ImageSandbox
 
 __all__ = ["Box", "box_in", "fill", "grade", "healthy", "open_box", "run_solution", "sanitize", "upload"]
@@ -267,6 +268,7 @@ def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], clos
             if member.issym() and not _is_harmless(posixpath.join(above, name), member.linkname, source, closed):
                 continue
             member.mode &= 0o777
+            member.mtime = min(max(member.mtime, 0), LATEST)
             kept.add(name)
             target.addfile(member, found.extractfile(member) if member.isreg() else None)
 

@@ -13,9 +13,11 @@ import tarfile
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
-__all__ = ["check_members", "pack", "unpack"]
+__all__ = ["LATEST", "check_members", "pack", "unpack"]
 
 _HEADER = 512
+LATEST = 1 << 33
+"""The last time of a member, in seconds, that every library can convert; a program sets any."""
 
 
 def pack(path: str, archive: BinaryIO, max_bytes: int) -> bool:
@@ -63,7 +65,7 @@ def _status(path: str) -> os.stat_result | None:
 
 def _member(path: str, name: str, status: os.stat_result) -> tarfile.TarInfo | None:
     member = tarfile.TarInfo(name)
-    member.mode, member.mtime = stat.S_IMODE(status.st_mode), status.st_mtime
+    member.mode, member.mtime = stat.S_IMODE(status.st_mode), min(max(status.st_mtime, 0), LATEST)
     member.uid, member.gid = status.st_uid, status.st_gid
     if stat.S_ISREG(status.st_mode):
         member.size = status.st_size
@@ -102,6 +104,7 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
                 if member.ischr() or member.isblk():
                     raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")
+                member.mtime = min(max(member.mtime, 0), LATEST)
                 _make_way(place, member)
                 tar.extract(member, root, numeric_owner=True)
     except tarfile.TarError as error:

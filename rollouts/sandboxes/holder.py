@@ -342,15 +342,25 @@ class _Holder:
                 with open(descriptor, "rb") as archive:
                     archives.unpack(archive, request["path"], most)
                 _answer(request["number"], {})
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a program put in the way of tarfile, the holder lives
             _answer(request["number"], {"error": _words(error)})
 
     # -- commands --
 
     def _start(self, request: dict[str, Any], data: bytes) -> None:
         began = time.monotonic()
-        pipes = [os.pipe(), os.pipe()]
-        process = os.fork()
+        pipes: list[tuple[int, int]] = []
+        try:
+            pipes += [os.pipe()]
+            pipes += [os.pipe()]
+            process = os.fork()
+        except OSError as error:  # no descriptor or process is left
+            for number in (number for pair in pipes for number in pair):
+                os.close(number)
+            words = f"{request['argv'][0]}: {_words(error)}\n".encode()
+            report = {"code": 127, "seconds": time.monotonic() - began, "timed_out": False, "truncated": False}
+            _answer(request["number"], report, b"", words)
+            return
         if process == 0:
             self._become(request, data, pipes[0][1], pipes[1][1])
         command = _Command(request, process, began)
