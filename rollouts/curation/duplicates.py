@@ -29,7 +29,7 @@ _PIECE = re.compile(r"\w+|[^\w\s]")
 _GRAM = 13
 """Words of a sequence that shows overlap (Brown et al. 2020, appendix C)."""
 _COMMON_SHARE, _COMMON_LEAST = 0.05, 3
-"""A sequence in more than this share of the held-out texts, and in more texts than this, is their common wording."""
+"""A sequence in more than this share of the distinct held-out texts, and in more than this many, is common wording."""
 
 _AT_ONCE = 4096
 
@@ -98,9 +98,11 @@ class HeldOut:
         self.texts = 0
         for text in texts:
             self.texts += 1
-            self._whole.add(_whole(text))
-            grams.update(set(_grams(text)))
-        most = max(_COMMON_LEAST, int(_COMMON_SHARE * self.texts))
+            whole = _whole(text)
+            if whole not in self._whole:  # a text that is there twice shares its wording with no other
+                self._whole.add(whole)
+                grams.update(set(_grams(text)))
+        most = max(_COMMON_LEAST, int(_COMMON_SHARE * len(self._whole)))
         self._grams = {gram for gram, count in grams.items() if count <= most}
         self.common = len(grams) - len(self._grams)
         """Sequences that are common wording."""

@@ -33,6 +33,7 @@ NO_VERDICT = "no verdict: it failed, was aborted, or has no reward"
 IMAGES = "has images, which no row has a column for"
 HELD_OUT = "overlap with held-out texts"
 WHERE = "not in --where"
+SEVERAL = "several conversations, or unlike rewards: curate takes one agent's rollouts"
 NOT_PASSED = "reward below --passing"
 DUPLICATE = "exact duplicate of an earlier one"
 OVER = "beyond the limit of its task"
@@ -203,6 +204,8 @@ class Selector:
             facts = {**rollout.facts(passing), **self.tasks[rollout.task].facts()}
             if not self._where(facts):
                 return WHERE
+        if rollout.has_several_conversations:
+            return SEVERAL
         if self._kind in ("correct", "shortest") and rollout.reward < passing:
             return NOT_PASSED
         if self._held_out is not None and self._held_out.has(rollout.prompt_text, rollout.texts()):

@@ -156,6 +156,12 @@ class StoredRollout:
         failed = any(branch.get("failure") or branch.get("status") in _NO_VERDICT for branch in self.branches)
         return None if failed or len(known) < len(rewards) else sum(known) / len(known)
 
+    @property
+    def has_several_conversations(self) -> bool:
+        """Whether its branches are of several seats or conversations, or have unlike rewards: no reward is of all."""
+        keys = {(branch.get("seat"), branch.get("conversation") or 0) for branch in self.branches}
+        return len(keys) > 1 or len({finite(branch.get("reward")) for branch in self.branches}) > 1
+
     @cached_property
     def masks(self) -> list[npt.NDArray[np.bool_]]:
         """For each branch, where the policy sampled."""

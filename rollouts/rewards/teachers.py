@@ -40,7 +40,7 @@ class Teacher:
     Args:
         url: of its ``/generate``.
         route: which samples it scores; ``None``: all, where it is the only teacher.
-        temperature: by which the teacher divides its logits: that of the rollouts.
+        temperature: 1, that of prompt logprobs whatever the request says; the rollouts have to be sampled at it.
         options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``, ``seconds``, ``at_once``.
 
     Raises:
@@ -48,12 +48,12 @@ class Teacher:
     """
 
     def __init__(self, url: str, *, route: Route | None = None, temperature: float = 1.0, **options: Any) -> None:
-        if not is_number(temperature) or not temperature > 0:
-            raise ConfigError.of("Teacher.temperature", temperature, "a number > 0")
+        if not is_number(temperature) or temperature != 1:
+            expected = "1: servers report prompt logprobs before the temperature"
+            raise ConfigError.of("Teacher.temperature", temperature, expected)
         self._name, self._value = _parts_of(route) if isinstance(route, str) else ("", "")
         self.route = route
         self._post = Poster(url, **options)
-        self._temperature = temperature
 
     def __repr__(self) -> str:
         route = self.route if isinstance(self.route, str) else function_name(self.route) if self.route else "all"
@@ -73,18 +73,22 @@ class Teacher:
 
         Raises:
             RewardFailure: no answer, or not a finite logprob of each sampled id.
-            ConfigError: the sample has images.
+            ConfigError: the sample has images, or was sampled at another temperature than 1.
         """
         mask = sample.mask_column
         if sample.images:
             raise ConfigError.of(f"{sample!r}.images", len(sample.images), "none: a teacher is sent ids only")
+        for number, one in enumerate(sample.read_record("completions")):
+            if one.temperature not in (None, 1):
+                expected = "1: a teacher's logprobs are of the distribution at temperature 1"
+                raise ConfigError.of(f"{sample!r}.completions[{number}].temperature", one.temperature, expected)
         if not mask.any():
             return
         ids = sample.token_column.tolist()
         start = int(mask.argmax())
         body = {
             "input_ids": ids,
-            "sampling_params": {"temperature": self._temperature, "max_new_tokens": 0},
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": max(0, start - 1),
         }

@@ -9,6 +9,7 @@
     journal/          the append-only log from which a stopped or killed run resumes
     recording/        server replies and environment results of a run with --record, for replay
     images/           the images that samples, turns and recordings name, <sha256>.png, each once
+    leases.log        acknowledgements of a run whose groups are leased
     tools/            the tools that samples name, <sha256>.json, each list of schemas once
 
 Invariant: a row is a sample's :meth:`Sample.to_dict` plus ``outcome``, ``reason``, ``batch`` and the ``digests`` of its
@@ -78,6 +79,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "journal",
     "recording",
+    "leases.log",
 )
 """Files and folders of a run but its images; any of them makes a folder a run."""
 

@@ -16,6 +16,7 @@ import anyio.to_thread
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
+from rollouts.runs.folder import read_info
 from rollouts.runs.in_folder import open_in
 from rollouts.runs.run import run
 from rollouts.runs.run_journal import RunHistory
@@ -49,7 +50,11 @@ async def leased_run(
     if most < size:
         raise ConfigError.of("groups_in_work", most, f"at least batch_size, {size}")
     writer, run_journal, found = await open_in(path, recipe)
-    with run_journal.journal, Leases(Path(path) / LEASES, groups_in_work=most, max_staleness=max_staleness) as leases:
+    file, started = Path(path) / LEASES, read_info(path).get("started")
+    with (
+        run_journal.journal,
+        Leases(file, groups_in_work=most, max_staleness=max_staleness, batch_size=size, run=started) as leases,
+    ):
         await run_journal.journal.sync()  # a killed process may have left a seal that is not on disk
         if found is not None:
             leases.restore(await anyio.to_thread.run_sync(_unsettled, found.history, leases))
@@ -57,10 +62,12 @@ async def leased_run(
         async def deliver(samples: list[Sample]) -> None:
             await leases.room_for(size)
             leases.add(_by_group(samples))
-            await leases.room_for(size)  # no batch is sealed that has no place
+            if writer.batches < recipe.batches:
+                await leases.room_for(size)  # no batch is sealed that has no place
 
         async def generate() -> None:
-            await leases.room_for(size)
+            if writer.batches < recipe.batches:
+                await leases.room_for(size)
             state = None if found is None else found.state
             result = await run(recipe, writer, run_journal=run_journal, state=state, deliver=deliver)
             leases.finish(result.error)

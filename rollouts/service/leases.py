@@ -77,20 +77,33 @@ class Leases:
         path: file of the log.
         groups_in_work: most groups that are ready or leased.
         max_staleness: maximum number of versions between the weights that sampled a token and the current ones.
+        batch_size: number of groups that are added at once, when there is room for all of them.
+        run: names the run whose groups these are; a log belongs to one run.
 
     Attributes:
         acknowledged: token of the acknowledged lease of each group, by index.
         dropped: number of dropped groups by reason.
 
     Raises:
-        ConfigError: an argument is invalid, or another process writes to the log.
+        ConfigError: an argument is invalid, another process writes to the log, or the log is of another run.
         JournalError: the log is damaged, or cannot be opened.
     """
 
-    def __init__(self, path: str | Path, *, groups_in_work: int, max_staleness: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        groups_in_work: int,
+        max_staleness: int | None = None,
+        batch_size: int = 1,
+        run: str | None = None,
+    ) -> None:
         if not is_int(groups_in_work, 1):
             raise ConfigError.of("groups_in_work", groups_in_work, "an integer >= 1")
+        if not is_int(batch_size, 1) or batch_size > groups_in_work:
+            raise ConfigError.of("batch_size", batch_size, f"an integer from 1 to groups_in_work, {groups_in_work}")
         self.groups_in_work = groups_in_work
+        self._batch_size = batch_size
         self.acknowledged: dict[int, int] = {}
         self.dropped: Counter[str] = Counter()
         self._staleness = Staleness(max_staleness=max_staleness)
@@ -103,10 +116,13 @@ class Leases:
         self._changed = anyio.Event()
         self._writing = anyio.Lock()
         self._log = LeaseLog(Path(path))
-        openings = sum(map(self._replay, self._log.records))
-        self._next_token = (openings + 1) * _TOKENS
         try:
-            self._log.append({"kind": "opened"})
+            for name in [record.get("run") for record in self._log.records if record["kind"] == "opened"]:
+                if run is not None and name not in (None, run):
+                    raise ConfigError.of("leases", f"{path} of the run {name}", f"the log of this run, {run}")
+            openings = sum(map(self._replay, self._log.records))
+            self._next_token = (openings + 1) * _TOKENS
+            self._log.append({"kind": "opened", "run": run})
         except BaseException:
             self._log.close()
             raise
@@ -205,7 +221,8 @@ class Leases:
         """Lease the oldest ready groups.
 
         Args:
-            groups: number of groups; at the end of the data, the lease has the rest.
+            groups: number of groups, at most ``groups_in_work - batch_size + 1``: with so many ready, a batch may have
+                no room. At the end of the data, the lease has the rest.
             lease_seconds: time after which the groups return unless the lease is acknowledged or renewed.
             wait_seconds: longest wait for groups.
             consumer: a name for :meth:`held`.
@@ -218,8 +235,10 @@ class Leases:
             ConfigError: an argument is invalid.
             JournalError: the log cannot be written.
         """
-        if not is_int(groups, 1) or groups > self.groups_in_work:
-            raise ConfigError.of("groups", groups, f"an integer from 1 to groups_in_work, {self.groups_in_work}")
+        most = self.groups_in_work - self._batch_size + 1
+        if not is_int(groups, 1) or groups > most:
+            numbers = f"groups_in_work, {self.groups_in_work}, - batch_size, {self._batch_size}, + 1"
+            raise ConfigError.of("groups", groups, f"an integer from 1 to {most} ({numbers})")
         _check_seconds(lease_seconds)
         if not is_number(wait_seconds) or wait_seconds < 0:
             raise ConfigError.of("wait_seconds", wait_seconds, "a number of seconds >= 0")
@@ -233,7 +252,8 @@ class Leases:
                 raise self._end
             if (left := until - anyio.current_time()) <= 0:
                 return None
-            next_end = min((held.ends for held in self._held.values()), default=math.inf) - anyio.current_time()
+            ends = (held.ends for held in self._held.values() if not held.is_written)
+            next_end = min(ends, default=math.inf) - anyio.current_time()
             with anyio.move_on_after(max(0.0, min(left, next_end))):
                 await self._changed.wait()
 
@@ -246,8 +266,11 @@ class Leases:
 
         Raises:
             LeaseLost: the lease has ended; nothing changed.
+            ConfigError: the step is no integer >= 0; nothing changed.
             JournalError: the log cannot be written; it is unknown whether the record is stored. No further call writes.
         """
+        if step is not None and not is_int(step, 0):
+            raise ConfigError.of("step", step, "an integer >= 0, or None")
         async with self._writing:
             if token in self._settled_tokens:
                 return

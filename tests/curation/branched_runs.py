@@ -52,9 +52,10 @@ def copied_run(path: Path, samples: Sequence[Sample], seed: int) -> None:
     rng = random.Random(seed)
     writer = RunWriter(path, {"endpoint": {"model": "copied"}}, format="jsonl")
     copies = [Sample.from_dict(sample.to_dict()) for sample in samples]
+    rewards: dict[str | None, float] = {}
     for sample in copies:
         if sample.reward is not None and sample.failure is None:
-            sample.reward = float(rng.random() < 0.8)
+            sample.reward = rewards.setdefault(sample.rollout_id, float(rng.random() < 0.8))
     writer.write_batch(copies, {})
     writer.finish("finished")
 

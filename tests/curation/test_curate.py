@@ -12,8 +12,11 @@ import pytest
 
 from rollouts.curation import Selection, Target, curate, write_folder
 from rollouts.curation.rows import IGNORED, TARGETS
+from rollouts.curation.select import SEVERAL
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
+from rollouts.runs.writer import RunWriter
+from rollouts.training import Sample
 from rollouts.training.evaluation import task_key
 from tests.curation.branched_runs import copied_run, random_run
 
@@ -220,6 +223,30 @@ def test_a_pair_is_two_replies_to_one_context(tmp_path: Path) -> None:
                 sides[side].add(repr([contents, row[side][0]["content"], row["source"]["task"]]))
         assert not sides["chosen"] & sides["rejected"], "no reply is chosen in one pair and rejected in another"
     assert found > 5
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("seats", [True, False])
+def test_a_rollout_of_several_agents_is_refused(target: Target, seats: bool, tmp_path: Path) -> None:
+    """A winner of 2 and a loser of 0 have a mean that passes; also equal rewards of two seats are of no one agent."""
+    samples = [sample for sample in random_run(tmp_path / "a", 1) if sample.failure is None]
+    parts = [sample for members in _by_rollout(samples) if len(members) > 1 for sample in members]
+    for place, sample in enumerate(parts):
+        first = place == 0 or parts[place - 1].rollout_id != sample.rollout_id
+        sample.reward = 1.0 if seats else 9.0 if first else 0.0
+        sample.seat = ("white" if first else "black") if seats else None
+    writer = RunWriter(tmp_path / "b", format="jsonl")
+    writer.write_batch(parts, {})
+    writer.finish("finished")
+    rows = curate(tmp_path / "b", target, Selection(select="all"))
+    assert list(rows) == []
+    number = len({sample.rollout_id for sample in parts})
+    assert number > 1
+    assert rows.account.refused == {SEVERAL: number}
+
+
+def _by_rollout(samples: list[Sample]) -> list[list[Sample]]:
+    return [list(members) for _, members in itertools.groupby(samples, lambda sample: sample.rollout_id)]
 
 
 def test_wrong_arguments_are_refused_before_a_row_is_read(tmp_path: Path) -> None:

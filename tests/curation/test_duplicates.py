@@ -55,6 +55,16 @@ def test_a_short_prompt_is_compared_as_a_whole() -> None:
     assert not held_out.has("What is 3 * 4?", [])
 
 
+def test_a_held_out_text_that_is_there_often_is_no_common_wording() -> None:
+    """A file with several rows of one prompt, e.g. a rollout each: its 13 words in a row still show overlap."""
+    rng = random.Random(3)
+    often, others = text(rng, 30), [text(rng, 30) for _ in range(5)]
+    held_out = HeldOut([often, often.upper(), f" {often}\n", often, often, *others])
+    assert (held_out.texts, held_out.common) == (10, 0)
+    planted = " ".join([text(rng, 20), *often.split()[5:18], text(rng, 20)])
+    assert held_out.has("another prompt", [planted])
+
+
 def test_the_common_wording_of_held_out_texts_is_no_overlap() -> None:
     """An instruction that all held-out prompts have is not a reason to refuse every row."""
     rng = random.Random(2)

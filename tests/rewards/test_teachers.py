@@ -135,6 +135,7 @@ async def test_a_sample_has_exactly_one_teacher(routes: list[Any]) -> None:
         ({"url": "teacher:8000"}, "url"),
         ({"route": "kind=even"}, r"Teacher\.route"),
         ({"temperature": 0}, r"Teacher\.temperature"),
+        ({"temperature": 0.7}, r"Teacher\.temperature.*before the temperature"),
     ],
 )
 def test_arguments_are_checked(options: dict[str, Any], name: str) -> None:
@@ -150,6 +151,24 @@ def scored() -> Sample:
     sample.teacher_log_probs = np.where(sample.mask_column, np.float32(-0.25), np.float32(0))
     sample.completions = [type(one)(**{**one.to_dict(), "temperature": 1.0}) for one in sample.completions]
     return sample.pack()
+
+
+async def test_a_sample_of_another_temperature_is_not_scored() -> None:
+    """The teacher's logprobs are of temperature 1, whatever is asked for; nothing is sent and no column is set."""
+    async with StubServer(answering()) as server:
+        teacher = Teacher(f"{server.url}/generate")
+        for temperature in (0.7, 0.0):
+            sample = scored()
+            sample.teacher_log_probs = None
+            records = sample.read_record("completions")
+            sample.completions = [type(one)(**{**one.to_dict(), "temperature": temperature}) for one in records]
+            with pytest.raises(ConfigError, match="at temperature 1"):
+                await teacher.score(sample)
+            assert sample.teacher_column is None
+        assert server.requests == []
+        sample = scored()
+        await teacher.score(sample)
+        assert sample.teacher_column is not None
 
 
 def test_prime_rl_gets_them_as_reference_logprobs() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import attrs
+import numpy as np
 import pytest
 
 from rollouts.dtypes import Endpoint, Prompt
@@ -21,6 +22,7 @@ from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
 from rollouts.service import Lease, LeaseLost, Leases, leased_run
 from rollouts.service.lease_log import LeaseLog
 from rollouts.training import DataBuffer, RolloutConfig, Sample
@@ -237,6 +239,42 @@ async def test_a_lease_does_not_end_while_its_acknowledgement_is_written(tmp_pat
     assert leases.acknowledged == {0: lease.token}
 
 
+async def test_a_wait_beside_a_slow_acknowledgement_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is being written does not end, so its end is not waited for."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        slow = leases._log = _SlowLog(leases._log)  # type: ignore[assignment]
+        leases.add(groups(0))
+        lease = await taken(leases, 1, lease_seconds=0.05)
+        looks: list[None] = []
+        drop_stale = leases._drop_stale
+
+        async def counted() -> None:
+            looks.append(None)
+            await drop_stale()
+
+        monkeypatch.setattr(leases, "_drop_stale", counted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(leases.acknowledge, lease.token)
+            assert await leases.take(1, wait_seconds=0.3) is None
+            slow.answers.set()
+    assert len(looks) <= 3
+
+
+async def test_a_step_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+    """Neither the log nor the lease, which ends at its time."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        lease = await taken(leases, 1)
+        before = (tmp_path / "log").read_bytes()
+        steps: list[Any] = [np.int64(3), 1.0, True, -1, "3"]
+        for step in steps:
+            with pytest.raises(ConfigError, match="step"):
+                await leases.acknowledge(lease.token, step=step)
+        assert (tmp_path / "log").read_bytes() == before
+        leases.release(lease.token)
+        assert (await taken(leases, 1)).groups == (0,)
+
+
 async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path) -> None:
     """At the first delivery and after a return; the last version may be repeated; a restart changes nothing."""
 
@@ -293,6 +331,15 @@ async def test_bad_arguments_are_errors(tmp_path: Path) -> None:
             Leases(tmp_path / "log", groups_in_work=3)
     with pytest.raises(ConfigError, match="groups_in_work"):
         Leases(tmp_path / "other", groups_in_work=0)
+
+
+def test_a_log_belongs_to_one_run(tmp_path: Path) -> None:
+    """Acknowledgements of another run would skip groups of this one; a log without a name is of an earlier version."""
+    for run in (None, "one", "one", None):
+        Leases(tmp_path / "log", groups_in_work=3, run=run).__exit__(None, None, None)
+    with pytest.raises(ConfigError, match=r"of the run one.*the log of this run, two"):
+        Leases(tmp_path / "log", groups_in_work=3, run="two")
+    Leases(tmp_path / "log", groups_in_work=3, run="one").__exit__(None, None, None)
 
 
 # -- over a run -------------------------------------------------------------------------------------------------------
@@ -368,3 +415,39 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
     assert verify_run(folder).violations == []
     counts = read_info(folder)["accounting"]
     assert (counts["in_batch"], counts["failed"]) == (60, 0)
+
+
+async def test_an_overwritten_run_has_no_acknowledgements(tmp_path: Path) -> None:
+    """The groups of a new run in the folder are others, with the same numbers."""
+    async with leased_run(tmp_path, recipe(1)) as leases:
+        await leases.acknowledge((await taken(leases, 3, wait_seconds=30)).token)
+        assert leases.is_done(0)
+    RunWriter(tmp_path, overwrite=True).finish("stopped")
+    with Leases(tmp_path / "leases.log", groups_in_work=3) as leases:
+        assert not leases.is_done(0)
+
+
+@pytest.mark.parametrize(("groups_in_work", "most"), [(3, 1), (5, 3), (None, 4)])
+async def test_a_lease_that_a_batch_without_room_may_keep_waiting_is_refused(
+    groups_in_work: int | None, most: int, tmp_path: Path
+) -> None:
+    """Batches of 3: with more groups ready than leave room for a batch, no more come; so many always are."""
+    async with leased_run(tmp_path, recipe(4), groups_in_work=groups_in_work) as leases:
+        with pytest.raises(ConfigError, match=rf"groups: got {most + 1};.* 1 to {most} .*batch_size, 3"):
+            await leases.take(most + 1)
+        trained = 0
+        with contextlib.suppress(DataExhausted):
+            while True:
+                lease = await taken(leases, most, wait_seconds=30)
+                trained += len(lease.groups)
+                await leases.acknowledge(lease.token)
+        assert trained == 12
+
+
+async def test_the_end_of_the_data_needs_no_room(tmp_path: Path) -> None:
+    """After the last batch nothing is added, so that the rest of the groups is delivered beside a lease."""
+    async with leased_run(tmp_path, recipe(1), groups_in_work=5) as leases:
+        first = await taken(leases, 2, wait_seconds=30)
+        assert leases.room < 3
+        second = await taken(leases, 3, wait_seconds=5)
+        assert (first.groups, second.groups) == ((0, 1), (2,))
