@@ -393,7 +393,7 @@ class _Holder:
         if not command.request["keep"]:
             self._kill_all(command)
         elif command.code is None:
-            for kill in (os.killpg, os.kill):  # the second where it is stopped before it has a group of its own
+            for kill in (os.killpg, os.kill):  # the second where it is stopped before it leads a group
                 with contextlib.suppress(ProcessLookupError):
                     kill(command.process, signal.SIGKILL)
             command.code = os.waitstatus_to_exitcode(os.waitpid(command.process, 0)[1])

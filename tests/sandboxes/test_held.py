@@ -92,7 +92,7 @@ async def test_a_deadline_kills_the_group_of_its_command_and_no_other(kept: Runn
 
 
 async def test_a_command_that_is_stopped_at_once_is_killed(kept: RunningSandbox) -> None:
-    """Also where it has no group of its own yet."""
+    """Also where it does not lead a group yet."""
     stop = anyio.Event()
     stop.set()
     for _ in range(5):
@@ -176,7 +176,7 @@ async def test_a_folder_is_packed_and_unpacked(sandbox: RunningSandbox, tmp_path
 
 @pytest.mark.parametrize("when", [(1 << 63) - 1, 1 << 40, -(1 << 40)])
 async def test_a_file_may_have_any_time(sandbox: RunningSandbox, tmp_path: Path, when: int) -> None:
-    """It is packed and unpacked with one that can be written; a member with any time is unpacked, too."""
+    """It is packed and unpacked within what can be written; a member with any time is unpacked, too."""
     await sandbox.exec(["sh", "-c", f"mkdir t; echo x > t/f; touch -d @{when} t/f t"])
     assert await sandbox.pack("t", tmp_path / "t.tar")
     with tarfile.open(tmp_path / "t.tar") as tar:
