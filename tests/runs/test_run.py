@@ -62,6 +62,21 @@ async def test_a_run_fills_its_batches(tmp_path: Path) -> None:
     assert [numbers["batch"] for numbers in result.batch_metrics] == [0, 1]
 
 
+async def test_a_stop_while_a_batch_is_delivered_loses_no_metrics(tmp_path: Path) -> None:
+    """Each batch that was written is given to ``on_batch`` and to the result, wherever the stop comes."""
+    stop, seen = Stop(), list[float]()
+
+    async def deliver(samples: list[Sample]) -> None:
+        stop.ask()
+        await anyio.sleep_forever()
+
+    result = await stored(
+        a_recipe(), tmp_path / "run", stop=stop, deliver=deliver, on_batch=lambda numbers: seen.append(numbers["batch"])
+    )
+    assert (result.status, result.batches, seen) == ("stopped", 1, [0])
+    assert [numbers["batch"] for numbers in result.batch_metrics] == [0]
+
+
 async def test_a_long_run_keeps_the_metrics_of_its_last_batches(tmp_path: Path) -> None:
     """Those of all would grow without limit."""
     recipe = a_recipe(batches=102, batch_size=1, n_samples_per_prompt=1, filter_fn=None)
