@@ -196,13 +196,13 @@ async def _run(
             async with manager:
                 for _ in range(manager.batches, recipe.batches):
                     samples = await _one_batch(manager, writer, run_journal)
+                    metrics.append(manager.metrics)  # before a stop can end the run: the batch is written
+                    if on_batch is not None:
+                        on_batch(manager.metrics)
                     if deliver is not None:
                         await deliver(samples)
                     del samples
                     await anyio.to_thread.run_sync(return_free_memory)  # that of the batch
-                    metrics.append(manager.metrics)
-                    if on_batch is not None:
-                        on_batch(manager.metrics)
             finished = True
             tasks.cancel_scope.cancel()
     except RolloutsError as raised:

@@ -239,7 +239,7 @@ async def test_a_lease_does_not_end_while_its_acknowledgement_is_written(tmp_pat
     assert leases.acknowledged == {0: lease.token}
 
 
-async def test_a_wait_beside_a_slow_acknowledgement_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wait_during_a_slow_acknowledgement_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that is being written does not end, so its end is not waited for."""
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
         slow = leases._log = _SlowLog(leases._log)  # type: ignore[assignment]
@@ -445,7 +445,7 @@ async def test_a_lease_that_a_batch_without_room_may_keep_waiting_is_refused(
 
 
 async def test_the_end_of_the_data_needs_no_room(tmp_path: Path) -> None:
-    """After the last batch nothing is added, so that the rest of the groups is delivered beside a lease."""
+    """After the last batch nothing is added, so that the rest of the groups is delivered while there is a lease."""
     async with leased_run(tmp_path, recipe(1), groups_in_work=5) as leases:
         first = await taken(leases, 2, wait_seconds=30)
         assert leases.room < 3
