@@ -99,7 +99,7 @@ class HeldOut:
         for text in texts:
             self.texts += 1
             whole = _whole(text)
-            if whole not in self._whole:  # a text that is there twice shares its wording with no other
+            if whole not in self._whole:  # equal texts count once
                 self._whole.add(whole)
                 grams.update(set(_grams(text)))
         most = max(_COMMON_LEAST, int(_COMMON_SHARE * len(self._whole)))

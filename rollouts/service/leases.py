@@ -266,7 +266,7 @@ class Leases:
 
         Raises:
             LeaseLost: the lease has ended; nothing changed.
-            ConfigError: the step is no integer >= 0; nothing changed.
+            ConfigError: the step is not an integer >= 0; nothing changed.
             JournalError: the log cannot be written; it is unknown whether the record is stored. No further call writes.
         """
         if step is not None and not is_int(step, 0):
