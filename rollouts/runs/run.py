@@ -81,6 +81,7 @@ Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 
 
 Deliver: TypeAlias = Callable[[list[Sample]], Awaitable[None]]
+"""Receives the samples of a batch that is on disk; the next batch waits for it."""
 
 
 async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:

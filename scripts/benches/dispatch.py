@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import resource
 import tempfile
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from rollouts.runs.run import run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.trajectory import CompletionRecord
+from scripts.benches.pauses import LongestTurn, resident_mb
 
 __all__ = ["bench_dispatch", "dispatch_options"]
 
@@ -121,11 +121,6 @@ async def _generate(prompts: Any) -> list[Sample]:
     raise AssertionError("the workers play")
 
 
-def _memory() -> float:
-    """Resident memory in MB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
-
-
 async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | int | str]:
     load = _Load(options.outstanding)
     batch = options.outstanding // _N // options.factor
@@ -147,22 +142,14 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         else:
             collections.append((info["generation"], time.perf_counter() - began_collection))
 
-    before, peak, longest = _memory(), 0.0, 0.0
-
-    async def stretches() -> None:
-        """The longest time of this thread between two looks at the clock, which other processes do not lengthen."""
-        nonlocal longest
-        while True:
-            began_stretch = time.thread_time()
-            await anyio.sleep(0.01)
-            longest = max(longest, time.thread_time() - began_stretch)
+    before, peak, longest = resident_mb(), 0.0, LongestTurn()
 
     async def watch(manager: AsyncRolloutManager) -> None:
         nonlocal peak
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stretches)
+            tasks.start_soon(longest.run)
             while True:
-                peak = max(peak, _memory())
+                peak = max(peak, resident_mb())
                 await anyio.sleep(0.25)
 
     async def connect(number: int) -> _Link:
@@ -188,7 +175,7 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         gc.callbacks.remove(collected)
     if result.error is not None:
         raise result.error
-    kept = _memory()
+    kept = resident_mb()
     cycles = gc.collect()
     full = [seconds for generation, seconds in collections if generation == 2]
     return {
@@ -204,7 +191,7 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         "objects in cycles": cycles,
         "full collections": len(full),
         "longest of them, ms": 1000 * max(full, default=0.0),
-        "longest pause, CPU ms": 1000 * longest,
+        "longest pause, CPU ms": 1000 * longest.seconds,
         "given away": workers.given_away + workers.deaths,
     }
 

@@ -31,6 +31,7 @@ from rollouts.runs.run import run
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from scripts.benches.pauses import LongestTurn, resident_mb
 
 __all__ = ["bench_scale", "scale_options"]
 
@@ -107,23 +108,15 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
     renderer_for(endpoint.model)
     writer = RunWriter(folder, recipe.describe(), format="jsonl")
     run_journal = begin(folder, recipe.describe(), recipe.data_buffer)
-    lag, before, peak, longest = LoopLag(0.01, kept=1_000_000), _memory(), 0.0, 0.0
-
-    async def stretches() -> None:
-        """The longest time of this thread between two looks at the clock, which other processes do not lengthen."""
-        nonlocal longest
-        while True:
-            began_stretch = time.thread_time()
-            await anyio.sleep(0.01)
-            longest = max(longest, time.thread_time() - began_stretch)
+    lag, before, peak, longest = LoopLag(0.01, kept=1_000_000), resident_mb(), 0.0, LongestTurn()
 
     async def watch(manager: AsyncRolloutManager) -> None:
         nonlocal peak
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lag.run)
-            tasks.start_soon(stretches)
+            tasks.start_soon(longest.run)
             while True:
-                peak = max(peak, _memory())
+                peak = max(peak, resident_mb())
                 await anyio.sleep(0.25)
 
     began, cpu = time.perf_counter(), time.process_time()
@@ -144,15 +137,9 @@ async def _play(url: str, options: argparse.Namespace, folder: Path) -> dict[str
         "lag p50, ms": 1000 * lag.quantile(0.5),
         "lag p99, ms": 1000 * lag.quantile(0.99),
         "lag max, ms": 1000 * lag.longest,
-        "longest pause, CPU ms": 1000 * longest,
+        "longest pause, CPU ms": 1000 * longest.seconds,
         "all there": "yes" if played == options.trajectories == result.accounting.in_batch * n else "NO",
     }
-
-
-def _memory() -> float:
-    """Resident memory in MB."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 1e6
 
 
 def bench_scale(options: argparse.Namespace) -> list[dict[str, float | int | str]]:

@@ -14,6 +14,8 @@ import signal
 import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +76,14 @@ class RealServer(abc.ABC):
     @property
     def endpoint(self) -> Endpoint:
         return Endpoint(provider=self.provider, base_url=self.url, model=str(self.model))
+
+    def is_ready(self) -> bool:
+        """Whether it answers that it can serve."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
 
     @abc.abstractmethod
     def start(self) -> None:

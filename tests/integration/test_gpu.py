@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,13 +70,6 @@ class EngineServer(RealServer):
             if self.process.poll() is not None or time.monotonic() > until:
                 raise AssertionError(f"the engine did not start: {self.log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.2)
-
-    def is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)

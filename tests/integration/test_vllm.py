@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -75,17 +73,10 @@ class VLLMServer(RealServer):
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until = time.monotonic() + START_SECONDS
-        while not self._is_ready():
+        while not self.is_ready():
             if self.process.poll() is not None or time.monotonic() > until:
                 raise AssertionError(f"vLLM did not start: {self.log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.5)
-
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
 
     def stop(self) -> None:
         self.process.wait(60)
