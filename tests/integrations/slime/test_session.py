@@ -318,9 +318,9 @@ def test_a_group_that_the_buffer_filter_leaves_waits() -> None:
 
 
 def renames(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """Give every unfinished rollout another prompt."""
+    """Give every unfinished rollout another prompt, the same in each call: a group may be left over by several."""
     for group in buffer:
-        group[1].prompt = f"changed {group[1].prompt}"
+        group[1].prompt = f"changed prompt {group[0].group_index}"
     return pop_first(args, rollout_id, buffer, num_samples)
 
 
