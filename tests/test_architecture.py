@@ -43,6 +43,7 @@ FLOORS: dict[str, int] = {
     "rollouts.recipe_files": 9,
     "rollouts.runs": 9,
     "rollouts.audit": 10,
+    "rollouts.chat_api": 10,
     "rollouts.curation": 10,
     "rollouts.distributed": 10,
     "rollouts.harbor": 10,

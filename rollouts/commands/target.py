@@ -8,7 +8,7 @@ import tempfile
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 import anyio.to_thread
 import attrs
@@ -24,13 +24,18 @@ from rollouts.runs.folder import JOURNAL, read_info
 from rollouts.runs.reading import reading
 
 __all__ = [
+    "CHAT_PROVIDER",
     "ENGINE_LOG",
+    "OPENAI_KEY",
+    "OPENAI_URL",
+    "ChatOptions",
     "RunTarget",
     "make_folder",
     "open_target",
     "resumed_target",
     "stored_recipe",
     "weights_checksum",
+    "with_batches",
     "without_secrets",
 ]
 
@@ -44,6 +49,27 @@ _HIDDEN = "//***@"
 """Replaces the user name and password of a URL in ``run.json``."""
 
 
+CHAT_PROVIDER: Final = "openai"
+"""The value of ``--provider`` for a chat API, which has no token ids."""
+OPENAI_URL, OPENAI_KEY = "https://api.openai.com/v1", "OPENAI_API_KEY"
+
+
+@attrs.frozen(kw_only=True)
+class ChatOptions:
+    """The options of a chat API, as on the command line; ``None`` for their defaults."""
+
+    base_url: str | None = None
+    key_variable: str | None = None
+    price_in: float | None = None
+    """Dollars for a million tokens, as ``price_out``."""
+    price_out: float | None = None
+    budget: float | None = None
+    at_once: int | None = None
+    body: tuple[str, ...] = ()
+    """``NAME=JSON``."""
+    send_reasoning: bool = False
+
+
 @attrs.frozen(kw_only=True)
 class RunTarget:
     """The recipe to run, and its server."""
@@ -52,8 +78,10 @@ class RunTarget:
     """The recipe file; ``None`` only where a run is resumed."""
     urls: tuple[str, ...] = ()
     """URLs of servers; empty starts the embedded engine."""
-    provider: Provider | None = None
+    provider: Provider | Literal["openai"] | None = None
     """Protocol of those servers; ``None`` for SGLang."""
+    chat: ChatOptions = ChatOptions()
+    """Of the provider ``openai``."""
     served: str | None = None
     """The model that the server must report: that of the resumed run."""
     weights: str | None = None
@@ -86,6 +114,11 @@ async def open_target(
         )
     function = load_recipe(target.recipe)
     read_options(function, target.options)
+    if target.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import built_on_api  # a wing: no other provider loads it
+
+        yield built_on_api(function, target), None
+        return
     key, admin_key = os.environ.get("ROLLOUTS_API_KEY"), os.environ.get("ROLLOUTS_ADMIN_KEY")
     if target.urls:
         if any(_HIDDEN in url for url in target.urls):
@@ -165,7 +198,11 @@ def _model_folder(named: str | None) -> Path:
 
 
 def _built(function: RecipeFunction, endpoint: Endpoint, target: RunTarget) -> Recipe:
-    recipe = build(function, endpoint, target.options)
+    return with_batches(build(function, endpoint, target.options), target)
+
+
+def with_batches(recipe: Recipe, target: RunTarget) -> Recipe:
+    """The recipe with the number of batches of the command line."""
     return recipe if target.batches is None else attrs.evolve(recipe, batches=target.batches)
 
 
@@ -183,6 +220,9 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
 
 def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_changes: bool) -> RunTarget:
     before = info.get("command") or {}
+    provider = target.provider or (info.get("endpoint") or {}).get("provider")
+    if provider != CHAT_PROVIDER and target.chat != ChatOptions():
+        raise ConfigError.of("--resume", str(run), "a run with --provider openai, whose options these are")
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:
         if not (run / JOURNAL).is_dir():
@@ -192,14 +232,22 @@ def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_change
         target,
         recipe=recipe,
         urls=target.urls or _stored_urls(run, info),
-        provider=target.provider or (info.get("endpoint") or {}).get("provider"),
+        provider=provider,
         served=None if allow_changes else (info.get("server") or {}).get("model"),
         weights=None if allow_changes else _stored_weights(before, info),
         model=target.model or before.get("model"),
         options={**before.get("options", {}), **target.options},
         batches=target.batches or info.get("batches_wanted"),
         slots=target.slots or before.get("slots"),
+        chat=_resumed_chat(target.chat, before.get("chat") or {}),
     )
+
+
+def _resumed_chat(given: ChatOptions, before: Mapping[str, Any]) -> ChatOptions:
+    """The options of a chat API: those of the command line, the others from the run. A budget is of one command."""
+    fields = attrs.asdict(given)
+    stored = {name: value for name, value in before.items() if name in fields and not fields[name]}
+    return attrs.evolve(given, **{**stored, "body": given.body or tuple(before.get("body") or ())})
 
 
 def _stored_weights(before: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
