@@ -139,6 +139,7 @@ LAW_BOOKS = {
     "manager_semantics/test_admission.py",
     "test_token_exactness.py",
     "agent/test_images.py",
+    "chat_api/test_laws.py",
     "distributed/test_elastic.py",
     "service/test_lease_laws.py",
     "agent/test_raw_continuation.py",

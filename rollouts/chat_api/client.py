@@ -133,16 +133,16 @@ class ChatClient:
         if status == 402 or code_of(content) in _NO_CREDIT:
             raise EndpointAway(f"{url}: {text} (a resumed run continues)")
         if status in _END:
-            expected = {401: self._about_key(), 403: self._about_key()}.get(status, "a --base-url and a --model")
-            raise ConfigError(f"{url}: {text}; expected {expected} that the API accepts")
+            expected = "a --base-url and a --model that the API has" if status == 404 else self._about_key()
+            raise ConfigError(f"{url}: {text}; expected {expected}")
         if 300 <= status < 400:
             raise ConfigError(f"{url}: {text}; expected the URL that it redirects to: redirects are not followed")
 
     def _about_key(self) -> str:
         variable = self._endpoint.key_variable
         if self._endpoint.api_key is None:
-            return f"a key: {variable or 'api_key'} is not set, and the API needs a key"
-        return f"a key in {variable or 'api_key'}"
+            return f"a key: {variable or 'api_key'} is not set, and the API needs one"
+        return f"a key in {variable or 'api_key'} that the API accepts"
 
     def _without_key(self, content: bytes) -> bytes:
         key = self._endpoint.api_key

@@ -309,8 +309,9 @@ def check_temperature(sample: Sample, trainer: str, temperature: float | None) -
         temperature: that of the trainer; ``None`` if it is not known: then 1, the default of every trainer.
 
     Raises:
-        ConfigError: a completion was sampled at another temperature.
+        ConfigError: a completion was sampled at another temperature; or as :func:`check_has_ids`.
     """
+    check_has_ids(sample)
     theirs = 1.0 if temperature is None else temperature
     for number, one in enumerate(sample.completions):
         if one.temperature is not None and one.temperature != theirs:
