@@ -40,6 +40,7 @@ class Account:
         retries: requests that were sent again.
         unpriced: requests without a readable cost: errors, lost connections, replies that are cut off.
         in_flight: requests that are not answered yet.
+        refused: the error of a key, a model or a quota that ends the run: no further request begins.
 
     Raises:
         ConfigError: a budget without prices, or one that is not a number above 0.
@@ -54,6 +55,7 @@ class Account:
             raise ConfigError.of("--budget", budget, "--price-in and --price-out with it, in dollars a million")
         self.prices, self.budget = prices, budget
         self.spent = 0.0
+        self.refused: ConfigError | EndpointAway | None = None
         self.requests = self.retries = self.unpriced = self.in_flight = 0
         self._settle_seconds = settle_seconds
         self._playing = self._blocked = 0

@@ -86,6 +86,8 @@ class ChatClient:
             await account.admit()
             await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
             async with self._limit:
+                if account.refused is not None:
+                    raise account.refused
                 if account.exhausted or time.monotonic() < self._not_before:
                     continue  # so since this request began to wait
                 with account.request():
@@ -117,7 +119,9 @@ class ChatClient:
         content = self._without_key(content)
         if status != 200:
             account.charge(None)
-            self._check_ends_run(status, content)
+            account.refused = self._refusal(status, content)
+            if account.refused is not None:
+                raise account.refused
             return _Failed(error_of(status, content), status, retry_after)
         answer, usage = answer_of(content)
         dollars = _dollars(usage, account)
@@ -128,15 +132,17 @@ class ChatClient:
             raise ConfigError.of("usage of a reply", None, "the numbers of its tokens, which --budget counts")
         return answer, dollars
 
-    def _check_ends_run(self, status: int, content: bytes) -> None:
+    def _refusal(self, status: int, content: bytes) -> ConfigError | EndpointAway | None:
+        """The error that ends the run; ``None`` if another request may be answered."""
         url, text = without_password(self._endpoint.url), f"status {status}: {message_of(content)}"
         if status == 402 or code_of(content) in _NO_CREDIT:
-            raise EndpointAway(f"{url}: {text} (a resumed run continues)")
+            return EndpointAway(f"{url}: {text} (a resumed run continues)")
         if status in _END:
             expected = "a --base-url and a --model that the API has" if status == 404 else self._about_key()
-            raise ConfigError(f"{url}: {text}; expected {expected}")
+            return ConfigError(f"{url}: {text}; expected {expected}")
         if 300 <= status < 400:
-            raise ConfigError(f"{url}: {text}; expected the URL that it redirects to: redirects are not followed")
+            return ConfigError(f"{url}: {text}; expected the URL that it redirects to: redirects are not followed")
+        return None
 
     def _about_key(self) -> str:
         variable = self._endpoint.key_variable

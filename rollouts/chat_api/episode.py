@@ -157,6 +157,7 @@ class ChatEpisode:
         """Why a reply ends the episode; ``None`` if it does not."""
         if answer.finish_reason != "length":
             return None
+        self.trajectory.count("cut_replies")
         if tokens < self.budget.sampling.max_new_tokens:
             return limit
         if answer.usage is not None and answer.usage.completion < tokens:  # the API ran out of context

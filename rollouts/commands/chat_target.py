@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import msgspec
 
-from rollouts.chat_api import Account, ChatEndpoint, Prices, chat_recipe
+from rollouts.chat_api import Account, ChatEndpoint, Prices, chat_recipe, generate_chat_batch
 from rollouts.chat_api.endpoint import key_of
 from rollouts.commands.target import OPENAI_KEY, OPENAI_URL, ChatOptions, RunTarget, with_batches
+from rollouts.dtypes import Prompt
+from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
 from rollouts.recipe_files import RecipeFunction, build
+from rollouts.testing.environment_check import Finding, Verdict
 
-__all__ = ["account_of", "built_on_api", "cost_of", "endpoint_of", "extra_body", "stored_chat", "with_url"]
+__all__ = [
+    "account_of",
+    "built_on_api",
+    "cost_of",
+    "endpoint_of",
+    "extra_body",
+    "played_by_api",
+    "stored_chat",
+    "with_url",
+]
 
 
 def built_on_api(function: RecipeFunction, target: RunTarget) -> Recipe:
@@ -100,3 +112,40 @@ def stored_chat(chat: ChatOptions) -> Mapping[str, Any]:
 def cost_of(recipe: Recipe) -> str:
     """The requests of a recipe on a chat API and their cost, as a line."""
     return f"chat API: {recipe.bound['account']}"
+
+
+async def played_by_api(
+    environment_cls: EnvironmentFactory, prompts: Sequence[Prompt], chat: ChatOptions, model: str | None
+) -> list[Finding]:
+    """Play an episode for each prompt with a model of a chat API; a failure is a bad finding.
+
+    Raises:
+        ConfigError: an option is wrong, or the API refuses the key or the model.
+        EndpointAway: the budget or the quota is spent.
+    """
+    account = account_of(chat)
+    endpoint, body = endpoint_of(chat, model), extra_body(chat.body)
+    numbered = [attrs.evolve(prompt, index=number) for number, prompt in enumerate(prompts)]
+    samples = await generate_chat_batch(
+        numbered,
+        environment_cls=environment_cls,
+        endpoint=endpoint,
+        account=account,
+        body=body,
+        send_reasoning=chat.send_reasoning,
+    )
+    findings = []
+    for number, sample in enumerate(samples):
+        about = f"{endpoint.model}, prompt {number}"
+        if sample.failure is not None:
+            findings.append(Finding(about, "bad", f"{sample.failure.kind}: {sample.failure.message}"))
+            continue
+        counts = {name: int(sample.metrics.get(name, 0)) for name in ("replies", "tool_calls", "malformed_tool_calls")}
+        counts["unknown_tool_calls"] = int(sample.metrics.get("unknown_tool_calls", 0))
+        said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
+        reward = "no step reward" if sample.reward is None else f"step rewards {sample.reward:g}"
+        wrong = counts["malformed_tool_calls"] + counts["unknown_tool_calls"]
+        verdict: Verdict = "note" if wrong else "good"
+        findings.append(Finding(about, verdict, f"{sample.stop_reason}; {said}; {reward}"))
+    findings.append(Finding(f"{endpoint.model}, cost", "note", str(account)))
+    return findings

@@ -79,7 +79,8 @@ async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sam
 
     parameters = inspect.signature(generate_fn).parameters.values()
     takes_it = any(each.name == "on_step" or each.kind is each.VAR_KEYWORD for each in parameters)
-    live = takes_it and recipe.environment_cls is not None  # a program's calls are a tree, seen at its end
+    # A program's calls are a tree, seen at its end; a chat API has no tokens to watch.
+    live = takes_it and recipe.environment_cls is not None and decode is not None
     with boundary(GenerateFailure, f"generate_fn {function_name(generate_fn)}", seconds=recipe.config.rollout_seconds):
         samples: list[Sample] = await (generate_fn([prompt], on_step=on_step) if live else generate_fn([prompt]))
     if not live or not printed:

@@ -176,7 +176,7 @@ async def launch(
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
                 await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
-                if rehearsal and not resume:
+                if rehearsal and not resume and target.provider != CHAT_PROVIDER:
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     for doubt in await rehearse(recipe):
                         progress.say(doubt, "yellow")

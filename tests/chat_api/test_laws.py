@@ -26,6 +26,7 @@ import pytest
 from rollouts.agent import run_agent
 from rollouts.chat_api import Account, BudgetSpent, ChatEndpoint, Prices, chat_rollout_to_samples
 from rollouts.commands import main
+from rollouts.curation.encoding import Student
 from rollouts.dtypes import Endpoint, Limits, SamplingParams
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.inference.shared import shared_policy
@@ -36,6 +37,7 @@ from rollouts.renderer import renderer_for
 from rollouts.testing.chat_server import FAULTS, ChatServer, Fault
 from rollouts.training import Sample, trajectory_to_samples
 from rollouts.training.evaluation import run_evaluation, task_key, task_scores
+from rollouts.training.rows import trimmed
 from tests.chat_api.sums import FILE, KEY, chat_sums, false_scores, solve, tasks
 from tests.programs.gateway.programs import SAMPLING, demo_tokenizer
 
@@ -193,7 +195,11 @@ async def test_the_gateway_as_provider_gives_the_rewards_of_token_ids(engine_url
     for direct, chat in pairs:
         assert chat.stop_reason == direct.stop_reason
         assert [said(message) for message in chat.messages] == [said(message) for message in direct.messages]
-        assert chat.metrics["completion_tokens"] <= direct.sampled_tokens
+        encoded = Student(renderer).encode(chat.messages, chat.tools or "")
+        assert not isinstance(encoded, str)
+        whole = trimmed(direct)
+        assert encoded[0].tolist() == list(whole.tokens), "text that is encoded for the student is what it sampled"
+        assert encoded[1].tolist() == list(whole.loss_mask)
 
 
 def said(message: Any) -> tuple[Any, ...]:
