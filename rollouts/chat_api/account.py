@@ -120,6 +120,8 @@ class Account:
         self._changed = anyio.Event()
 
     def __str__(self) -> str:
-        cost = "" if self.prices is None and not self.spent else f", ${self.spent:.4f}"
+        if self.prices is None and not self.spent:
+            return f"{self.requests} requests, {self.retries} of them retries"
+        cost = f", ${self.spent:.4f}"
         unknown = f", {self.unpriced} of unknown cost" if self.unpriced else ""
         return f"{self.requests} requests, {self.retries} of them retries{cost}{unknown}"

@@ -53,9 +53,10 @@ def chat_recipe(
         send_reasoning: send the thinking of earlier replies back.
 
     Returns:
-        The recipe without a filter: a filter chooses groups for a trainer, and no trainer takes these samples. A
-        rollout whose reply does not come is not played again, because the client has repeated its request; nor is one
-        whose reply was withheld, because that would hide refusals.
+        The recipe without a filter: a filter chooses groups for a trainer, and no trainer takes these samples. No more
+        groups begin than a batch needs, because each costs money. A rollout whose reply does not come is not played
+        again, because the client has repeated its request; nor is one whose reply was withheld, because that would hide
+        refusals.
 
     Raises:
         ConfigError: the endpoint is of another kind, or the recipe's agents are programs, seats or functions, or it
@@ -80,6 +81,7 @@ def chat_recipe(
         recipe.config,
         generate_fn=functools.partial(generate_chat_batch, **options),
         filter_fn=None,
+        over_sampling_factor=1.0,
         failures={"endpoint": FailurePolicy(attempts=1), **recipe.config.failures},
     )
     return attrs.evolve(recipe, config=config, tokenizer=None)

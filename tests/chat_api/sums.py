@@ -67,3 +67,20 @@ def false_scores(samples: Iterable[Sample]) -> list[Sample]:
         if sample.reward != expected or (sample.failure is None) is not (sample.stop_reason == "task_completed"):
             wrong.append(sample)
     return wrong
+
+
+def count_fruit(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The model of ``docs/chat_api.md``: it looks up both fruits at once, and adds the numbers."""
+    if messages[-1]["role"] == "tool":
+        total = sum(int(message["content"]) for message in messages if message["role"] == "tool")
+        return {"content": f"There are {total}."}
+    (tool,) = [tool["function"]["name"] for tool in tools]
+    fruits = re.findall(r"apples|figs|pears|plums", messages[-1]["content"])
+    called = [(f"call_{one}", msgspec.json.encode({"fruit": one}).decode()) for one in fruits]
+    return {
+        "content": None,
+        "tool_calls": [
+            {"id": call_id, "type": "function", "function": {"name": tool, "arguments": arguments}}
+            for call_id, arguments in called
+        ],
+    }
