@@ -21,7 +21,8 @@ from typing import Any, TypeVar, get_args
 import anyio
 
 from rollouts.base.terminal import say
-from rollouts.commands.target import CHAT_PROVIDER, OPENAI_KEY, OPENAI_URL, ChatOptions, RunTarget
+from rollouts.commands.chat_options import CHAT_PROVIDER, OPENAI_KEY, OPENAI_URL, ChatOptions
+from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
 from rollouts.dtypes import OnRewrite, Provider
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS

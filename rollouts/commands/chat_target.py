@@ -10,7 +10,7 @@ import msgspec
 
 from rollouts.chat_api import Account, ChatEndpoint, Prices, chat_recipe, generate_chat_batch
 from rollouts.chat_api.endpoint import key_of
-from rollouts.commands.target import OPENAI_KEY, OPENAI_URL, ChatOptions, RunTarget, with_batches
+from rollouts.commands.chat_options import OPENAI_KEY, OPENAI_URL, ChatOptions
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
@@ -26,28 +26,37 @@ __all__ = [
     "extra_body",
     "played_by_api",
     "stored_chat",
-    "with_url",
+    "url_of",
 ]
 
 
-def built_on_api(function: RecipeFunction, target: RunTarget) -> Recipe:
-    """The recipe of a target on its chat API; no request is sent.
+def built_on_api(
+    function: RecipeFunction,
+    options: Mapping[str, str],
+    chat: ChatOptions,
+    model: str | None,
+    urls: tuple[str, ...] = (),
+) -> Recipe:
+    """A recipe on a chat API; no request is sent.
+
+    Args:
+        function: of the recipe.
+        options: of the recipe, as texts.
+        chat: the options of the API.
+        model: its model.
+        urls: the URL of a resumed run, where ``chat`` has none.
 
     Raises:
         ConfigError: an option is wrong, the key is missing, or the recipe's agents are of another kind.
     """
-    if target.slots is not None:
-        raise ConfigError.of("--slots", target.slots, "none with --provider openai: --at-once limits its requests")
-    endpoint = endpoint_of(target.chat, target.model, target.urls)
-    recipe = with_batches(build(function, endpoint, target.options), target)
-    body = extra_body(target.chat.body)
-    account = account_of(target.chat)
-    return chat_recipe(recipe, account=account, body=body, send_reasoning=target.chat.send_reasoning)
+    recipe = build(function, endpoint_of(chat, model, urls), options)
+    body = extra_body(chat.body)
+    return chat_recipe(recipe, account=account_of(chat), body=body, send_reasoning=chat.send_reasoning)
 
 
-def with_url(target: RunTarget) -> RunTarget:
-    """The target with the URL of its chat API among its servers, as a run stores it."""
-    return attrs.evolve(target, urls=(target.chat.base_url or next(iter(target.urls), OPENAI_URL),))
+def url_of(chat: ChatOptions, urls: tuple[str, ...] = ()) -> str:
+    """The URL of an API: that of its options, of a resumed run, or OpenAI's."""
+    return chat.base_url or next(iter(urls), OPENAI_URL)
 
 
 def endpoint_of(chat: ChatOptions, model: str | None, urls: tuple[str, ...] = ()) -> ChatEndpoint:
@@ -67,7 +76,7 @@ def endpoint_of(chat: ChatOptions, model: str | None, urls: tuple[str, ...] = ()
     options: dict[str, Any] = {} if chat.at_once is None else {"concurrency": chat.at_once}
     return ChatEndpoint(
         model=model,
-        base_url=chat.base_url or urls or OPENAI_URL,
+        base_url=url_of(chat, urls),
         api_key=key_of(variable, required=chat.key_variable is not None),
         key_variable=variable,
         **options,

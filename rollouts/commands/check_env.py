@@ -22,7 +22,7 @@ from rollouts.commands.arguments import (
     in_loop,
     positive,
 )
-from rollouts.commands.target import CHAT_PROVIDER
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import EnvironmentFactory

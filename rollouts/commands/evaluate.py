@@ -27,7 +27,8 @@ from rich.text import Text
 
 from rollouts.base.storable import to_json
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
-from rollouts.commands.target import CHAT_PROVIDER, RunTarget, make_folder, open_target
+from rollouts.commands.chat_options import CHAT_PROVIDER
+from rollouts.commands.target import RunTarget, make_folder, open_target
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError

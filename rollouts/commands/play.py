@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.commands.arguments import add_target, add_verb, in_loop, target_of
-from rollouts.commands.target import CHAT_PROVIDER, RunTarget, open_target
+from rollouts.commands.chat_options import CHAT_PROVIDER
+from rollouts.commands.target import RunTarget, open_target
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Prompt
 from rollouts.errors import GenerateFailure, RewardFailure

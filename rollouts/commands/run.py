@@ -36,9 +36,9 @@ from rollouts.commands.arguments import (
     tell,
     worker_range,
 )
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.rehearsal import rehearse
 from rollouts.commands.target import (
-    CHAT_PROVIDER,
     ENGINE_LOG,
     RunTarget,
     open_target,
@@ -136,12 +136,12 @@ async def launch(
         check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())
     if target.provider == CHAT_PROVIDER:
-        from rollouts.commands.chat_target import with_url  # here: few runs are on a chat API
+        from rollouts.commands.chat_target import url_of  # here: few runs are on a chat API
 
         if recording or distribute is not None:
             got = "--record" if recording else "--workers"
             raise ConfigError.of("--provider openai", got, "a run in this process that is not recorded")
-        target = with_url(target)
+        target = attrs.evolve(target, urls=(url_of(target.chat, target.urls),))
     if recording and distribute is not None:
         raise ConfigError.of("--workers", "with --record", "one of them: rollouts of other processes are not recorded")
     progress = Progress(console, quiet=quiet)

@@ -8,11 +8,12 @@ import tempfile
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import anyio.to_thread
 import attrs
 
+from rollouts.commands.chat_options import CHAT_PROVIDER, ChatOptions
 from rollouts.dtypes import Endpoint, Provider, without_password
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import EngineProcess, check_installed, engine_process
@@ -24,18 +25,13 @@ from rollouts.runs.folder import JOURNAL, read_info
 from rollouts.runs.reading import reading
 
 __all__ = [
-    "CHAT_PROVIDER",
     "ENGINE_LOG",
-    "OPENAI_KEY",
-    "OPENAI_URL",
-    "ChatOptions",
     "RunTarget",
     "make_folder",
     "open_target",
     "resumed_target",
     "stored_recipe",
     "weights_checksum",
-    "with_batches",
     "without_secrets",
 ]
 
@@ -49,27 +45,6 @@ _HIDDEN = "//***@"
 """Replaces the user name and password of a URL in ``run.json``."""
 
 
-CHAT_PROVIDER: Final = "openai"
-"""The value of ``--provider`` for a chat API, which has no token ids."""
-OPENAI_URL, OPENAI_KEY = "https://api.openai.com/v1", "OPENAI_API_KEY"
-
-
-@attrs.frozen(kw_only=True)
-class ChatOptions:
-    """The options of a chat API, as on the command line; ``None`` for their defaults."""
-
-    base_url: str | None = None
-    key_variable: str | None = None
-    price_in: float | None = None
-    """Dollars for a million tokens, as ``price_out``."""
-    price_out: float | None = None
-    budget: float | None = None
-    at_once: int | None = None
-    body: tuple[str, ...] = ()
-    """``NAME=JSON``."""
-    send_reasoning: bool = False
-
-
 @attrs.frozen(kw_only=True)
 class RunTarget:
     """The recipe to run, and its server."""
@@ -80,7 +55,7 @@ class RunTarget:
     """URLs of servers; empty starts the embedded engine."""
     provider: Provider | Literal["openai"] | None = None
     """Protocol of those servers; ``None`` for SGLang."""
-    chat: ChatOptions = ChatOptions()
+    chat: ChatOptions = attrs.field(factory=ChatOptions)
     """Of the provider ``openai``."""
     served: str | None = None
     """The model that the server must report: that of the resumed run."""
@@ -117,7 +92,10 @@ async def open_target(
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import built_on_api  # a wing: no other provider loads it
 
-        yield built_on_api(function, target), None
+        if target.slots is not None:
+            raise ConfigError.of("--slots", target.slots, "none with --provider openai: --at-once limits its requests")
+        recipe = built_on_api(function, target.options, target.chat, target.model, target.urls)
+        yield _with_batches(recipe, target), None
         return
     key, admin_key = os.environ.get("ROLLOUTS_API_KEY"), os.environ.get("ROLLOUTS_ADMIN_KEY")
     if target.urls:
@@ -198,10 +176,10 @@ def _model_folder(named: str | None) -> Path:
 
 
 def _built(function: RecipeFunction, endpoint: Endpoint, target: RunTarget) -> Recipe:
-    return with_batches(build(function, endpoint, target.options), target)
+    return _with_batches(build(function, endpoint, target.options), target)
 
 
-def with_batches(recipe: Recipe, target: RunTarget) -> Recipe:
+def _with_batches(recipe: Recipe, target: RunTarget) -> Recipe:
     """The recipe with the number of batches of the command line."""
     return recipe if target.batches is None else attrs.evolve(recipe, batches=target.batches)
 
