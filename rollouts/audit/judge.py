@@ -321,7 +321,7 @@ class _Judge:
         if self._file:
             first = self._files.setdefault(self._file, file.name)
             if first != file.name:
-                self._find("broken", "rows", file.name, "the rows of another file", f"rows of its own, not of {first}")
+                self._find("broken", "rows", file.name, "the rows of another file", f"rows that {first} does not have")
         self._file = 0
 
     def _check_group(self, row: AuditedRow) -> None:

@@ -233,7 +233,7 @@ class Where:
 
 
 def _joined(parts: Iterable[bool | None], *, decides: bool) -> bool | None:
-    """The value of ``or`` (``decides`` is true) or ``and`` (false): no part behind one that decides is asked."""
+    """The value of ``or`` (``decides`` is true) or ``and`` (false): stops at the part that decides."""
     result: bool | None = not decides
     for part in parts:
         if part is decides:

@@ -448,7 +448,7 @@ def test_a_file_with_the_rows_of_another_is_found(tmp_path: Path) -> None:
     torch.save({"rollout_id": 2, "samples": rows[:8]}, tmp_path / "2.pt")
     report = audit(tmp_path, reader_of("slime-pt"))
     assert [str(finding) for finding in report.findings] == [
-        "broken, law 4 (rows): 1.pt: got the rows of another file; expected rows of its own, not of 0.pt"
+        "broken, law 4 (rows): 1.pt: got the rows of another file; expected rows that 0.pt does not have"
     ]
 
 

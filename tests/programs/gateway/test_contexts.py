@@ -74,7 +74,7 @@ async def test_two_equal_replies_are_not_taken_for_one() -> None:
 
 
 async def test_of_replies_with_equal_calls_the_one_with_this_text_is_meant() -> None:
-    """Also where other ids have named it: a text that the model wrote says more than an id that a program made."""
+    """Also where other ids have named it: the text is the model's, the id is the program's."""
     script = replies(calling("sun", text="Left."), calling("sun", text="Right."))
     async with session_of(ScriptedPolicy(script)) as session:
         left = await ask(session, "Hi")

@@ -250,7 +250,7 @@ async def test_the_names_that_clients_make_are_limited_for_all_sessions_together
     ],
 )
 async def test_a_request_of_googles_api_is_answered_in_its_form(path: str, googles: bool) -> None:
-    """Its clients read ``error.status`` and send a header of their own; a model with a colon is no request."""
+    """Its clients read ``error.status`` and send another header; a colon alone in a name does not make it Google's."""
     async with serving() as client:
         key = {"x-goog-api-key": client.session.key} if googles else {"authorization": f"Bearer {client.session.key}"}
         async with client.http.post(f"{client.base}{path}", json={}, headers=key) as response:
