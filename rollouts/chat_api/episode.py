@@ -59,6 +59,8 @@ class ChatEpisode:
     served: dict[str, None] = attrs.field(init=False, factory=dict)
     """The models that answered, as the API names them, in the order of their first reply."""
     fingerprints: dict[str, None] = attrs.field(init=False, factory=dict)
+    ids: list[str] = attrs.field(init=False, factory=list)
+    """The names of the replies."""
     first_reply: int = attrs.field(init=False, default=0)
     """The position of the first reply among the messages; their number before it."""
     _length: int = attrs.field(init=False, default=0)
@@ -134,6 +136,7 @@ class ChatEpisode:
         trajectory.count("generation_seconds", now() - began)
         trajectory.count("replies")
         self._count_usage(answer.usage, tokens, dollars)
+        self.ids.append(answer.id)
         for name, seen in ((answer.served, self.served), (answer.fingerprint, self.fingerprints)):
             if name:
                 seen[name] = None

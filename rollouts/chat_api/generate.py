@@ -100,6 +100,7 @@ async def chat_rollout_to_samples(
         "model": endpoint.model,
         "served": list(episode.served),
         "fingerprints": list(episode.fingerprints),
+        "replies": episode.ids,
     }
     return [sample]
 

@@ -73,6 +73,8 @@ class Answer:
     message: Message
     finish_reason: Literal["stop", "length"]
     usage: Usage | None
+    id: str = ""
+    """The name that the API gives the reply."""
     served: str = ""
     """The model that the API names, which may be more precise than the one that was asked for."""
     fingerprint: str = ""
@@ -190,6 +192,7 @@ def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | 
         message=read,
         finish_reason="length" if reason == "length" else "stop",
         usage=usage,
+        id=_text(value.get("id")),
         served=_text(value.get("model")),
         fingerprint=_text(value.get("system_fingerprint")),
     )

@@ -41,8 +41,8 @@ def text_sample(index: int, reply: str = "The answer is 7.", **fields: Any) -> S
     values: dict[str, Any] = {"reward": 1.0, "metrics": {"replies": 2, "completion_tokens": 20}, "tools": TOOLS}
     return Sample(
         prompt=prompt.prompt, label=prompt.label, status="completed", stop_reason=StopReason.TASK_COMPLETED,
-        metadata={"chat_api": source}, group_index=index, index=index, rollout_id=index,
-        **{"messages": messages, **values, **fields},
+        group_index=index, index=index, rollout_id=index,
+        **{"messages": messages, "metadata": {"chat_api": source}, **values, **fields},
     )  # fmt: skip
 
 
@@ -109,6 +109,16 @@ def test_equal_replies_are_duplicates_although_their_ids_differ(tmp_path: Path) 
     curation = curate(stored(tmp_path / "run", [first, again, other]), "chat")
     assert len(list(curation)) == 2
     assert curation.account.refused == {"exact duplicate of an earlier one": 1}
+
+
+def test_a_rollout_of_two_runs_counts_once(tmp_path: Path) -> None:
+    """The API's names of its replies say so: a copy, such as one of a rescored run, is not another try at its task."""
+    source = {"provider": "openai", "model": "large", "replies": ["r1", "r2"]}
+    first = text_sample(1, metadata={"chat_api": source})
+    other = text_sample(1, "No.", reward=0.0, metadata={"chat_api": {**source, "replies": ["r3"]}})
+    runs = [stored(tmp_path / "a", [first]), stored(tmp_path / "b", [first]), stored(tmp_path / "c", [other])]
+    (row,) = curate(runs, "chat", Selection(where="pass_rate == 0.5 and n == 2"))
+    assert row["source"]["run"].endswith("a")
 
 
 def test_a_tokenizer_is_for_token_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
