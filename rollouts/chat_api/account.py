@@ -1,8 +1,8 @@
 """The account of a chat API: what its replies cost, and the budget that ends the run.
 
-Invariant: no request begins once the budget is spent. What is in flight then is answered, counted, and its rollouts are
-played as far as they need no further request; then the run ends, so that the budget is exceeded at most by what was in
-flight. This module sends nothing.
+Invariant: no request begins once the budget is spent. Requests in flight are answered and counted, and their rollouts
+are played as far as they need no further request; then the run ends, so that the budget is exceeded at most by what was
+in flight. This module sends nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Account:
         refused: the error of a key, a model or a quota that ends the run: no further request begins.
 
     Raises:
-        ConfigError: a budget without prices, or one that is not a number above 0.
+        ConfigError: a budget without prices, or a budget that is not a number above 0.
     """
 
     def __init__(

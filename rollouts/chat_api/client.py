@@ -3,7 +3,7 @@
 Invariant: a request ends in a reply, or in a typed error; it is sent at most ``1 + max_retries`` times, not counting
 the times that the rate limit refuses it. There are five cases of a response:
 
-1. Status 200 with a reply, or one that was withheld: the end.
+1. Status 200 with a reply, or with a withheld one: the end.
 2. 408, 409, 5xx, a lost connection, a body that is cut off or not a chat completion: again after a pause that doubles.
 3. 429: again when ``Retry-After`` says, and the client halves its requests in flight; all of its requests wait.
 4. 401, 403, 404, a redirect: every request would fail, so the run ends. 402 or a quota that is used up: the run ends,
@@ -45,7 +45,7 @@ _SHORTEST_PAUSE, _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5, 60.0
 
 @attrs.frozen
 class _Failed:
-    """A response that is no reply."""
+    """A response without a reply."""
 
     error: EndpointError
     status: int = 0

@@ -57,7 +57,7 @@ async def chat_rollout_to_samples(
         endpoint: the API, its model and its sampling parameters.
         account: counts the cost, and has the budget; rollouts share one.
         max_turns: short for ``limits=Limits(max_turns=…)``.
-        limits: limits of the episode. Tokens are those that the API counts.
+        limits: limits of the episode. Tokens are as the API counts them.
         sampling: replaces ``endpoint.sampling``.
         body: further fields of each request, such as ``{"reasoning_effort": "low"}``; they replace ours, and ``None``
             leaves one out.

@@ -76,7 +76,7 @@ class Answer:
     id: str = ""
     """The name that the API gives the reply."""
     served: str = ""
-    """The model that the API names, which may be more precise than the one that was asked for."""
+    """The model that the API names, which may be more precise than the requested name."""
     fingerprint: str = ""
     """``system_fingerprint``: the configuration of the API's backend."""
 
@@ -92,9 +92,7 @@ def check_sampling(sampling: SamplingParams) -> None:
     """
     for name, neutral in _UNSENT.items():
         if (value := getattr(sampling, name)) != neutral:
-            expected = (
-                f"{neutral}: chat completions have no field for it (--body NAME=JSON sends one that your API has)"
-            )
+            expected = f"{neutral}: chat completions have no field for it (--body NAME=JSON sends a field of your API)"
             raise ConfigError.of(f"SamplingParams.{name}", value, expected)
     if len(sampling.stop) > MOST_STOPS:
         raise ConfigError.of("SamplingParams.stop", sampling.stop, f"at most {MOST_STOPS} strings")
@@ -199,7 +197,7 @@ def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | 
 
 
 def _usage_of(value: Any) -> Usage | None:
-    """The usage of a reply; ``None`` if it has none that can be read."""
+    """The usage of a reply; ``None`` without readable numbers."""
     if not isinstance(value, dict):
         return None
     prompt, completion = value.get("prompt_tokens"), value.get("completion_tokens")

@@ -1,6 +1,6 @@
 """Text of a chat API as token rows of a student, which tokenizes it.
 
-Invariant: the ids are those that the agent loop of the student would have, had it sampled these replies: the opening,
+Invariant: the ids are as the agent loop of the student would have them, had it sampled these replies: the opening,
 each reply as its template writes it, up to its stop token, and a bridge after each. A label is an id exactly in a
 reply. A conversation that the template cannot write in this way is refused; nothing is repaired.
 

@@ -182,7 +182,7 @@ class StoredRollout:
 
     @property
     def by(self) -> str:
-        """The model that sampled; of a chat API the one that answered last, as the API names it."""
+        """The model that sampled; of a chat API the last one to answer, as the API names it."""
         if not self.is_text:
             return self.run.model
         source = self.branches[0]["metadata"][CHAT_API]

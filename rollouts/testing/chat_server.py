@@ -283,7 +283,7 @@ _OF_ROLE: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def problem_of(body: Any) -> Problem | None:
-    """What is wrong with a request by the published schema; ``None`` for a sound one."""
+    """The first fault of a request by the published schema; ``None`` for a sound request."""
     if not isinstance(body, dict):
         return "The body must be a JSON object.", None
     for name in body:

@@ -48,7 +48,7 @@ __all__ = [
 
 
 CHAT_API = "chat_api"
-"""Metadata key of a sample of a chat API: the model that was asked, and those that answered."""
+"""Metadata key of a sample of a chat API: the requested model, and the models that answered."""
 NO_IDS = "a batch for GRPO needs token ids in and out with logprobs; this API has none"
 
 

@@ -116,7 +116,7 @@ async def test_a_wrong_key_or_model_ends_the_run_in_its_first_request(options: d
     ],
 )
 async def test_an_error_that_no_retry_mends_is_raised_at_once(status: int, code: Any, error: Any, words: str) -> None:
-    """A used quota is no rate limit, although its status is that of one."""
+    """A used quota has the status of a rate limit, and is not waited for."""
     refusal = {"error": {"message": "the reason", "type": "t", "param": None, "code": code}}
     async with JsonServer(lambda asked: (status, refusal)) as server:
         with pytest.raises(error, match=words):

@@ -102,7 +102,7 @@ async def test_a_withheld_reply_is_a_failure_and_not_a_score(fault: Any) -> None
     ],
 )
 async def test_limits_end_an_episode_before_useless_work(limits: Limits, reason: StopReason, requests: int) -> None:
-    """As in the agent loop; tokens are those that the API counts."""
+    """As in the agent loop; tokens are as the API counts them."""
     async with ChatServer(solve) as server:
         sample = await play(server, limits=limits)
     assert (sample.stop_reason, len(server.asked)) == (reason, requests)
@@ -110,7 +110,7 @@ async def test_limits_end_an_episode_before_useless_work(limits: Limits, reason:
 
 
 async def test_a_prompt_that_is_too_long_is_a_stop_reason() -> None:
-    """The API's error for it is no failure."""
+    """The API's error for it fails nothing."""
     async with ChatServer(solve, max_context=10) as server:
         sample = await play(server)
     assert (sample.stop_reason, sample.failure) == (StopReason.CONTEXT_OVERFLOW, None)

@@ -1,4 +1,4 @@
-"""Replies of the API, as different servers send them; and bodies that are no reply."""
+"""Replies of the API, as different servers send them; and bodies without a reply."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_body_that_is_no_whole_reply_is_an_error(payload: bytes, kind: type[Ex
     ],
 )  # fmt: skip
 def test_a_usage_is_counted_or_unknown(usage: Any, expected: Any) -> None:
-    """A number of another form is no number of tokens."""
+    """Numbers of another form are not counted."""
     _, found = answer_of(body({"role": "assistant", "content": "yes"}, usage=usage))
     got = None if found is None else (found.prompt, found.completion, found.cached, found.reasoning, found.cost)
     assert got == expected

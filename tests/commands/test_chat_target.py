@@ -152,7 +152,7 @@ def test_a_wrong_key_ends_the_run_with_one_request(tmp_path: Path, capsys: pytes
 
 
 def test_play_and_check_env_show_what_the_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``play`` prints the messages, ``check-env`` an episode of each prompt beside the random ones."""
+    """``play`` prints the messages, ``check-env`` an episode of each prompt after the random ones."""
     with serving(solve) as server:
         assert main(["play", FILE, *provider(server.url)]) == 0
         printed = capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from rollouts.commands import main
 from rollouts.curation import Selection, curate
 from rollouts.curation.encoding import REFUSED, SPECIAL, Student
-from rollouts.curation.rows import CUT, EXACT, TEXT
+from rollouts.curation.rows import CUT, EXACT, TEXT, UNSAMPLED
 from rollouts.dtypes import StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
@@ -88,13 +88,14 @@ def test_exact_rows_and_text_are_never_in_one_data_set(tmp_path: Path) -> None:
     [
         ({"reply": "The answer <|im_end|> is 7."}, SPECIAL),
         ({"metrics": {"replies": 2, "cut_replies": 1}}, CUT),
-        ({"messages": [{"role": "assistant", "content": "7"}]}, REFUSED),
+        ({"messages": [{"role": "assistant", "content": "7"}], "metrics": {"replies": 1}}, REFUSED),
+        ({"metrics": {"replies": 1}}, UNSAMPLED),
     ],
 )
 def test_text_that_the_student_cannot_have_said_is_refused(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    """A stop token in a reply, a reply without an end, a conversation without a prompt: counted, and not repaired."""
+    """A stop token or no end in a reply, no prompt, an example reply in the prompt: counted, and not repaired."""
     curation = curate(stored(tmp_path / "run", [text_sample(1, **changes)]), "tokens", tokenizer=str(DEMO_MODEL))
     assert list(curation) == []
     assert curation.account.refused == {reason: 1}
