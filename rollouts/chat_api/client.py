@@ -31,6 +31,7 @@ import msgspec
 from rollouts.chat_api.account import Account
 from rollouts.chat_api.endpoint import ChatEndpoint
 from rollouts.chat_api.wire import Answer, ReplyWithheld, Usage, answer_of, code_of, error_of
+from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import SamplingParams, without_password
 from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable
 from rollouts.http.client import HttpClient
@@ -83,15 +84,19 @@ class ChatClient:
         payload = msgspec.json.encode(body)
         faults, limited = 0, 0.0
         while True:
-            await account.admit()
-            await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
-            async with self._limit:
+            with paused_deadlines():  # an episode does not end because the API makes it wait
+                await account.admit()
+                await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
+                await self._limit.acquire()
+            try:
                 if account.refused is not None:
                     raise account.refused
                 if account.exhausted or time.monotonic() < self._not_before:
                     continue  # so since this request began to wait
                 with account.request():
                     outcome = await self._sent(payload, account)
+            finally:
+                self._limit.release()
             if not isinstance(outcome, _Failed):
                 self._recover()
                 return outcome
@@ -99,7 +104,8 @@ class ChatClient:
                 limited += self._slow_down(outcome, limited)
             else:
                 faults += 1
-                await self._after_fault(outcome, faults)
+                with paused_deadlines():
+                    await self._after_fault(outcome, faults)
             account.retries += 1
 
     async def _sent(self, payload: bytes, account: Account) -> tuple[Answer, float | None] | _Failed:

@@ -46,9 +46,9 @@ __all__ = [
     "add_verb",
     "all_options_of",
     "at_least_0",
-    "at_least_0_dollars",
     "chat_of",
     "check_run",
+    "dollars",
     "generate_options_of",
     "generate_settings_of",
     "in_loop",
@@ -84,8 +84,8 @@ def add_chat_options(parser: argparse.ArgumentParser, *, provider: str) -> None:
         metavar="NAME",
         help=f"environment variable with the API key (default: {OPENAI_KEY}); it is neither stored nor printed",
     )
-    chat.add_argument("--price-in", type=at_least_0_dollars, metavar="D", help="dollars for a million prompt tokens")
-    chat.add_argument("--price-out", type=at_least_0_dollars, metavar="D", help="dollars for a million sampled tokens")
+    chat.add_argument("--price-in", type=dollars, metavar="D", help="dollars for a million prompt tokens")
+    chat.add_argument("--price-out", type=dollars, metavar="D", help="dollars for a million sampled tokens")
     chat.add_argument(
         "--budget", type=above_0, metavar="D", help="dollars of this command; then it ends, and can be resumed"
     )
@@ -354,11 +354,9 @@ def chat_of(args: argparse.Namespace) -> ChatOptions:
     if args.provider == CHAT_PROVIDER and args.endpoint:
         raise ConfigError.of("--endpoint", args.endpoint, "none with --provider openai: --base-url is the API's URL")
     if args.provider != CHAT_PROVIDER and not of_run:  # a resumed run knows its provider
-        for name in ("base_url", "api_key_env", "price_in", "price_out", "budget", "at_once"):
-            if (value := getattr(args, name)) is not None:
-                raise ConfigError.of(f"--{name.replace('_', '-')}", value, "none without --provider openai")
-        for name in ("body", "send_reasoning"):
-            if value := getattr(args, name):
+        names = ("base_url", "api_key_env", "price_in", "price_out", "budget", "at_once", "body", "send_reasoning")
+        for name in names:
+            if (value := getattr(args, name)) not in (None, [], False):
                 raise ConfigError.of(f"--{name.replace('_', '-')}", value, "none without --provider openai")
     if (args.price_in is None) != (args.price_out is None):
         got = f"--price-in {args.price_in}, --price-out {args.price_out}"
@@ -403,7 +401,7 @@ def above_0(text: str) -> float:
     return number
 
 
-def at_least_0_dollars(text: str) -> float:
+def dollars(text: str) -> float:
     """Parse a price."""
     return 0.0 if float(text) == 0 else above_0(text)
 

@@ -406,7 +406,7 @@ def _run(args: argparse.Namespace) -> int:
     out = args.resume if resume else args.out
     if resume:
         check_run(out, "--resume")
-    if args.provider == CHAT_PROVIDER and not args.as_text:
+    if args.provider == CHAT_PROVIDER and not args.as_text and not resume:
         text = "rollouts eval works; rollouts run --text stores its replies as text for SFT data"
         raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
     if args.as_text and args.provider != CHAT_PROVIDER and not resume:

@@ -89,6 +89,10 @@ async def open_target(
         )
     function = load_recipe(target.recipe)
     read_options(function, target.options)
+    if any(_HIDDEN in url for url in target.urls):
+        option = "--base-url" if target.provider == CHAT_PROVIDER else "--endpoint"
+        expected = f"the URL with its user name and password, which the run does not store: pass {option} again"
+        raise ConfigError.of(option, target.urls, expected)
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import built_on_api  # a wing: no other provider loads it
 
@@ -99,9 +103,6 @@ async def open_target(
         return
     key, admin_key = os.environ.get("ROLLOUTS_API_KEY"), os.environ.get("ROLLOUTS_ADMIN_KEY")
     if target.urls:
-        if any(_HIDDEN in url for url in target.urls):
-            expected = "the URL with its user name and password, which the run does not store: pass --endpoint again"
-            raise ConfigError.of("--endpoint", target.urls, expected)
         endpoint = Endpoint(
             provider=target.provider or "sglang",
             model=target.model or "default",
@@ -199,6 +200,9 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
 def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_changes: bool) -> RunTarget:
     before = info.get("command") or {}
     provider = target.provider or (info.get("endpoint") or {}).get("provider")
+    stored = (info.get("endpoint") or {}).get("provider")
+    if (provider == CHAT_PROVIDER) is not (stored == CHAT_PROVIDER):
+        raise ConfigError.of("--provider", provider, f"{stored}: a run has token ids, or text of a chat API")
     if provider != CHAT_PROVIDER and target.chat != ChatOptions():
         raise ConfigError.of("--resume", str(run), "a run with --provider openai, whose options these are")
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)

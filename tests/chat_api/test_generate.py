@@ -109,6 +109,14 @@ async def test_limits_end_an_episode_before_useless_work(limits: Limits, reason:
     assert not any(message["role"] == "tool" for message in sample.messages)
 
 
+@pytest.mark.parametrize("fault", ["rate_limit", "server_error"])
+async def test_a_wait_for_the_api_is_not_the_deadline_of_an_episode(fault: Any) -> None:
+    """It would be scored as a truncated rollout: deadlines stand still while a request waits to be sent again."""
+    async with ChatServer(solve, fault=lambda number: fault if number < 3 else None, retry_after=1.0) as server:
+        sample = await play(server, limits=Limits(episode_seconds=1.5))
+    assert (sample.stop_reason, len(server.asked)) == (StopReason.TASK_COMPLETED, 5)
+
+
 async def test_a_prompt_that_is_too_long_is_a_stop_reason() -> None:
     """The API's error for it fails nothing."""
     async with ChatServer(solve, max_context=10) as server:

@@ -94,7 +94,9 @@ def test_text_is_stored_and_curated_and_no_trainer_takes_it(tmp_path: Path, caps
     assert "with logprobs; this API has none" in capsys.readouterr().err
 
 
-def test_a_stopped_run_of_text_resumes_without_repeating_a_rollout(tmp_path: Path) -> None:
+def test_a_stopped_run_of_text_resumes_without_repeating_a_rollout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The URL, the prices and the variable of the key are those of the run; a budget is of one command."""
     out = tmp_path / "run"
     prices = ["--price-in", "2", "--price-out", "8", "--at-once", "2"]
@@ -103,10 +105,12 @@ def test_a_stopped_run_of_text_resumes_without_repeating_a_rollout(tmp_path: Pat
         assert main([*command, "--budget", "0.02"]) != 0
         first = Counter(final_requests(server))
         assert sum(first.values()) > 0
-        assert main(["run", "--resume", str(out)]) == 0
+        assert main(["run", "--resume", str(out), "--provider", "vllm"]) == 2
+        assert main(["run", "--resume", str(out), "--provider", "openai"]) == 0
     samples = list(load_run(out, "all"))
     assert len(list(load_run(out))) == 12
     assert len(samples) == sum(final_requests(server).values()), "each complete rollout is stored, and was played once"
+    assert "a run has token ids, or text of a chat API" in capsys.readouterr().err
 
 
 def final_requests(server: ChatServer) -> Counter[str]:
