@@ -22,7 +22,7 @@ from rollouts.concurrency.cancellation import CancellationGuard, left_behind
 from rollouts.concurrency.deadlines import pauses
 from rollouts.errors import is_of_users, shortened
 
-__all__ = ["report", "reporting_on_signal", "standing", "where", "where_of_users"]
+__all__ = ["longest", "report", "reporting_on_signal", "standing", "where", "where_of_users"]
 
 _MACHINERY = (
     "/anyio/",
@@ -64,6 +64,12 @@ def _frames(wait: Wait) -> list[types.FrameType]:
         if frames and frames[-1].f_back is not None:  # the task is running: it has an outer frame
             frames = list(_outwards(frames[-1]))[::-1]
     return frames
+
+
+def longest(count: int) -> list[str]:
+    """The first ``count`` lines of a report without counts: global pauses, then the longest waits."""
+    paused = [str(pause) for pause in pauses()[:count]]
+    return paused + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(paused)]]
 
 
 def standing(frame: types.FrameType) -> str:

@@ -82,6 +82,16 @@ class Ledger:
         sampler = self.data_buffer.sampler
         return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
 
+    def is_scarce(self, spare: int) -> bool:
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size, ``spare``.
+
+        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        """
+        if max(self.dropped_for_batch, self.not_replaced) >= spare:
+            return True
+        self.not_replaced += 1
+        return False
+
     def put_back(self, prompt: Prompt) -> None:
         """Return the prompt of a group in flight to the buffer; finished rollouts of the group are kept."""
         self.data_buffer.put_back([prompt])
