@@ -33,14 +33,12 @@ FLOORS: dict[str, int] = {
     "rollouts.environments": 5,
     "rollouts.inference": 5,
     "rollouts.agent": 6,
-    "rollouts.conformance": 6,
     "rollouts.testing": 7,
     "rollouts.training": 7,
     "rollouts.observability": 8,
     "rollouts.recipe": 8,
     "rollouts.rewards": 8,
     "rollouts.programs": 9,
-    "rollouts.recipe_files": 9,
     "rollouts.runs": 9,
     "rollouts.audit": 10,
     "rollouts.curation": 10,
@@ -185,8 +183,8 @@ MOST_PHRASES: dict[str, int] = {
     "scripts": 11,
     "tests": 21,
     "tests/agent": 2,
-    "tests/base": 2,
-    "tests/distributed": 3,
+    "tests/base": 1,
+    "tests/distributed": 2,
     "tests/environments": 4,
     "tests/inference": 1,
     "tests/integration": 20,
@@ -652,14 +650,37 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
 
 
 CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "rollouts.training": (175, ("base",)),
-    "rollouts.training.filters": (700, ("base", "errors")),
+    "rollouts.training": (173, ("base",)),
+    "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7259,
+        7150,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
+    "rollouts.commands.run": (
+        23895,
+        (
+            "agent",
+            "base",
+            "concurrency",
+            "dtypes",
+            "engine",
+            "environments",
+            "errors",
+            "http",
+            "inference",
+            "recipe",
+            "renderer",
+            "runs",
+            "testing",
+            "training",
+            "trajectory",
+            "views",
+        ),
+    ),
 }
-"""For each core module: the most lines that its import may load, and the packages. The lines only go down."""
+"""For each core module, and the command of a run: the most lines that its import may load, and the packages.
+
+The lines only go down."""
 
 
 @pytest.mark.parametrize("module", CLOSURES)

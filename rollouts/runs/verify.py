@@ -28,24 +28,13 @@ from rollouts.base.validators import finite
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage, is_covered
-from rollouts.runs.folder import (
-    JOURNAL,
-    METRICS,
-    METRICS_CRC,
-    Row,
-    StoredOutcome,
-    batch_name,
-    batches_written,
-    note_of_calls,
-    read_file,
-    read_info,
-    run_files,
-    whole_size,
-)
+from rollouts.runs.folder import Row, read_file, whole_size
 from rollouts.runs.hashed_files import HashedFiles
 from rollouts.runs.images import ImageFolder, hashes_of_row
+from rollouts.runs.info import batches_written, note_of_calls, read_info
+from rollouts.runs.layout import JOURNAL, METRICS, METRICS_CRC, StoredOutcome, batch_name, run_files
 from rollouts.runs.reading import reading
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key

@@ -6,8 +6,9 @@ batch to the next. This module does not know how a batch is filled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,11 +17,13 @@ from rollouts.concurrency.cancellation import left_behind
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats
 from rollouts.training.ledger import Ledger
-from rollouts.training.length_bias import LengthBias
 from rollouts.training.metrics import IdleClock, batch_metrics
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness
 from rollouts.training.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.length_bias import LengthBias
 
 __all__ = ["BatchReport"]
 
@@ -36,7 +39,13 @@ class BatchReport:
     slots: Slots
     idle: IdleClock = attrs.field(factory=IdleClock)
     """The seconds in which no group is in flight."""
-    length_bias: LengthBias = attrs.field(factory=LengthBias)
+
+    @functools.cached_property
+    def length_bias(self) -> LengthBias:
+        """The bias of dropping groups for their age."""
+        from rollouts.training.length_bias import LengthBias  # here: most runs drop none for its age
+
+        return LengthBias()
 
     def of_samples(self, samples: Sequence[Sample], waited: float | None) -> dict[str, float]:
         """Return the numbers of a batch, and the idle seconds of a stream.

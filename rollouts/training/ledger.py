@@ -7,16 +7,18 @@ waits, so that law 4 holds between any two calls. This module starts, records an
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import DataExhausted
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.types import Group, Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.manager_state import ManagerState
 
 __all__ = ["Ledger"]
 
@@ -125,6 +127,8 @@ class Ledger:
 
     def state(self, batches: int) -> dict[str, Any]:
         """Return the state of the ledger and its buffer as plain values."""
+        from rollouts.training.manager_state import ManagerState  # here: most runs continue from their journal
+
         return ManagerState(
             accounting=attrs.evolve(self.accounting),
             batches=batches,

@@ -20,7 +20,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import attrs
@@ -38,13 +38,15 @@ from rollouts.training.fail_fast import FailFast
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
-from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.rollout_log import OnGroup, Recorder, RolloutLog
 from rollouts.training.running_groups import RunningGroups
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.manager_state import ManagerState
 
 __all__ = ["AsyncRolloutManager"]
 
@@ -179,6 +181,8 @@ class AsyncRolloutManager:
         Raises:
             ConfigError: the state is damaged or of other data, or this manager has already begun.
         """
+        from rollouts.training.manager_state import ManagerState  # here: most runs continue from their journal
+
         self._check_not_begun()  # before the buffer is restored
         self.restore(ManagerState.load(state, self.data_buffer))
 
