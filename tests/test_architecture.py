@@ -657,7 +657,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23895,
+        23898,
         (
             "agent",
             "base",
