@@ -657,7 +657,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23898,
+        23919,
         (
             "agent",
             "base",
