@@ -59,7 +59,7 @@ def test_no_message_names_the_package_of_another_project() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
-    """Only those that are missing; the check imports nothing."""
+    """Only the missing one; the check imports nothing."""
     check_installed("--model", ("msgspec",), "engine")
     expected = f"--model needs no_such_package: {install_command('engine')}, or --endpoint"
     with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):

@@ -13,7 +13,7 @@ from rollouts.inference.conformance.points import Finding, Point, Report, Result
 from rollouts.inference.conformance.sglang import POINTS
 from rollouts.inference.conformance.vllm import VLLM_POINTS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 async def no(probe: str) -> Finding:
