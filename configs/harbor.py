@@ -11,8 +11,8 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.recipe import Grade, harbor_recipe
+from rollouts.programs import script
 from rollouts.programs.gateway.session import SessionLimits
-from rollouts.programs.launchers import script
 from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.repositories import PROGRAMS
 

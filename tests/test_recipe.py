@@ -29,7 +29,7 @@ from rollouts.recipe import (
     preflight,
     recipe_defaults,
 )
-from rollouts.recipe_files import (
+from rollouts.recipe.files import (
     GENERATE_OPTIONS,
     absolute,
     build,

@@ -45,7 +45,7 @@ from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import build, load_recipe, read_options, recipe_options
+from rollouts.recipe.files import build, load_recipe, read_options, recipe_options
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
 from rollouts.training.evaluation import (
     TaskScore,

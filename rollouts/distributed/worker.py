@@ -32,7 +32,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.shared import shared_policies
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import attempt
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from rollouts.base.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 from rollouts.dtypes.columns import LogprobColumn, TokenColumn, are_logprobs, packed_logprobs, packed_tokens
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 
 __all__ = [
     "CONSTRAINTS",
@@ -33,7 +33,6 @@ __all__ = [
     "SamplingParams",
     "StopReason",
     "VersionSpan",
-    "without_password",
 ]
 
 
@@ -164,6 +163,11 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1
 
     @property
+    def tempered(self) -> bool:
+        """Whether logprobs before and after the temperature differ."""
+        return not self.greedy and self.temperature != 1
+
+    @property
     def sent_temperature(self) -> float:
         """The temperature of requests, which records of completions have: 0 if they are greedy.
 
@@ -171,11 +175,6 @@ class SamplingParams:
         request in it is not greedy, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
         """
         return 0.0 if self.greedy else self.temperature
-
-
-def without_password(text: str) -> str:
-    """Text for printing, without the user names and passwords of its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _printed_urls(urls: Any) -> str:

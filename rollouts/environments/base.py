@@ -36,6 +36,7 @@ __all__ = [
     "sound_step",
     "sound_tools",
     "tool",
+    "with_system_prompt",
 ]
 
 
@@ -342,6 +343,13 @@ def tool(method: Method) -> Method:
     return method
 
 
+def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> Sequence[Message]:
+    """The messages behind a system prompt, unless they begin with one or ``system_prompt`` is empty."""
+    if system_prompt and (not messages or messages[0].role != "system"):
+        return (Message("system", system_prompt), *messages)
+    return messages
+
+
 class ToolEnvironment:
     """An environment whose tools are its methods marked with :func:`tool`.
 
@@ -363,10 +371,7 @@ class ToolEnvironment:
         return tuple(entry.tool for entry in self._methods.values())
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        messages = prompt.messages
-        if self.system_prompt and (not messages or messages[0].role != "system"):
-            messages = (Message("system", self.system_prompt), *messages)
-        return messages
+        return with_system_prompt(prompt.messages, self.system_prompt)
 
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:

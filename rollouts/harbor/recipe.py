@@ -18,9 +18,9 @@ from rollouts.harbor.tasks import HarborTask, load_tasks, prompts_of, task_of
 from rollouts.harbor.trial import HarborAgent
 from rollouts.harbor.verdict import Rung
 from rollouts.harbor.workspace import HarborWorkspace, rungs_of
+from rollouts.programs import Program
 from rollouts.programs.gateway.session import SessionLimits
 from rollouts.programs.generate import check_program, program_rollout_to_samples
-from rollouts.programs.launchers import Program
 from rollouts.programs.recipe import function_recipe
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe
 from rollouts.training.agent_integration import generate_all

@@ -31,7 +31,7 @@ from rollouts.harbor.schema import TaskConfig
 from rollouts.harbor.tasks import HarborTask, task_of
 from rollouts.harbor.verdict import LostVerdicts, NoVerdict, Reason, Rung, no_verdict, reward_in
 from rollouts.harbor.workspace import rungs_of
-from rollouts.programs.launchers import ModelServer
+from rollouts.programs import ModelServer
 from rollouts.sandboxes import RunningSandbox, SandboxError
 from rollouts.sandboxes.base import GATEWAY_PORT
 

@@ -12,8 +12,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 
 __all__ = ["Origin", "request_head"]
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import anyio
 
-from rollouts.dtypes import without_password
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
-from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, without_password
+from rollouts.http.answers import RETRIED_STATUSES, loads, message_of
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.generate_probe import VERSION_PROBE, replied_version
-from rollouts.inference.wire_errors import RETRIED_STATUSES, error_of, loads, message_of
+from rollouts.inference.wire_errors import error_of
 
 __all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "served_version", "text_of"]
 
@@ -125,6 +124,11 @@ async def served_version(transport: HttpClient, url: str, headers: Mapping[str, 
 
 
 async def _replied_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
+    from rollouts.inference.generate_probe import (  # here: few servers have several workers
+        VERSION_PROBE,
+        replied_version,
+    )
+
     status, payload = await transport.post(url + "/generate", VERSION_PROBE, headers)
     if status != 200:
         raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}/generate)")

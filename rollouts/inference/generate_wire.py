@@ -31,7 +31,8 @@ from rollouts.dtypes import (
     frozen,
     packed_tokens,
 )
-from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.errors import EndpointRefused
+from rollouts.http.answers import UNREADABLE
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.completions import (
     BrokenNumbers,
@@ -43,10 +44,11 @@ from rollouts.inference.completions import (
     check_ids,
     completion_of,
     packed_logprobs,
+    rare_params,
     version_spans,
 )
 from rollouts.inference.token_json import EncodedIds
-from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
+from rollouts.inference.wire_errors import error_in_200, error_of, status_of
 
 __all__ = [
     "MissingField",
@@ -152,14 +154,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         params["stop"] = sampling.stop
     if stop_token_ids:
         params["stop_token_ids"] = [int(token) for token in stop_token_ids]
-    if sampling.min_new_tokens:
-        params["min_new_tokens"] = sampling.min_new_tokens
-    if sampling.repetition_penalty != 1.0:
-        params["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.seed is not None:
-        if not -(2**63) <= sampling.seed < 2**63:
-            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
-        params["sampling_seed"] = sampling.seed
+    params |= rare_params(sampling, minimum="min_new_tokens", seed="sampling_seed")
     params |= {name: value for name in CONSTRAINTS if (value := getattr(sampling, name)) is not None}
     if top_p_sets:
         params["custom_params"] = {"return_top_p_token_ids": True}

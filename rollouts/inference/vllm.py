@@ -16,9 +16,10 @@ from collections.abc import Mapping
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, SamplingParams, without_password
+from rollouts.dtypes import Completion, SamplingParams
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
-from rollouts.errors import EndpointRefused, EndpointUnavailable
+from rollouts.errors import EndpointRefused, EndpointUnavailable, without_password
+from rollouts.http.answers import loads, message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
@@ -32,7 +33,7 @@ from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
 from rollouts.inference.vllm_wire import LogprobsMode
-from rollouts.inference.wire_errors import error_of, loads, message_of
+from rollouts.inference.wire_errors import error_of
 
 __all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
 

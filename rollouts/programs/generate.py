@@ -35,7 +35,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.programs.gateway.address import PublicAddress
 from rollouts.programs.gateway.session import ProgramSession, SessionLimits
 from rollouts.programs.gateway.tree import Training
-from rollouts.programs.launchers import ModelServer, Program
+from rollouts.programs.launchers.base import ModelServer, Program
 from rollouts.programs.launchers.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -25,14 +25,16 @@ from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.gc_pauses import calm_collector, return_free_memory
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import JournalError, RolloutsError, shortened
-from rollouts.observability.run_logger import LoggedRun, RunLogger, logging_to
 from rollouts.recipe import Recipe
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.observability.run_logger import RunLogger
+    from rollouts.training.manager_state import ManagerState
 
 __all__ = ["RunResult", "Stop", "Watch", "abandon", "observe", "run"]
 
@@ -144,6 +146,8 @@ async def run(
     with calm_collector():  # a pause for garbage collection stops every rollout
         if not loggers:
             return await _run(recipe, writer, stop, watch, run_journal, state, on_batch, deliver)
+        from rollouts.observability.run_logger import LoggedRun, logging_to  # here: few runs have loggers
+
         path, log_id, described_run = writer.path, *writer.log_identity()
         logged = LoggedRun(path.resolve().name, log_id, path, described_run, writer.batches)
         try:

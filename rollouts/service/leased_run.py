@@ -16,10 +16,10 @@ import anyio.to_thread
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
 from rollouts.runs.in_folder import open_in
+from rollouts.runs.info import read_info
 from rollouts.runs.run import run
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.service.leases import Leases
 from rollouts.training.types import Sample
 

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, Required, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Never, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
@@ -28,13 +28,15 @@ from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, describe_once
 from rollouts.inference.policy import ServerPolicy
-from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.training.sample_validator import copied
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.inference.reply_parts import Decode
 
 __all__ = [
     "agent_rollout_to_sample",

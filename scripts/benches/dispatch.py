@@ -25,8 +25,8 @@ from rollouts.distributed.dispatch import Dispatcher
 from rollouts.distributed.messages import read_order, sample_records
 from rollouts.dtypes import Endpoint, Prompt, VersionSpan
 from rollouts.recipe import Recipe
-from rollouts.runs.resume import begin
 from rollouts.runs.run import run
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.trajectory import CompletionRecord

@@ -38,9 +38,10 @@ import transformers  # noqa: F401 - loaded once, for all that are forked
 from rollouts.commands import main as rollouts
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
-from rollouts.runs.folder import Row, batches_written, read_info, read_rows
+from rollouts.runs.folder import Row, read_rows
+from rollouts.runs.info import batches_written, read_info
 from rollouts.runs.journal import Entry, JournalReader, read_journal
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.verify import verify_run
 from scripts.faults.crash_recipe import recipe
 from scripts.faults.harness import Engine

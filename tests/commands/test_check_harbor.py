@@ -10,7 +10,7 @@ import pytest
 from rollouts.commands import main
 from rollouts.dtypes import Endpoint
 from rollouts.harbor.check import CHECKED, load_checks
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.sandboxes import SandboxError, opened
 from rollouts.sandboxes.image import ImageSandbox
 from tests.harbor.folders import write_task

@@ -19,7 +19,7 @@ from rollouts.commands import EARLIER, GROUPS, VERBS, main
 from rollouts.commands.arguments import tell
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import EndpointRefused
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from tests.stored_runs import edit_line, store_run

@@ -17,13 +17,14 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.commands.run import Distribute, launch, recorded_server
-from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
+from rollouts.commands.stored_target import resumed_target, stored_recipe
+from rollouts.commands.target import RunTarget
 from rollouts.concurrency.deadlines import pauses
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import ServerInfo
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.journal import Journal
 from rollouts.runs.run import RunResult
 from rollouts.runs.verify import verify_run

@@ -20,8 +20,8 @@ from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.tasks import HarborTask, load_task, prompts_of
 from rollouts.harbor.trial import HarborAgent, api_of, secrets_of
+from rollouts.programs import ModelServer
 from rollouts.programs.gateway.session import SessionLimits
-from rollouts.programs.launchers import ModelServer
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Sample, Status, function_rollout_to_samples

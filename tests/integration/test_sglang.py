@@ -21,14 +21,14 @@ import attrs
 import msgspec
 import pytest
 
-from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
+from rollouts.inference.conformance.sglang import conformance_of
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from scripts.servers.sglang_server import READY
 from tests.integration.real_adapters import check_adapters
 from tests.integration.real_servers import (

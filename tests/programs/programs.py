@@ -11,7 +11,7 @@ import aiohttp
 import anyio
 import attrs
 
-from rollouts.programs.launchers import Launch, ModelServer
+from rollouts.programs import Launch, ModelServer
 from rollouts.sandboxes import Ability, Containment, Exit, SandboxError, SandboxLimits
 
 __all__ = ["Chat", "FakeSandbox", "Running", "program"]

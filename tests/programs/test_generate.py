@@ -26,17 +26,18 @@ from rollouts.inference.base import CompletionRequest
 from rollouts.inference.weights import update_weights
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch, normalise_rewards
 from rollouts.integrations.trl import to_row
+from rollouts.programs import Launch as ProgramLaunch
+from rollouts.programs import ModelServer, script
 from rollouts.programs.gateway import server as gateway_server
 from rollouts.programs.gateway.address import PublicAddress
 from rollouts.programs.gateway.session import SessionLimits
 from rollouts.programs.generate import check_program
-from rollouts.programs.launchers import Launch as ProgramLaunch
-from rollouts.programs.launchers import ModelServer, script
 from rollouts.programs.launchers.workspace import FilesWorkspace
 from rollouts.programs.recipe import program_recipe
 from rollouts.recipe import Recipe
 from rollouts.recipes.configs.calculator_program import SCRIPTS, workspace_reward
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.resume import reopen
+from rollouts.runs.start import begin
 from rollouts.runs.verify import check_sample, verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.sandboxes import Image, ImageSandbox, NamespaceSandbox, ProcessSandbox, Sandbox, SandboxError, opened

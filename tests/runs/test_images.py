@@ -45,8 +45,10 @@ from rollouts.runs.reader import load_run
 from rollouts.runs.recording import RECORDING, recorded
 from rollouts.runs.replay import replay
 from rollouts.runs.rescore import rescore
-from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.resume import reopen
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.testing.policy import ScriptedPolicy

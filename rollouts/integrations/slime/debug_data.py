@@ -14,7 +14,8 @@ from typing import Any
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
-from rollouts.runs.folder import check_output, read_rows, run_files
+from rollouts.runs.folder import read_rows
+from rollouts.runs.layout import check_output, run_files
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import Sample
 

@@ -55,7 +55,7 @@ from rollouts.integrations.slime.single_turn import (
 from rollouts.integrations.slime.teacher import Teacher
 from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
-from rollouts.recipe_files import build, built_in, load_recipe
+from rollouts.recipe.files import build, built_in, load_recipe
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status

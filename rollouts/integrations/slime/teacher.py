@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 from rollouts.rewards.http import Poster
 from rollouts.rewards.teachers import teacher_logprobs
 

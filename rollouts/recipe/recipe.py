@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 import anyio.to_thread
 import attrs
 
-from rollouts.base.nearest import did_you_mean
 from rollouts.base.validators import check, integer, is_int
 from rollouts.concurrency.boundary import boundary, function_name
-from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool, without_password
+from rollouts.dtypes import Endpoint, Limits, OnRewrite, SamplingParams, Tool
 from rollouts.environments.base import Environment, EnvironmentFactory, sound_tools
-from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.errors import ConfigError, EnvironmentFailure, without_password
 from rollouts.inference.base import ServerInfo, check_takes_images
 from rollouts.inference.server_flags import check_flags
 from rollouts.inference.shared import shared_policy
@@ -434,6 +433,8 @@ def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any])
             own = [
                 each.name for each in inspect.signature(function).parameters.values() if each.kind is each.KEYWORD_ONLY
             ]
+            from rollouts.base.nearest import did_you_mean  # here: only an error needs it
+
             known = [*own, *AllOptions.__annotations__]
             expected = f"an option{did_you_mean(name, known)}: {', '.join(known)}"
             raise ConfigError.of(f"{function.__name__}({name})", value, expected)
