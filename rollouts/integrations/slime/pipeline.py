@@ -52,6 +52,7 @@ __all__ = ["Pipeline", "find_recipe", "policy_of_launch"]
 PROBE = (0, 0)
 """The prompt of the request that tests the server."""
 _LOST = (Status.FAILED, Status.ABORTED)
+_signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
 
 def find_recipe(settings: Settings) -> Recipe | None:
@@ -491,5 +492,5 @@ def _is_agent_loop(generate_fn: GenerateFn) -> TypeGuard[functools.partial[Any]]
     """Whether a recipe's generate function has its options bound, and accepts a policy, as ours do."""
     if not isinstance(generate_fn, functools.partial):
         return False
-    parameters = inspect.signature(generate_fn.func).parameters
+    parameters = _signature(generate_fn.func).parameters
     return "policy" in parameters or any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())

@@ -126,11 +126,21 @@ def test_a_data_set_has_its_own_reward(tmp_path: Path) -> None:
     assert output.data["one"]["samples"][1].reward["score"] == 1.0
 
 
-def test_slices_and_chat_prompts(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model's tokenizer with a template that has an option."""
+    loaded = load_tokenizer(DEMO_MODEL)
+    loaded.chat_template = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ tools | length if tools }}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    loaded.save_pretrained(folder)
+    return str(folder)
+
+
+def test_slices_and_chat_prompts(tmp_path: Path, tokenizer: str) -> None:
     """slime's ``path@[a:b]``, and text as a message with ``--apply-chat-template``."""
     entry = data_set(tmp_path, "one", 5, apply_chat_template=True)
     entry.path += "@[1:3]"
-    settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
+    settings = Settings.from_args(Launch().args(eval_datasets=[entry], hf_checkpoint=tokenizer))
     prompts, _ = load_eval_rows(settings.eval_sets[0], settings)
     assert [prompt.prompt[0]["content"] for prompt in prompts] == ["one 1", "one 2"]
     assert [prompt.label for prompt in prompts] == ["1", "2"]
@@ -147,16 +157,6 @@ def test_slices_count_from_the_end(tmp_path: Path, part: str, rows: list[int]) -
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
     prompts, _ = load_eval_rows(settings.eval_sets[0], settings)
     assert [prompt.metadata["i"] for prompt in prompts] == rows
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo model's tokenizer with a template that has an option."""
-    loaded = load_tokenizer(DEMO_MODEL)
-    loaded.chat_template = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ tools | length if tools }}"
-    folder = tmp_path_factory.mktemp("tokenizer")
-    loaded.save_pretrained(folder)
-    return str(folder)
 
 
 def plain(tokenizer: str, *sets: Namespace, **flags: Any) -> Settings:
@@ -251,10 +251,12 @@ async def one(args: Any, sample: Any, **_: Any) -> float:
     ("fields", "named"),
     [({"multimodal_keys": {"image": "images"}}, "multimodal_keys"), ({"no_stop_trim": False}, "no_stop_trim")],
 )
-def test_what_a_data_set_cannot_have_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+def test_what_a_data_set_cannot_have_is_refused(
+    tmp_path: Path, tokenizer: str, fields: dict[str, Any], named: str
+) -> None:
     """With the names of the data set and the field."""
     launch = Launch()
-    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1, **fields)])
+    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1, **fields)], hf_checkpoint=tokenizer)
     with pytest.raises(ConfigError, match=rf"one\.{named}"):
         generate_rollout_batch(args, 0, launch.source(), evaluation=True)
 
