@@ -35,7 +35,7 @@ _INNER = "{}.rollout.data_source.RolloutDataSource"
 _DTYPES = {type(np.dtype(code)) for code in np.typecodes["All"]}
 _REBUILT: Sequence[Any] = (np.empty(0).__reduce__()[0], np.float32(0).__reduce__()[0], codecs.encode)
 _ARRAYS: Sequence[Any] = (np.ndarray, np.dtype, *_REBUILT, *_DTYPES)
-"""What a file of ``torch.save`` names for arrays and NumPy's numbers."""
+"""The classes and functions by which a file of ``torch.save`` names arrays and NumPy's numbers."""
 _NAMED = 5
 """Values that a warning names."""
 _OF_DATA_SET = {"group_index", "index", "rollout_id", "prompt", "multimodal_inputs", "apply_chat_template_kwargs"}
