@@ -89,6 +89,14 @@ class Timeline:
             self._names.append(key)
         self._numbers.extend((number, began, seconds))
 
+    def after(self, span: Span) -> Timeline:
+        """A timeline with a span before these."""
+        longer = Timeline()
+        longer.add(*span)
+        for one in self:
+            longer.add(*one)
+        return longer
+
     def ended(self, activity: Activity, name: str, began: float) -> None:
         """Append a span that ends now."""
         self.add(activity, name, began, now() - began)
@@ -110,7 +118,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
     Raises:
         ConfigError: a value is not a span.
     """
-    return tuple([_checked(span) for span in spans])
+    return tuple([_checked(span) for span in spans]) if spans else ()
 
 
 def _checked(span: Iterable[Any]) -> Span:
