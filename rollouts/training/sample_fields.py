@@ -92,6 +92,7 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "history": {type(None)},
     "times": {Timeline},
     "named_images": {dict},
+    "tools": {str, type(None)},
     "seat": {str},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
@@ -99,8 +100,14 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "versions": {CompactRecord},
 }
 """The types whose values are valid, whatever they contain; values of other types are looked at."""
+_SOUND_VALUES = {"history": "append", "images": (), "conversation": 0, "loss_multiplier": 1.0}
+"""The value that almost every sample has in a field."""
+_NONE = object()
 _slots_of = operator.attrgetter(*(f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS))
-_CHECKS = [(name, _SOUND_TYPES.get(name, set()), good, expected) for name, good, expected, _ in _FIELDS]
+_CHECKS = [
+    (name, _SOUND_TYPES.get(name, set()), _SOUND_VALUES.get(name, _NONE), good, expected)
+    for name, good, expected, _ in _FIELDS
+]
 
 
 def check_values(sample: Any) -> None:
@@ -109,8 +116,10 @@ def check_values(sample: Any) -> None:
     Raises:
         ConfigError: a field has a wrong type or length.
     """
-    for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
-        if type(value) not in sound_types and not good(value):
+    for value, (name, sound_types, sound, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
+        if type(value) in sound_types or (type(value) is type(sound) and value == sound):
+            continue
+        if not good(value):
             raise ConfigError.of(f"Sample.{name}", value, expected)
     for name in ("advantages", "teacher_log_probs"):
         column = getattr(sample, f"_{name}")
