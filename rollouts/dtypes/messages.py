@@ -123,6 +123,10 @@ class Tool:
         return cls(function.get("name", ""), **fields, chat=dict(whole))
 
 
+def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
+    return tuple(calls)
+
+
 _ROLES = get_args(Role)
 _OPTIONAL_TEXTS = {str, type(None)}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -136,7 +140,7 @@ def _content(value: str | Sequence[str | Image]) -> Content:
     if isinstance(value, str):
         return str.__str__(value)  # of a subclass, e.g. of NumPy
     if not isinstance(value, list | tuple):
-        return value  # refused when the message is created
+        return value  # type: ignore[return-value]  # refused when the message is created
     parts = tuple(part for part in value if part != "")
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else parts
@@ -149,7 +153,7 @@ class Message:
     role: Role
     content: Content = attrs.field(default="", converter=_content)
     """Text, or a sequence of texts and images; :attr:`text` is the text alone."""
-    tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=tuple)
+    tool_calls: Sequence[ToolCall] = attrs.field(default=(), converter=_calls)
     tool_call_id: str | None = None
     """On a tool message: the id of the call that it answers."""
     name: str | None = None
