@@ -92,9 +92,9 @@ class Timeline:
     def after(self, span: Span) -> Timeline:
         """A timeline with a span before these."""
         longer = Timeline()
+        longer._names = list(self._names)
         longer.add(*span)
-        for one in self:
-            longer.add(*one)
+        longer._numbers.extend(self._numbers)
         return longer
 
     def ended(self, activity: Activity, name: str, began: float) -> None:
