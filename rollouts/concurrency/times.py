@@ -97,10 +97,6 @@ class Timeline:
         longer._numbers.extend(self._numbers)
         return longer
 
-    def ended(self, activity: Activity, name: str, began: float) -> None:
-        """Append a span that ends now."""
-        self.add(activity, name, began, now() - began)
-
     def to_list(self, first: int = 0) -> list[list[Any]]:
         """Plain data, to the tenth of a millisecond; the inverse of the constructor."""
         return [[*span[:2], round(span.began, 4), round(span.seconds, 4)] for span in self.since(first)]

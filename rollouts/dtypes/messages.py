@@ -137,10 +137,8 @@ def _content(value: str | Sequence[str | Image]) -> Content:
     """Content in its one form: plain ``str``; a sequence without images is joined, and empty texts are dropped."""
     if type(value) is str:
         return value
-    if isinstance(value, str):
-        return str.__str__(value)  # of a subclass, e.g. of NumPy
-    if not isinstance(value, list | tuple):
-        return value  # type: ignore[return-value]  # refused when the message is created
+    if not isinstance(value, list | tuple):  # a subclass, e.g. of NumPy; others are refused when the message is created
+        return str.__str__(value) if isinstance(value, str) else value  # type: ignore[return-value]
     parts = tuple(part for part in value if part != "")
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else parts
@@ -186,10 +184,9 @@ class Message:
     @property
     def images(self) -> tuple[Image, ...]:
         """The images of the content, in their order."""
-        content = self.content
-        if type(content) is str:
+        if type(self.content) is str:
             return ()
-        return tuple(part for part in content if isinstance(part, Image))
+        return tuple(part for part in self.content if isinstance(part, Image))
 
     def only_text(self, reader: str) -> str:
         """The text, for a reader that cannot show images.
@@ -211,9 +208,7 @@ class Message:
 
     def to_chat(self) -> ChatDict:
         """The message in chat format, images as ``image_url`` parts with ``data:`` URLs; absent fields are left out."""
-        content: Any = self.content
-        if type(content) is not str:
-            content = [_part_to_chat(part) for part in content]
+        content = self.content if type(self.content) is str else [_part_to_chat(part) for part in self.content]
         chat: ChatDict = {"role": self.role, "content": content}
         if self.reasoning is not None:
             chat["reasoning_content"] = self.reasoning

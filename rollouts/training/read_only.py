@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 __all__ = ["ReadOnlyDict", "ReadOnlyList", "read_only", "recently"]
 
 Value = TypeVar("Value")
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 def _refuse(self: ReadOnlyList | ReadOnlyDict, *_: Any, **__: Any) -> NoReturn:
@@ -53,15 +54,12 @@ class ReadOnlyDict(dict[Any, Any]):
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
     if isinstance(value, dict):
-        entries = value.items()
-        plain = {key: entry if type(entry) in _PLAIN else read_only(entry, name) for key, entry in entries}
+        plain = {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
         return ReadOnlyDict(plain, name)
     if isinstance(value, list):
         return ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value], name)
     return value
 
-
-_PLAIN = {str, int, float, bool, type(None)}
 
 _recent: tuple[tuple[Any, str, Any], ...] = ()
 

@@ -44,10 +44,8 @@ _NO_IMAGES: Mapping[str, Image] = {}
 
 
 def _status_of(value: Status | str) -> Status:
-    if type(value) is Status:
-        return value
     try:
-        return Status(value)
+        return value if type(value) is Status else Status(value)
     except ValueError:
         raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
 
@@ -256,8 +254,7 @@ class Sample:
     def compact(self) -> CompactRecord | None:
         """Compact storage of response, messages, completions and versions; ``None`` if one of the four has changed."""
         compact = self._compact
-        has_all = self._response is self._messages is self._completions is self._versions is compact
-        return compact if has_all else None
+        return compact if self._response is self._messages is self._completions is self._versions is compact else None
 
     @property
     def weight_versions(self) -> list[str]:

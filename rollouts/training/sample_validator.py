@@ -68,11 +68,9 @@ def _identity_of(sample: Sample) -> _Identity:
 
     The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
     """
-    completions, versions = sample._completions, sample._versions
-    if type(completions) is not CompactRecord:
-        completions, versions = (
-            [*stored] if isinstance(stored, list | tuple) else stored for stored in (completions, versions)
-        )
+    completions, versions = (
+        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
+    )
     no_replies = isinstance(completions, list) and not completions
     recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
     columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
