@@ -328,9 +328,7 @@ class Completion:
     """Sampled ids, shape ``(n,)``, including the stop id if one was sampled."""
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
-    finish_reason: FinishReason = attrs.field(
-        validator=check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
-    )
+    finish_reason: FinishReason
     versions: Sequence[VersionSpan]
     """The policy versions of the tokens; they cover ``0..n`` without gap or overlap."""
     prompt_tokens: int
@@ -348,12 +346,14 @@ class Completion:
     """URL of the server that answered."""
     extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
     """Further columns and numbers; ``None`` unless the caller asked for them."""
-    logprobs_of: LogprobsOf | None = attrs.field(
-        default=None, validator=check(f"one of {_LOGPROBS_OF}", lambda v: v in _LOGPROBS_OF, optional=True)
-    )
+    logprobs_of: LogprobsOf | None = None
     """The distribution of the logprobs; ``None`` if the policy does not say."""
 
     def __attrs_post_init__(self) -> None:
+        if self.finish_reason not in _FINISH_REASONS:
+            raise ConfigError.of("Completion.finish_reason", self.finish_reason, f"one of {_FINISH_REASONS}")
+        if self.logprobs_of is not None and self.logprobs_of not in _LOGPROBS_OF:
+            raise ConfigError.of("Completion.logprobs_of", self.logprobs_of, f"one of {_LOGPROBS_OF}")
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
         if not np.logical_and.reduce(are_logprobs(self.logprobs)):

@@ -181,12 +181,14 @@ def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def version_spans(spans: Sequence[Span] | None, unnamed: str) -> tuple[VersionSpan, ...]:
+def version_spans(spans: Sequence[Span], unnamed: str) -> tuple[VersionSpan, ...]:
     """The spans that have tokens; ``unnamed`` is the version of a span without a name."""
     return tuple(
-        VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
-        for span in spans or ()
-        if span.start != span.end
+        [
+            VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
+            for span in spans
+            if span.start != span.end
+        ]
     )
 
 

@@ -217,8 +217,8 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
     if reply.error or meta.finish_reason is None:
         raise error_in_200(payload, None)
     finish = meta.finish_reason
-    status = status_of(finish.status_code)
-    if finish.type == "abort" and status is not None and status >= 400:
+    status = status_of(finish.status_code) if finish.type == "abort" else None
+    if status is not None and status >= 400:
         raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
     if finish.type not in ("stop", "length", "abort"):
         raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
@@ -370,5 +370,5 @@ def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> Non
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
-    spans = version_spans(meta.weight_versions, last) if count else ()
+    spans = version_spans(meta.weight_versions, last) if count and meta.weight_versions else ()
     return spans or ((VersionSpan(last, 0, count),) if count else ())

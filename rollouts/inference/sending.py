@@ -175,7 +175,8 @@ class Sender:
         worker.suspect_until, worker.answered = 0.0, time.monotonic()
         if len(worker.unanswered) > worker.in_flight:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
-        worker.versions |= dict.fromkeys(span.version for span in completion.versions)
+        for span in completion.versions:
+            worker.versions[span.version] = None
         self.reachability.answered()
         self.totals.add(completion)
         if self.on_completion is not None:

@@ -113,7 +113,8 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    unedited = attrs.evolve(prompt, label=copied(prompt.label))  # an environment may change its label in place
+    label = copied(prompt.label)  # an environment may change its label in place
+    unedited = prompt if label is prompt.label else attrs.evolve(prompt, label=label)
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     episode = await begin_episode(

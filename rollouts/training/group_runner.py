@@ -22,7 +22,7 @@ import attrs
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.concurrency.times import Span, Timeline
+from rollouts.concurrency.times import Span
 from rollouts.dtypes import Prompt
 from rollouts.errors import (
     ConfigError,
@@ -241,7 +241,7 @@ class GroupRunner:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):
                     await anyio.sleep(policy.pause(tried, self._rng))
         if wait is not None:
-            samples[0].times = Timeline([wait, *samples[0].times])
+            samples[0].times = samples[0].times.after(wait)
         if policy is None and self._rollout_log is not None:
             await self._rollout_log.finished(samples)
         return samples, policy

@@ -45,7 +45,7 @@ _NO_IMAGES: Mapping[str, Image] = {}
 
 def _status_of(value: Status | str) -> Status:
     try:
-        return Status(value)
+        return value if type(value) is Status else Status(value)
     except ValueError:
         raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
 
@@ -254,13 +254,12 @@ class Sample:
     def compact(self) -> CompactRecord | None:
         """Compact storage of response, messages, completions and versions; ``None`` if one of the four has changed."""
         compact = self._compact
-        slots = (self._response, self._messages, self._completions, self._versions)
-        return compact if all(slot is compact for slot in slots) else None
+        return compact if self._response is self._messages is self._completions is self._versions is compact else None
 
     @property
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
-        return list(dict.fromkeys(span.version for span in self.versions))
+        return list(dict.fromkeys([span.version for span in self.read_record("versions")]))
 
     def read_record(self, name: str) -> Any:
         """Return the response, messages, completions or versions as assigned; a plain copy of packed values."""
