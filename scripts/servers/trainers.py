@@ -120,6 +120,10 @@ TRAINERS: dict[str, Trainer] = {
         tests=("tests/integration/test_curated_trl.py",),
         packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow"),
     ),
+    "dumps": Trainer(
+        tests=("tests/audit/readers",),
+        packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow", "verifiers==0.4.0"),
+    ),
     "environments": Trainer(
         tests=("-m", "extra", "tests/environments/adapters"),
         packages=("gymnasium==1.4.0", "openenv-core==0.3.0", "skyrl-gym==0.4.0", "verifiers==0.4.0"),
