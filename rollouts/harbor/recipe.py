@@ -43,12 +43,17 @@ async def harbor_rollout_to_samples(
         **options: of that function, without ``sandbox``.
     """
     limits = limits or SessionLimits()
-    seconds = task_of(prompt.metadata, workspace.tasks).config.agent.timeout_sec
+    task = task_of(prompt.metadata, workspace.tasks)
+    seconds = task.config.agent.timeout_sec
     if seconds is not None:
         limits = attrs.evolve(limits, max_seconds=min(limits.max_seconds, seconds))
-    return await program_rollout_to_samples(
+    samples = await program_rollout_to_samples(
         prompt, sandbox=workspace.kind_for, workspace=workspace, limits=limits, **options
     )
+    failure = samples[-1].failure
+    if failure is not None and failure.cause == "environment_step":  # while the program ran: no tests were begun
+        workspace.lost.note(task.name, "died", checked=workspace.checked)
+    return samples
 
 
 async def generate_harbor_batch(prompts: Iterable[Prompt], **options: Any) -> list[Sample]:

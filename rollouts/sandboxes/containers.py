@@ -18,6 +18,7 @@ import posixpath
 import shlex
 import socket
 import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -447,6 +448,9 @@ class RunningContainer(Running):
             if error.status in (400, 404):
                 return False
             raise
+        limited = f"{os.fspath(archive)}.limited"
+        if await anyio.to_thread.run_sync(archives.limit_times, archive, limited):
+            await anyio.Path(limited).replace(os.fspath(archive))
         return True
 
     async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
@@ -460,7 +464,10 @@ class RunningContainer(Running):
         made = await self._exec(_shell(f"mkdir -p {shlex.quote(place)}", _GRACE_SECONDS), self._user)
         if made.code != 0:
             await self._set_up(f"mkdir -p {shlex.quote(place)}", "0:0")
-        await self._put(place, Path(archive))
+        with tempfile.TemporaryDirectory(prefix="rollouts-archive-") as name:
+            limited = f"{name}/limited.tar"
+            is_limited = await anyio.to_thread.run_sync(archives.limit_times, archive, limited)
+            await self._put(place, Path(limited if is_limited else archive))
 
     async def close(self) -> None:
         """Remove the container with its files."""
