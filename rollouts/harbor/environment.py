@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import is_in, sanitize, way_to
+from rollouts.harbor.grading import FOLDERS, is_in, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -187,7 +187,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
             )
             return
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             packed: list[tuple[str, str]] = []
             for number, source in enumerate((self._workdir, "/logs/artifacts", *map(self._inside, self.carried))):
                 archive, clean = f"{folder}/{number}.tar", f"{folder}/{number}-clean.tar"
@@ -284,7 +284,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             ConfigError: the box must not get it.
         """
         await anyio.to_thread.run_sync(self._check_source, Path(source_path))
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/file.tar"
             parent, name = posixpath.split(self._inside(target_path))
             await anyio.to_thread.run_sync(_pack, {name: Path(source_path)}, archive)
@@ -297,7 +297,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             ConfigError: the box must not get it.
         """
         await anyio.to_thread.run_sync(self._check_source, Path(source_dir))
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/files.tar"
             await anyio.to_thread.run_sync(_pack_content, Path(source_dir), archive)
             await self.place.unpack(archive, self._inside(target_dir))
@@ -310,7 +310,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             SandboxError: it is too large.
         """
         inside = self._inside(source_path)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/file.tar"
             found = await self.place.pack(inside, archive)
             data = await anyio.to_thread.run_sync(_only_file, archive) if found else None
@@ -325,7 +325,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             FileNotFoundError: it is missing.
         """
         inside = self._inside(source_dir)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/files.tar"
             if not await self.place.pack(inside, archive):
                 raise FileNotFoundError(f"{source_dir} is not a folder of the box")

@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, RolloutsError, shortened
 from rollouts.harbor.boxes import BoxOptions
+from rollouts.harbor.grading import FOLDERS
 from rollouts.harbor.schema import TaskConfig
 from rollouts.harbor.tasks import HarborTask, task_of
 from rollouts.harbor.verdict import LostVerdicts, NoVerdict, Reason, Rung, no_verdict, reward_in
@@ -200,7 +200,7 @@ class HarborAgent:
         from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
 
         task = task_of(prompt.metadata, self.tasks)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             opened: list[RunningSandbox] = []
             async with contextlib.AsyncExitStack() as stack:
                 gateway = await stack.enter_async_context(shared_gateway())
@@ -305,11 +305,12 @@ class HarborAgent:
                 "env": dict.fromkeys(_key_names(self.agent, provider), server.api_key),
             }
         boxes = attrs.asdict(self.boxes)
+        lists = {name: list(boxes[name]) for name in ("ignore", "layers")}
         return TrialConfig(
             task=TaskPath(path=task.folder),
             trials_dir=folder,
             agent=AgentConfig(**agent),
-            environment=EnvironmentConfig(import_path=ENVIRONMENT, kwargs={**boxes, "ignore": list(self.boxes.ignore)}),
+            environment=EnvironmentConfig(import_path=ENVIRONMENT, kwargs={**boxes, **lists}),
         )
 
     def _outcome(self, task: HarborTask, result: Any) -> dict[str, Any]:

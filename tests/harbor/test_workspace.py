@@ -266,6 +266,7 @@ def test_a_recipe_that_cannot_run_is_refused(tmp_path: Path, given: dict[str, An
     [
         ({"network": "all"}, "BoxOptions.network"),
         ({"ignore": "gpus"}, "BoxOptions.ignore"),
+        ({"layers": "/no/such"}, "BoxOptions.layers"),
         ({"memory_mb": "0"}, "BoxOptions.memory_mb"),
         ({"rot": "/x"}, "BoxOptions: got"),
     ],
@@ -274,6 +275,20 @@ def test_options_of_boxes_are_checked(given: dict[str, Any], message: str) -> No
     """As a command line gives them."""
     with pytest.raises(ConfigError, match=message):
         BoxOptions.of(given)
+
+
+async def test_a_layer_lies_over_the_image_of_every_task(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """With a program that is installed there; the image's files stay, and the layer is not written."""
+    place = tmp_path / "layer/usr/local/bin/agent"
+    place.parent.mkdir(parents=True)
+    place.write_text("#!/bin/bash\necho of the layer; echo x > /usr/local/bin/new\n")
+    place.chmod(0o755)
+    (tmp_path / "layer").chmod(0o755)
+    options = BoxOptions.of({**attrs.asdict(boxes.options), "layers": str(tmp_path / "layer")})
+    kind = await TaskBoxes(options)(load_task(write_task(tmp_path / "task", toml=TOML)), False)
+    async with opened(kind) as box:
+        assert (await box.exec(["bash", "-c", "agent; python3 -c 'print(2)'"])).stdout == "of the layer\n2\n"
+    assert [path.name for path in place.parent.iterdir()] == ["agent"]
 
 
 async def test_limits_of_a_task_are_those_of_its_box_unless_they_are_ignored(tmp_path: Path) -> None:
