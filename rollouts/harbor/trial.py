@@ -201,12 +201,10 @@ class HarborAgent:
 
         task = task_of(prompt.metadata, self.tasks)
         with FOLDERS.temporary() as folder:
-            opened: list[RunningSandbox] = []
             async with contextlib.AsyncExitStack() as stack:
                 gateway = await stack.enter_async_context(shared_gateway())
 
                 async def listen(place: RunningSandbox) -> None:
-                    opened.append(place)
                     if place.listener is not None:
                         await stack.enter_async_context(gateway.listening(place.listener))
 
@@ -217,7 +215,7 @@ class HarborAgent:
         except EnvironmentFailure as error:
             if isinstance(error, NoVerdict):
                 self.lost.note(task.name, error.reason, checked=checked)
-            elif opened:
+            elif any(each.agent_execution for each in (result, *(result.step_results or ()))):
                 self.lost.note(task.name, "died", checked=checked)
             raise
         self.lost.note(task.name, None, checked=checked)

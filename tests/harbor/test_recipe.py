@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from anyio.from_thread import start_blocking_portal
 
@@ -16,11 +15,9 @@ from rollouts.commands import main
 from rollouts.engine import DEMO_MODEL
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.verify import verify_run
-from rollouts.sandboxes import SandboxError, opened
-from rollouts.sandboxes.image import ImageSandbox
 from rollouts.testing.server import StubServer
 from tests.harbor.folders import write_task
-from tests.harbor.roots import base_root
+from tests.harbor.roots import usable_root
 from tests.programs.gateway.programs import spoken
 
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\n'
@@ -40,17 +37,7 @@ ANTHROPIC = ASK.format(key="ANTHROPIC_API_KEY", url="ANTHROPIC_BASE_URL", path="
 
 @pytest.fixture
 def root() -> str:
-    """A small root; skips the test where this machine opens no box."""
-
-    async def open_one() -> None:
-        async with opened(ImageSandbox(base_root())):
-            pass
-
-    try:
-        anyio.run(open_one)
-    except SandboxError as error:
-        pytest.skip(f"this machine opens no box: {error}")
-    return base_root()
+    return usable_root()
 
 
 @pytest.fixture
