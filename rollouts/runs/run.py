@@ -198,7 +198,7 @@ async def _run(
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
             if watch is not None:
                 tasks.start_soon(observe, watch, manager)
-            async with manager:
+            async with recipe.lifetime or contextlib.nullcontext(), manager:
                 for _ in range(manager.batches, recipe.batches):
                     samples = await _one_batch(manager, writer, run_journal)
                     metrics.append(manager.metrics)  # before a stop can end the run: the batch is written

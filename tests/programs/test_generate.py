@@ -699,6 +699,22 @@ async def test_a_function_that_knows_the_end_of_its_session_is_not_cancelled() -
     assert sum(sample.turns for sample in samples) == 2
 
 
+async def test_a_function_may_end_its_session_before_it_returns() -> None:
+    """After ``done`` no call of its agent is answered, and no limit applies: it grades the work then."""
+
+    async def agent(server: ModelServer, prompt: Prompt, over: anyio.Event, done: Callable[[], None]) -> float:
+        await chat_of(server, "one")
+        assert not over.is_set()
+        done()
+        assert over.is_set()
+        await chat_of(server, "two", "three")
+        return 0.5
+
+    [sample] = await by_function(agent, limits=SessionLimits(max_calls=1))
+    assert (sample.stop_reason, sample.status) == (StopReason.TASK_COMPLETED, Status.COMPLETED)
+    assert (sample.reward, sample.turns) == (0.5, 1)
+
+
 async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:
     """As a program without a call."""
 
