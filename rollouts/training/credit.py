@@ -72,12 +72,28 @@ def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Co
         for conversation, values in zip(conversations, estimator(conversations), strict=True):
             offset = 0
             for branch in conversation.branches:
-                turns = turn_column(branch)
+                turns, count = _turns(branch)
                 numbers = values[np.minimum(np.maximum(turns, 0) + offset, len(values) - 1)]
-                column = np.zeros(len(branch), np.float32)
-                column[: len(turns)] = np.where(turns >= 0, numbers, 0)
-                branch.advantages = column
-                offset += int(turns.max()) + 1
+                branch.advantages = np.where(turns >= 0, numbers, 0).astype(np.float32)
+                offset += count
+
+
+def _turns(branch: Sample) -> tuple[npt.NDArray[np.int32], int]:
+    """The turn of each trained token, -1 on others, ``[n]``; and the number of all turns."""
+    mask = branch.mask_column
+    column = np.full(len(branch), -1, np.int32)
+    if not branch.completions:
+        if not mask.any():
+            return column, 0
+        turns = turn_column(branch)
+        column[: len(turns)] = turns
+        return column, int(turns.max()) + 1
+    turn = -1
+    for record in branch.completions:
+        turn += not record.continues
+        column[record.start : record.stop] = turn
+    column[~mask] = -1
+    return column, turn + 1
 
 
 def _conversation(branches: Sequence[Sample]) -> Conversation:
@@ -86,11 +102,12 @@ def _conversation(branches: Sequence[Sample]) -> Conversation:
     for branch in branches:
         first = len(rewards)
         numbers = list(itertools.accumulate(not one.continues for one in branch.completions))
-        rewards += [0.0] * (numbers[-1] if numbers else int(turn_column(branch).max()) + 1)
+        rewards += [0.0] * _turns(branch)[1]
         known = [*(branch.step_completions or ())]
         for number, amount in zip(known, branch.step_rewards, strict=False):
             if number >= 0:
                 rewards[first + numbers[number] - 1] += amount
+    rewards = rewards or [0.0]  # no branch has a turn
     rewards[-1] += reward - sum(rewards)
     return Conversation(branches, reward, np.array(rewards))
 

@@ -292,6 +292,26 @@ def test_seats_and_episodes_are_credited_apart() -> None:
     assert [column[2] for column in columns(samples)] == [-15, -1, 1, 15, -1, 1]
 
 
+def test_a_branch_without_trained_tokens_has_its_turns_and_no_advantage() -> None:
+    """Its turns count, so that a later branch's turns keep their rewards; before, it was refused."""
+    rewards = {"step_rewards": [1.0], "step_completions": [0]}
+    first, second = row(3.0, (1,), 0, **rewards), row(3.0, (1,), 0, step_rewards=[2.0], step_completions=[0])
+    first.versions, first.loss_mask = [], [0] * len(first)
+    samples = [first, second, row(1.0, (1,), 1, **rewards)]
+    assign_advantages(samples, credit.returns_to_go)
+    assert columns(samples) == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, -2, 0]]
+    samples = [Sample(tokens=[1], reward=1.0, group_index=0, rollout_id=number) for number in (0, 1)]
+    assign_advantages(samples, credit.dr_grpo)
+    assert columns(samples) == [[0], [0]]
+
+
+def test_leave_one_out_of_one_is_zero() -> None:
+    """It has no others: no gradient, and no division by zero."""
+    samples = [row(1.0, (1,), 0)]
+    assign_advantages(samples, credit.rloo)
+    assert columns(samples) == [[0, 0, 0, 0]]
+
+
 def test_an_estimator_refuses_what_it_cannot_compare() -> None:
     """By name: alone, below zero, without values."""
     with pytest.raises(ConfigError, match="returns_to_go: conversations: got 1; expected at least 2"):
