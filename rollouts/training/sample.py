@@ -105,6 +105,10 @@ class Sample:
     """The agent that it is a conversation of, in a rollout of several; empty in a rollout of one."""
     conversation: int = 0
     """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
+    parent: int | None = None
+    """Number of the conversation that it continues from after one of its turns; ``None``: it begins with its prompt."""
+    shared: int = 0
+    """Number of its first tokens that are those of its parent, where they are trained; here they are context."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None

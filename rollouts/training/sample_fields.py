@@ -71,6 +71,8 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
     ("seat", _is(str), "a string", None),
     ("conversation", lambda value: is_int(value, 0), "an integer >= 0", None),
+    ("parent", lambda value: value is None or is_int(value, 0), "an integer >= 0, or None", None),
+    ("shared", lambda value: is_int(value, 0), "an integer >= 0", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -93,6 +95,7 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "times": {Timeline},
     "named_images": {dict},
     "seat": {str},
+    "parent": {type(None)},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -171,6 +174,8 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "tools": sample.tools,
         "seat": sample.seat,
         "conversation": sample.conversation,
+        "parent": sample.parent,
+        "shared": sample.shared,
     }
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ import attrs
 import pytest
 
 from rollouts.agent.turn_log import Turn, TurnLog
-from rollouts.dtypes import Completion, Endpoint, Limits, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
+from rollouts.environments.base import StepResult
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
@@ -33,6 +35,7 @@ from rollouts.seats.play import trained_comparisons
 from rollouts.seats.seat import check_seats
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, Status
+from rollouts.training.agent_integration import agent_rollout_to_samples
 from rollouts.training.branches import by_rollout
 from rollouts.training.comparisons import comparison_of
 from rollouts.training.sample_laws import check_sample
@@ -352,6 +355,55 @@ async def test_a_debate_in_which_a_side_has_ended_is_judged(renderer: Renderer) 
     policy = speaker(renderer, lambda text: "PRO")
     samples = await played(renderer, debate, policy, seats, prompt=Prompt("Tea?", group_index=0, index=0))
     assert [(sample.seat, sample.turns, sample.reward) for sample in samples] == [("pro", 1, 1.0), ("con", 2, 0.0)]
+
+
+class EightTurns(SingleTurnEnvironment):
+    """A user who says the same to each reply, as the play of the next test does."""
+
+    left = 8
+
+    async def step(self, reply: Message) -> StepResult:
+        self.left -= 1
+        if not self.left:
+            return StepResult(done=True, reward=1.0)
+        return StepResult(messages=[Message("user", "Go on.")])
+
+
+async def test_a_turn_of_a_seat_costs_little_more_than_one_of_an_agent(
+    renderer: Renderer, request: pytest.FixtureRequest
+) -> None:
+    """At most 1.2 times the CPU time, or 0.15 ms more, for the same ids; with ``--long``."""
+    if not request.config.getoption("--long"):
+        pytest.skip("needs --long")
+
+    async def talk(seats: Any, prompt: Prompt) -> None:
+        chat, said = seats.agent.chat(), str(prompt.prompt)
+        for _ in range(EightTurns.left):
+            await chat.ask(said)
+            said = "Go on."
+        chat.reward = 1.0
+
+    async def seat(prompt: Prompt) -> list[Sample]:
+        return await played(renderer, talk, speaker(renderer, lambda text: "yes"), {"agent": Seat()}, prompt=prompt)
+
+    async def agent(prompt: Prompt) -> list[Sample]:
+        policy = speaker(renderer, lambda text: "yes")
+        return await agent_rollout_to_samples(
+            prompt, environment_cls=EightTurns, endpoint=ENDPOINT, tokenizer=renderer, policy=policy
+        )
+
+    async def milliseconds(play: Any) -> float:
+        began = time.process_time()
+        for index in range(40):
+            await play(Prompt("Begin.", group_index=0, index=index))
+        return (time.process_time() - began) / 40 / EightTurns.left * 1000
+
+    prompt = Prompt("Begin.", group_index=0, index=0)
+    assert [list(one.tokens) for one in await seat(prompt)] == [list(one.tokens) for one in await agent(prompt)]
+    rounds = [(await milliseconds(agent), await milliseconds(seat)) for _ in range(4)]
+    alone, seated = min(one for one, _ in rounds), min(one for _, one in rounds)
+    print(f"CPU a turn: {seated:.3f} ms of a seat, {alone:.3f} ms of an agent, {seated / alone:.2f} times")
+    assert seated <= max(1.2 * alone, alone + 0.15)
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------

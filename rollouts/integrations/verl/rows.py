@@ -112,7 +112,7 @@ def _with_columns(column: Any) -> Any:
     import torch
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
-    class OutputWithAdvantages(AgentLoopOutput):  # type: ignore[misc, valid-type]  # verl has no types
+    class OutputWithAdvantages(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
         def as_dict(self) -> Any:
             return {**super().as_dict(), "rm_scores": torch.from_numpy(column)}
 
