@@ -22,6 +22,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
+from rollouts.integrations.given_advantages import given_advantages
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
@@ -113,13 +114,7 @@ def register_advantages(name: str = "rollouts") -> None:
     from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
 
     if name not in AdvantageEstimatorRegistry.list_available():
-        AdvantageEstimatorRegistry.register(name, _given_advantages)
-
-
-def _given_advantages(token_level_rewards: Any, response_mask: Any, **options: Any) -> tuple[Any, Any]:
-    """Advantages and returns, ``[b, r]``."""
-    columns = token_level_rewards * response_mask
-    return columns, columns
+        AdvantageEstimatorRegistry.register(name, given_advantages)
 
 
 def _vision(rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> dict[str, Any]:

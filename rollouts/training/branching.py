@@ -12,8 +12,9 @@ imported on use; it chooses no turn, and knows no rewards.
 
 from __future__ import annotations
 
+import copy
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -26,6 +27,7 @@ from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, SamplingParams, VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.training.agent_integration import agent_rollout_to_sample, generate_all
+from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
 __all__ = ["ForkTurn", "branch_rollout", "branched_rollout_to_samples", "generate_branched_batch"]
@@ -55,14 +57,17 @@ async def branched_rollout_to_samples(prompt: Any, *, turn: ForkTurn, n: int, **
         raise ConfigError.of("n", n, "an integer >= 2")
     if not callable(turn) and not is_int(turn, 1):
         raise ConfigError.of("turn", turn, "an integer >= 1, or a function of a sample")
+    _check(options)
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     logs = await _BranchLogs.of_prompt(prompt)
-    trunk = logs.log(0)
-    whole = await agent_rollout_to_sample(attrs.evolve(prompt, turn_log=trunk), **options)
+    trunk = attrs.evolve(prompt, turn_log=logs.log(0), label=copied(prompt.label))
+    whole = await agent_rollout_to_sample(trunk, **options)
     kept = turn(whole) if callable(turn) else turn
+    if not is_int(kept):
+        raise ConfigError.of("turn", kept, "an integer, from the function of a sample")
     if whole.status in (Status.FAILED, Status.ABORTED) or not 1 <= kept < whole.turns:
         return [whole]
-    return await _branches(whole, kept, n, logs, options)
+    return await _branches(whole, kept, n, prompt, logs, options)
 
 
 async def branch_rollout(sample: Sample, turn: int, n: int, *, turns: Sequence[Turn], **options: Any) -> list[Sample]:
@@ -85,9 +90,17 @@ async def branch_rollout(sample: Sample, turn: int, n: int, *, turns: Sequence[T
         raise ConfigError.of("n", n, "an integer >= 2")
     if not is_int(turn, 1) or turn >= sample.turns:
         raise ConfigError.of("turn", turn, f"1 to {sample.turns - 1}, of the {sample.turns} turns of {sample!r}")
-    logs = _BranchLogs(None, sample.prompt)
+    _check(options)
+    places = {"group_index": sample.group_index, "index": sample.index}
+    prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata, **places)
+    logs = _BranchLogs(None, prompt)
     logs.kept[0] = list(turns)
-    return await _branches(sample, turn, n, logs, options)
+    return await _branches(sample, turn, n, prompt, logs, options)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    if options.get("history", "append") != "append":
+        raise ConfigError.of("history", options["history"], '"append": other rollouts have no turns to branch from')
 
 
 async def generate_branched_batch(prompts: Iterable[Any], **options: Any) -> list[Sample]:
@@ -95,16 +108,15 @@ async def generate_branched_batch(prompts: Iterable[Any], **options: Any) -> lis
     return await generate_all(branched_rollout_to_samples, prompts, options)
 
 
-async def _branches(whole: Sample, turn: int, n: int, logs: _BranchLogs, options: dict[str, Any]) -> list[Sample]:
+async def _branches(
+    whole: Sample, turn: int, n: int, prompt: Prompt, logs: _BranchLogs, options: dict[str, Any]
+) -> list[Sample]:
     shared = logs.until(turn, whole)
-    prompt = Prompt(
-        whole.prompt, label=whole.label, metadata=whole.metadata, group_index=whole.group_index, index=whole.index
-    )
     sampling = options.get("sampling") or options["endpoint"].sampling
     leaves: dict[int, Sample] = {}
 
     async def play(number: int) -> None:
-        branch = attrs.evolve(prompt, turn_log=logs.log(number, shared))
+        branch = attrs.evolve(prompt, turn_log=logs.log(number, shared), label=copied(prompt.label))
         seeded = {**options, "sampling": _seeded(sampling, number)}
         leaves[number] = _as_branch(await agent_rollout_to_sample(branch, **seeded), number, shared)
 
@@ -165,16 +177,16 @@ def _as_branch(sample: Sample, number: int, kept: Sequence[Turn]) -> Sample:
 class _BranchLogs:
     """The turns of one rollout by branch: in memory, where the next branches find them, and in its log."""
 
-    def __init__(self, log: TurnLog | None, prompt: Any) -> None:
+    def __init__(self, log: TurnLog | None, prompt: Prompt) -> None:
         self._log = log
-        self._digest = prompt_digest(Prompt(prompt))
+        self._digest = prompt_digest(prompt)
         self.kept: dict[int, list[Turn]] = {}
 
     @classmethod
     async def of_prompt(cls, prompt: Prompt) -> _BranchLogs:
         """The logs of a rollout that begins or resumes; turns of another prompt are dropped."""
         log = None if prompt.turn_log is None else await prompt.turn_log.claim()
-        logs = cls(log, prompt.prompt)
+        logs = cls(log, prompt)
         for turn in () if log is None else log.turns:
             logs.kept.setdefault(_number_of(turn), []).append(turn)
         if log is not None and not all(logs._is_ours(turn) for turn in log.turns):
@@ -191,11 +203,11 @@ class _BranchLogs:
                 kept.clear()
                 return
             turn = attrs.evolve(turn, fields={**turn.fields, "conversation": f"/{number}"})
-            kept.append(turn)
+            kept.append(_apart(turn))
             if self._log is not None:
                 await self._log.save(turn)
 
-        return TurnLog(save, [*first, *kept])
+        return TurnLog(save, [_apart(turn) for turn in [*first, *kept]])
 
     def until(self, turn: int, whole: Sample) -> list[Turn]:
         """The turns of the whole rollout that its branches share."""
@@ -211,6 +223,11 @@ class _BranchLogs:
 
     def _is_ours(self, turn: Turn) -> bool:
         return _number_of(turn) >= 0 and turn.fields.get("prompt") == self._digest
+
+
+def _apart(turn: Turn) -> Turn:
+    """The turn with a copy of its snapshot: an environment may change what it returned, or was given."""
+    return attrs.evolve(turn, fields=copy.deepcopy(dict(turn.fields)))
 
 
 def _number_of(turn: Turn) -> int:

@@ -64,6 +64,22 @@ class Climb:
         self.height, self.turns = snapshot
 
 
+class Aliased(Climb):
+    """It returns its own state as the snapshot, and plays on with the one that it gets."""
+
+    def __init__(self) -> None:
+        self.state = {"height": 0, "turns": 0}
+
+    height = property(lambda self: self.state["height"], lambda self, value: self.state.update(height=value))
+    turns = property(lambda self: self.state["turns"], lambda self, value: self.state.update(turns=value))
+
+    async def snapshot(self) -> Any:
+        return self.state
+
+    async def restore(self, prompt: Prompt, snapshot: Any) -> None:
+        self.state = snapshot
+
+
 class Forgetful(Climb):
     """It has no snapshots."""
 
@@ -100,9 +116,11 @@ def content(samples: Sequence[Sample]) -> list[Any]:
     return [(one.conversation, one.reward, list(one.tokens), list(one.loss_mask)) for one in samples]
 
 
-async def test_branches_share_a_prefix_that_is_trained_once(renderer: Renderer) -> None:
+@pytest.mark.parametrize("environment", [Climb, Aliased])
+async def test_branches_share_a_prefix_that_is_trained_once(renderer: Renderer, environment: Any) -> None:
     """Equal ids up to the fork, trained in the whole rollout only; hidden state restored; other replies after it."""
-    whole, *branches = samples = await branched_rollout_to_samples(prompt(), turn=2, n=4, **options(renderer))
+    given = options(renderer, environment_cls=environment)
+    whole, *branches = samples = await branched_rollout_to_samples(prompt(), turn=2, n=4, **given)
     assert [(one.conversation, one.parent) for one in samples] == [(0, None), (1, 0), (2, 0), (3, 0)]
     for branch in branches:
         assert branch.shared > 0
@@ -149,6 +167,8 @@ async def test_a_rollout_that_was_played_is_branched_by_its_turns(renderer: Rend
         ({"environment_cls": Forgetful}, "environment_cls: got 'no snapshot of a turn'; expected a resumable"),
         ({"n": 1}, "n: got 1; expected an integer >= 2"),
         ({"turn": 0}, "turn: got 0; expected an integer >= 1"),
+        ({"turn": lambda sample: 1.5}, "turn: got 1.5; expected an integer, from the function"),
+        ({"history": "error"}, "history: got 'error'; expected \"append\""),
     ],
 )
 async def test_what_cannot_branch_is_refused(renderer: Renderer, given: dict[str, Any], message: str) -> None:

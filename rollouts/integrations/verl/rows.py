@@ -19,6 +19,7 @@ import anyio
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.given_advantages import given_advantages
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
     check_fields,
@@ -127,13 +128,7 @@ def register_advantages(name: str = "rollouts") -> None:
     """
     from verl.trainer.ppo.core_algos import register_adv_est
 
-    register_adv_est(name)(_given_advantages)
-
-
-def _given_advantages(token_level_rewards: Any, response_mask: Any, **options: Any) -> tuple[Any, Any]:
-    """Advantages and returns, ``[b, r]``."""
-    columns = token_level_rewards * response_mask
-    return columns, columns
+    register_adv_est(name)(given_advantages)
 
 
 async def to_data_proto(
