@@ -91,8 +91,8 @@ async def branch_rollout(sample: Sample, turn: int, n: int, *, turns: Sequence[T
     if not is_int(turn, 1) or turn >= sample.turns:
         raise ConfigError.of("turn", turn, f"1 to {sample.turns - 1}, of the {sample.turns} turns of {sample!r}")
     _check(options)
-    places = {"group_index": sample.group_index, "index": sample.index}
-    prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata, **places)
+    prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata, group_index=sample.group_index)
+    prompt = attrs.evolve(prompt, index=sample.index)
     logs = _BranchLogs(None, prompt)
     logs.kept[0] = list(turns)
     return await _branches(sample, turn, n, prompt, logs, options)
