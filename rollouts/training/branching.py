@@ -47,7 +47,7 @@ async def branched_rollout_to_samples(prompt: Any, *, turn: ForkTurn, n: int, **
         **options: of :func:`~rollouts.training.agent_rollout_to_sample`; the environment must be resumable.
 
     Returns:
-        The whole rollout and its branches, with one ``rollout_id``, each with the reward of its own episode. If one
+        The whole rollout and its branches, with one ``rollout_id``, each with the reward of its episode. If one
         fails, all have status FAILED.
 
     Raises:
@@ -77,7 +77,7 @@ async def branch_rollout(sample: Sample, turn: int, n: int, *, turns: Sequence[T
         sample: the whole rollout, of one branch.
         turn: the number of its replies that all share.
         n: the number of leaves, ``sample`` included.
-        turns: the turns that the rollout logged, with snapshots, e.g. those that a :class:`~.TurnLog` saved.
+        turns: the turns that the rollout logged, with snapshots, such as a :class:`~.TurnLog` saved.
         **options: as for :func:`branched_rollout_to_samples`.
 
     Returns:

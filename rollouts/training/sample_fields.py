@@ -70,9 +70,8 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
     ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
     ("seat", _is(str), "a string", None),
-    ("conversation", lambda value: is_int(value, 0), "an integer >= 0", None),
+    *((name, lambda value: is_int(value, 0), "an integer >= 0", None) for name in ("conversation", "shared")),
     ("parent", lambda value: value is None or is_int(value, 0), "an integer >= 0, or None", None),
-    ("shared", lambda value: is_int(value, 0), "an integer >= 0", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -95,7 +94,6 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "times": {Timeline},
     "named_images": {dict},
     "seat": {str},
-    "parent": {type(None)},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -172,10 +170,7 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "loss_multiplier": sample.loss_multiplier,
         "images": [[span.image.sha256, span.start, span.stop] for span in sample.images],
         "tools": sample.tools,
-        "seat": sample.seat,
-        "conversation": sample.conversation,
-        "parent": sample.parent,
-        "shared": sample.shared,
+        **{name: getattr(sample, name) for name in ("seat", "conversation", "parent", "shared")},
     }
 
 

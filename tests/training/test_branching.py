@@ -65,7 +65,7 @@ class Climb:
 
 
 class Aliased(Climb):
-    """It returns its own state as the snapshot, and plays on with the one that it gets."""
+    """It returns its own state as the snapshot, and plays on with the snapshot that it gets."""
 
     def __init__(self) -> None:
         self.state = {"height": 0, "turns": 0}
@@ -178,7 +178,7 @@ async def test_what_cannot_branch_is_refused(renderer: Renderer, given: dict[str
 
 
 async def test_a_branch_that_fails_costs_the_rollout(renderer: Renderer) -> None:
-    """The leaves of the others would be compared with one that is missing."""
+    """The leaves of the others would be compared with a missing leaf."""
     steps: list[int] = []
 
     class Breaks(Climb):
