@@ -32,10 +32,10 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
+from rollouts.distributed.messages import Request, order, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
-from rollouts.runs.record_bytes import Columns
+from rollouts.runs.record_bytes import Columns, read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
@@ -269,6 +269,16 @@ class Dispatcher:
     def alive(self) -> tuple[int, ...]:
         """Numbers of the workers that get new groups."""
         return tuple(slot.number for slot in self._slots if slot.alive)
+
+    def numbers(self) -> dict[str, int]:
+        """Gauges of the workers, for telemetry."""
+        return {
+            "workers": len(self.alive),
+            "workers_most": len(self._slots),
+            "rollouts_outstanding": sum(len(slot.pending) for slot in self._slots),
+            "worker_deaths": self.deaths,
+            "worker_departures": self.departures,
+        }
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -516,7 +526,7 @@ class Dispatcher:
         self.messages += 1
         self.bytes += len(message)
         slot.deaths_without_result = 0
-        records = read_records(message)
+        records = read_framed(message)
         while True:
             await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
             record = next(records, None)

@@ -10,7 +10,7 @@ them. A label may be any value that pickle accepts. A message contains any numbe
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -18,7 +18,7 @@ import attrs
 from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Image, LoadImage, Prompt
 from rollouts.errors import ConfigError
-from rollouts.runs.record_bytes import LENGTH, Columns, packed, sample_of, turn_of, unpacked
+from rollouts.runs.record_bytes import Columns, framed, sample_of, turn_of
 from rollouts.training.types import Sample
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "leaving_record",
     "order",
     "read_order",
-    "read_records",
     "received_sample",
     "received_turn",
     "reset_record",
@@ -74,7 +73,7 @@ def read_order(message: bytes) -> tuple[list[Request], list[int]]:
 def sample_records(number: int, prompt: Prompt, samples: Sequence[Sample]) -> bytes:
     """Records of a finished rollout, one per branch."""
     return b"".join(
-        _record(
+        framed(
             {"number": number, "kind": "sample", "branches": len(samples), "sample": _fields(sample, prompt)},
             Columns.of(sample),
         )
@@ -87,31 +86,22 @@ def turn_record(number: int, turn: Turn) -> bytes:
     fields: dict[str, Any] = {"number": turn.number, "turn": turn.fields}
     if turn.images:
         fields[_IMAGES] = _data_of(turn.images)
-    return _record({"number": number, "kind": "turn", "of": fields}, Columns.of(turn))
+    return framed({"number": number, "kind": "turn", "of": fields}, Columns.of(turn))
 
 
 def reset_record(number: int) -> bytes:
     """The record that discards the turns of a rollout so far."""
-    return _record({"number": number, "kind": "reset"}, None)
+    return framed({"number": number, "kind": "reset"}, None)
 
 
 def broken_record(number: int, error: Exception) -> bytes:
     """The record of a broken law, or of a config error that fails every rollout."""
-    return _record({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
+    return framed({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
 
 
 def leaving_record() -> bytes:
     """The record of a worker that leaves; it belongs to no request."""
-    return _record({"number": -1, "kind": "leaving"}, None)
-
-
-def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | None]]:
-    """Decode the records of a message, in order."""
-    rest = memoryview(message)
-    while rest:
-        (size,) = LENGTH.unpack_from(rest)
-        yield unpacked(rest[LENGTH.size : LENGTH.size + size])
-        rest = rest[LENGTH.size + size :]
+    return framed({"number": -1, "kind": "leaving"}, None)
 
 
 def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:
@@ -155,8 +145,3 @@ def _fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     known = {image.sha256 for message in prompt.messages for image in message.images}
     new = {sha256: image for sha256, image in sample.named_images.items() if sha256 not in known}
     return {**fields, _IMAGES: _data_of(new)} if new else fields
-
-
-def _record(fields: dict[str, Any], columns: Columns | None) -> bytes:
-    head, buffers = packed(fields, columns)
-    return b"".join((LENGTH.pack(LENGTH.size + len(head) + len(buffers)), LENGTH.pack(len(head)), head, buffers))

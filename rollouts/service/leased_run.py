@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
 from rollouts.runs.folder import read_info
 from rollouts.runs.in_folder import open_in
-from rollouts.runs.run import run
+from rollouts.runs.run import Watch, run
 from rollouts.runs.run_journal import RunHistory
 from rollouts.service.leases import Leases
 from rollouts.training.types import Sample
@@ -31,7 +31,12 @@ LEASES = "leases.log"
 
 @contextlib.asynccontextmanager
 async def leased_run(
-    path: str | Path, recipe: Recipe, *, groups_in_work: int | None = None, max_staleness: int | None = None
+    path: str | Path,
+    recipe: Recipe,
+    *,
+    groups_in_work: int | None = None,
+    max_staleness: int | None = None,
+    watch: Watch | None = None,
 ) -> AsyncIterator[Leases]:
     """Run a recipe in a folder while the context is open, and lease its groups.
 
@@ -40,6 +45,7 @@ async def leased_run(
         recipe: of a new run, or equal to that of the run in the folder.
         groups_in_work: most groups that are ready or leased, at least ``batch_size``; by default twice that.
         max_staleness: as for :class:`Leases`.
+        watch: as for :func:`rollouts.runs.run.run`.
 
     Raises:
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
@@ -69,7 +75,7 @@ async def leased_run(
             if writer.batches < recipe.batches:
                 await leases.room_for(size)
             state = None if found is None else found.state
-            result = await run(recipe, writer, run_journal=run_journal, state=state, deliver=deliver)
+            result = await run(recipe, writer, run_journal=run_journal, state=state, watch=watch, deliver=deliver)
             leases.finish(result.error)
 
         async with first_error() as tasks:
