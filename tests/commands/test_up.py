@@ -47,8 +47,8 @@ async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> No
             first.ack(step=1)
         seen = [first.groups]
         with up(tmp_path / "run", url) as (process, address):
-            with pytest.raises(ServiceError, match="API key"):
-                Rollouts(address, key="wrong").state()
+            with Rollouts(address, key="wrong") as stranger, pytest.raises(ServiceError, match="API key"):
+                stranger.state()
             with Rollouts(address, key="secret") as service:
                 service.ack(first.token)  # its answer was lost, for all that the trainer knows
                 for batch in service.batches(1):
