@@ -13,24 +13,30 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
 
+from rollouts import __version__
 from rollouts.base.extras import install_command
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
 from rollouts.commands.run import in_workers
 from rollouts.commands.serve import serve_until_stopped
-from rollouts.commands.target import ENGINE_LOG, open_target
+from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
+from rollouts.distributed.messages import check_plain
 from rollouts.errors import ConfigError
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.shared import shared_policies
 from rollouts.inference.weights import update_weights
-from rollouts.recipe import preflight
+from rollouts.recipe import Recipe, preflight
+from rollouts.recipe_files import absolute
 from rollouts.service import leased_run
 from rollouts.training.manager import AsyncRolloutManager
+
+if TYPE_CHECKING:
+    from rollouts.distributed.joined import JoinedWorkers
 
 __all__ = ["KEY", "add"]
 
@@ -58,8 +64,22 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--max-staleness", type=at_least_0, metavar="N", help="drop groups that are more than N versions old"
     )
-    parser.add_argument(
+    players = parser.add_mutually_exclusive_group()
+    players.add_argument(
         "--workers", type=worker_range, metavar="N", help="play in N processes of this machine; MIN:MAX begins with MIN"
+    )
+    players.add_argument(
+        "--remote-workers",
+        type=worker_range,
+        metavar="N",
+        help="play in N workers that join over HTTP, by rollouts work --join; MIN:MAX begins with MIN",
+    )
+    parser.add_argument(
+        "--per-worker",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="rollouts of a worker, for workers_wanted (default: 64)",
     )
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
@@ -76,6 +96,12 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
     from rollouts.service.server import Service, serving  # here: aiohttp is part of an extra
 
     service = Service(facts={"run": str(args.out)})
+    joined: JoinedWorkers | None = None
+    if args.remote_workers is not None:
+        from rollouts.distributed.joined import JoinedWorkers  # here: aiohttp is part of an extra
+
+        joined = JoinedWorkers(per_worker=args.per_worker)
+        service.routes, service.numbers = joined.routes, joined.numbers
     target = target_of(args)
     tell = functools.partial(say, file=sys.stderr, flush=True)
     async with contextlib.AsyncExitStack() as stack:
@@ -85,6 +111,12 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         await preflight(recipe)
         service.publish = functools.partial(_publish, recipe.endpoint)
         on_ready(url)
+        if joined is not None:
+            check_plain(recipe.data_buffer.prompts)
+            joined.facts = _facts(target, recipe)
+            tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
+            workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
+            recipe = attrs.evolve(recipe, config=workers.config(recipe.config))
         if args.workers is not None:
             config, workers = await stack.enter_async_context(in_workers(args.workers, target, recipe))
             recipe = attrs.evolve(recipe, config=config)
@@ -95,6 +127,14 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         if engine is not None:
             raise await engine.death()
         await anyio.sleep_forever()
+
+
+def _facts(target: RunTarget, recipe: Recipe) -> dict[str, Any]:
+    """What workers play; see :class:`rollouts.distributed.join.Facts`."""
+    assert target.recipe is not None, "the recipe was built from a file"
+    endpoint = recipe.endpoint
+    servers = {"provider": endpoint.provider, "model": endpoint.model, "base_url": endpoint.base_url}
+    return {"version": __version__, "recipe": str(absolute(target.recipe)), "options": target.options, **servers}
 
 
 async def _publish(endpoint: Any, folder: str, version: str, while_running: Any) -> None:

@@ -32,7 +32,7 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.distributed.messages import Request, order, received_sample, received_turn
+from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, read_framed
@@ -54,6 +54,9 @@ _REPLACED_AFTER = 12
 """A worker that is silent for this multiple of the limit is killed and replaced."""
 _REMEMBERED_GROUPS = 20_000
 """More groups than are in flight; a group may have no rollout in flight for a while, e.g. before a replacement."""
+_MOST_DEPARTURES = 20
+"""Departures of its worker that a rollout survives without costing an attempt: a worker that leaves under every rollout
+that it gets would otherwise be asked for ever."""
 _TRANSIT_SECONDS = 60.0
 """Added to a rollout's deadline, for the messages to its worker and back."""
 
@@ -156,8 +159,8 @@ class _Slot:
     def alive(self) -> bool:
         return self.state is _State.ALIVE
 
-    async def orders(self) -> bytes:
-        """Wait for requests or cancellations; return all of them as one message."""
+    async def orders(self) -> tuple[list[bytes], list[int]]:
+        """Wait for requests or cancellations; return all of them."""
         while not (self.cancelled or (self.requests and not self.leaves.is_set())):
             self.wanted = anyio.Event()
             await self.wanted.wait()
@@ -166,7 +169,7 @@ class _Slot:
         else:
             requests, self.requests = self.requests, {}
         cancelled, self.cancelled = self.cancelled, []
-        return order(list(requests.values()), cancelled)
+        return list(requests.values()), cancelled
 
     def submit(self, number: int, request: bytes) -> _PendingRequest:
         self.requests[number] = request
@@ -224,6 +227,7 @@ class Dispatcher:
         connect: starts a worker.
         workers: number of workers, or the minimum and the maximum.
         silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
+        orders: the format of messages to workers.
 
     Attributes:
         rollouts: number of rollouts that workers returned.
@@ -238,11 +242,19 @@ class Dispatcher:
         ConfigError: on entering, if the minimum of workers cannot start.
     """
 
-    def __init__(self, connect: Connect, workers: Workers, *, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        workers: Workers,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        orders: OrderFormat = PICKLED,
+    ) -> None:
         if not 0 < silent_seconds < float("inf"):
             raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
         self._minimum, maximum = _checked(workers)
         self._connect = connect
+        self._orders = orders
         self._slots = [_Slot(number) for number in range(maximum)]
         self._changed = anyio.Event()
         self._entered = False
@@ -275,7 +287,7 @@ class Dispatcher:
         return {
             "workers": len(self.alive),
             "workers_most": len(self._slots),
-            "rollouts_outstanding": sum(len(slot.pending) for slot in self._slots),
+            "outstanding": sum(len(slot.pending) for slot in self._slots),
             "worker_deaths": self.deaths,
             "worker_departures": self.departures,
         }
@@ -345,12 +357,14 @@ class Dispatcher:
             raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:
             raise self._broken
-        was_silent = False
+        was_silent, departures = False, 0
         while True:
             try:
                 return await self._play_once(prompt, log)
-            except WorkerLeft:  # a rollout does not make its worker leave
-                pass
+            except WorkerLeft:  # probably not the rollout's fault either
+                departures += 1
+                if departures > _MOST_DEPARTURES:
+                    raise
             except WorkerSilent:  # probably not the rollout's fault: once more, without costing an attempt
                 if was_silent:
                     raise
@@ -361,7 +375,7 @@ class Dispatcher:
 
     async def _play_once(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         number, ended = next(self._numbers), False
-        request = Request(number, prompt, log is not None, log.turns if log is not None else ()).to_bytes()
+        request = self._orders.encode(Request(number, prompt, log is not None, log.turns if log is not None else ()))
         slot = self._slot_for(prompt.group_index)
         pending = slot.submit(number, request)
         try:
@@ -469,7 +483,7 @@ class Dispatcher:
         async def send() -> None:
             try:
                 while True:
-                    await link.send(await slot.orders())
+                    await link.send(self._orders.join(*await slot.orders()))
             except LinkLost:
                 return  # receive() reports the reason
 

@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from rollouts.distributed.dispatch import Dispatcher
-from rollouts.distributed.messages import read_order, sample_records
+from rollouts.distributed.messages import PICKLED, sample_records
 from rollouts.dtypes import Endpoint, Prompt, VersionSpan
 from rollouts.recipe import Recipe
 from rollouts.runs.resume import begin
@@ -81,7 +81,7 @@ class _Link:
 
     async def send(self, message: bytes) -> None:
         began = time.thread_time()
-        requests, _ = read_order(message)
+        requests, _ = PICKLED.read(message)
         self.orders.extend((request.number, request.prompt) for request in requests)
         load = self.load
         load.waiting += len(requests)
