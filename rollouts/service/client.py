@@ -6,7 +6,7 @@
 
 Invariant: every request may be repeated without effect, so a lost connection or a restarted service is waited for, up
 to ``patience`` seconds. A batch whose lease has ended raises :class:`LeaseLost` at ``ack``: its groups will come again.
-A :class:`Rollouts` belongs to one thread.
+Threads may share a :class:`Rollouts`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Rollouts:
             raise RuntimeError("columns are little-endian, and this machine is not")
         self._https, self._address, self._base = parts.scheme == "https", parts.netloc, parts.path.rstrip("/")
         self._key = os.environ.get(_KEY) if key is None else key
-        self._connection: http.client.HTTPConnection | None = None
+        self._idle: list[http.client.HTTPConnection] = []
         self.url, self.consumer, self.patience = url, consumer, patience
 
     def __repr__(self) -> str:
@@ -175,10 +175,9 @@ class Rollouts:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the next request opens another."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Close the connections that no request uses; the next request opens another."""
+        while self._idle:
+            self._idle.pop().close()
 
     def batches(self, groups: int, *, lease_seconds: float = 600.0) -> Iterator[Batch]:
         """Yield batches of ``groups`` whole groups until every group is acknowledged or dropped.
@@ -300,15 +299,23 @@ class Rollouts:
     def _once(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], seconds: float
     ) -> tuple[int, bytes]:
-        if self._connection is None:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
             kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-            self._connection = kind(self._address, timeout=seconds)
-        self._connection.timeout = seconds
-        if self._connection.sock is not None:
-            self._connection.sock.settimeout(seconds)
-        self._connection.request(method, self._base + path, body, headers)
-        answer = self._connection.getresponse()
-        return answer.status, answer.read()
+            connection = kind(self._address)
+        connection.timeout = seconds
+        if connection.sock is not None:
+            connection.sock.settimeout(seconds)
+        try:
+            connection.request(method, self._base + path, body, headers)
+            answer = connection.getresponse()
+            status, received = answer.status, answer.read()
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return status, received
 
 
 def _message(answer: bytes) -> str:
