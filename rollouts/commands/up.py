@@ -122,7 +122,9 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
             recipe = attrs.evolve(recipe, config=config)
             service.numbers = workers.numbers
         options: Mapping[str, Any] = {"groups_in_work": args.groups_in_work, "max_staleness": args.max_staleness}
-        service.leases = await stack.enter_async_context(leased_run(args.out, recipe, watch=_watch, **options))
+        service.leases = await stack.enter_async_context(
+            leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
+        )
         tell(f"run: {recipe.name}, {recipe.batches} batches of {recipe.config.batch_size} groups, in {args.out}")
         if engine is not None:
             raise await engine.death()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -37,6 +38,7 @@ async def leased_run(
     groups_in_work: int | None = None,
     max_staleness: int | None = None,
     watch: Watch | None = None,
+    trains_here: bool = True,
 ) -> AsyncIterator[Leases]:
     """Run a recipe in a folder while the context is open, and lease its groups.
 
@@ -46,6 +48,7 @@ async def leased_run(
         groups_in_work: most groups that are ready or leased, at least ``batch_size``; by default twice that.
         max_staleness: as for :class:`Leases`.
         watch: as for :func:`rollouts.runs.run.run`.
+        trains_here: whether the consumer is in this process, so that its objects are freed as usual.
 
     Raises:
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
@@ -75,7 +78,8 @@ async def leased_run(
             if writer.batches < recipe.batches:
                 await leases.room_for(size)
             state = None if found is None else found.state
-            result = await run(recipe, writer, run_journal=run_journal, state=state, watch=watch, deliver=deliver)
+            options: dict[str, Any] = {"watch": watch, "deliver": deliver, "trains_here": trains_here}
+            result = await run(recipe, writer, run_journal=run_journal, state=state, **options)
             leases.finish(result.error)
 
         async with first_error() as tasks:

@@ -41,7 +41,7 @@ from rollouts.recipe import Recipe
 from rollouts.service import Rollouts, ServiceError, leased_run
 from rollouts.service.client import LeaseLost
 from rollouts.service.server import Service, serving
-from rollouts.training import DataBuffer, RolloutConfig, Sample
+from rollouts.training import DataBuffer, RolloutConfig, Sample, Status
 
 _SIZE, _N = 3, 2
 """Groups of a batch, and rollouts of a group."""
@@ -61,7 +61,7 @@ async def _generate(prompts: Sequence[Prompt]) -> list[Sample]:
             group_index=prompt.group_index,
             index=prompt.index,
             rollout_id=prompt.index,
-            status="completed",  # type: ignore[arg-type]
+            status=Status.COMPLETED,
         )
     ]
 
@@ -84,7 +84,7 @@ async def _serve(run: Path, port: int, batches: int) -> None:
             environment_cls=CalculatorEnvironment,
             batches=batches,
         )
-        async with leased_run(run, recipe) as service.leases:
+        async with leased_run(run, recipe, trains_here=False) as service.leases:
             await anyio.sleep_forever()
 
 
@@ -176,7 +176,8 @@ def _size(path: Path) -> int:
 
 def _acknowledgements(log: Path) -> list[dict[str, Any]]:
     """The records of the log of leases: magic, format, length, sequence, crc, MessagePack."""
-    data, at, records = log.read_bytes(), 0, []
+    data, at = log.read_bytes(), 0
+    records: list[dict[str, Any]] = []
     while at + 19 <= len(data):
         magic, version, length, number, crc = struct.unpack_from("<2sBIQI", data, at)
         payload = data[at + 19 : at + 19 + length]
@@ -252,7 +253,7 @@ def main() -> int:
             time.sleep(dice.uniform(0.05, 1.5))
             grew = at_growth and _wait_for_growth(log, 5.0)
             if crew.kill(name):
-                killed[f"{name.partition(' ')[0]}{' at an acknowledgement' if grew else ''}"] += 1
+                killed[f"{name.partition(' ')[0]}{' when the log grew' if grew else ''}"] += 1
             crew.start(name)
         crew.kill("service")
         crew.batches = sum(1 for _ in _sealed_so_far(folder / "run" / "journal")) + 2
