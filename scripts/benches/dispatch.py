@@ -32,7 +32,7 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sa
 from rollouts.trajectory import CompletionRecord
 from scripts.benches.pauses import LongestTurn, resident_mb
 
-__all__ = ["bench_dispatch", "dispatch_options"]
+__all__ = ["bench_dispatch", "dispatch_options", "sample_of_four_turns"]
 
 _N = 8
 _IN_A_MESSAGE = 32
@@ -41,7 +41,7 @@ _TOKENS = 2_400
 _IDS = np.arange(_TOKENS, dtype=np.int32) % 500
 
 
-def _sample(prompt: Prompt) -> Sample:
+def sample_of_four_turns(prompt: Prompt) -> Sample:
     """A finished sample of four turns."""
     replies = [(start + 100, start + 600) for start in range(0, _TOKENS, 600)]
     mask = np.zeros(_TOKENS, bool)
@@ -114,7 +114,7 @@ class _Link:
 
 
 def _built(number: int, prompt: Prompt) -> bytes:
-    return sample_records(number, prompt, [_sample(prompt)])
+    return sample_records(number, prompt, [sample_of_four_turns(prompt)])
 
 
 async def _generate(prompts: Any) -> list[Sample]:
