@@ -228,6 +228,8 @@ class Dispatcher:
         workers: number of workers, or the minimum and the maximum.
         silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
         orders: the format of messages to workers.
+        refills: whether the slot of a worker that left is open for the next one at once, where workers join by
+            themselves; by default it stays empty while the minimum is there.
 
     Attributes:
         rollouts: number of rollouts that workers returned.
@@ -249,12 +251,14 @@ class Dispatcher:
         *,
         silent_seconds: float = SILENT_SECONDS,
         orders: OrderFormat = PICKLED,
+        refills: bool = False,
     ) -> None:
         if not 0 < silent_seconds < float("inf"):
             raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
         self._minimum, maximum = _checked(workers)
         self._connect = connect
         self._orders = orders
+        self._refills = refills
         self._slots = [_Slot(number) for number in range(maximum)]
         self._changed = anyio.Event()
         self._entered = False
@@ -452,7 +456,7 @@ class Dispatcher:
         self._set(slot, _State.EMPTY)
         slot.give_away(WorkerLeft(f"worker {slot.number} left"))
         slot.cancelled.clear()
-        while sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
+        while not self._refills and sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
             await self._changed.wait()
         self._set(slot, _State.STARTING)
 

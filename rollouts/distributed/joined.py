@@ -83,7 +83,7 @@ class JoinedWorkers:
 
     def dispatcher(self, workers: Workers) -> AbstractAsyncContextManager[Dispatcher]:
         """Play in workers while the context lasts; entered when the minimum has joined."""
-        options: dict[str, Any] = {"silent_seconds": self._silent_seconds, "orders": PLAIN}
+        options: dict[str, Any] = {"silent_seconds": self._silent_seconds, "orders": PLAIN, "refills": True}
         self._dispatcher = Dispatcher(self._connect, workers, **options)
         self._bounds = workers if isinstance(workers, tuple) else (workers, workers)
         return self._dispatcher

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
@@ -97,24 +98,37 @@ async def test_samples_over_http_are_those_of_one_process() -> None:
 
 
 async def test_workers_come_and_go_and_no_attempt_is_lost() -> None:
-    """One leaves in the middle of its rollouts, another joins: every rollout is played, with one attempt each."""
-    played = config(0.2)
-    async with joining((1, 2)) as (joined, entering, url), worker(url, played) as leaves:
+    """Each leaves in the middle of its rollouts when the next has joined, more often than there are slots."""
+    played = config(0.05)
+    async with joining((1, 2)) as (joined, entering, url), worker(url, played) as first:
         async with entering as workers, anyio.create_task_group() as tasks:
 
             async def change() -> None:
-                async with worker(url, played):
-                    await until(lambda: len(workers.alive) == 2)
-                    leaves.set()
-                    await until(lambda: workers.departures == 1)
-                    await done.wait()
+                leaves = first
+                async with AsyncExitStack() as stack:
+                    for number in range(1, 6):
+                        following = await stack.enter_async_context(worker(url, played))
+                        await until(lambda: len(workers.alive) == 2)
+                        leaves.set()
+                        await until(functools.partial(has_left, number))
+                        leaves = following
+                    done.set()
+                    await finished.wait()
 
-            done = anyio.Event()
+            def has_left(number: int) -> bool:
+                return workers.departures == number
+
+            done, finished = anyio.Event(), anyio.Event()
             tasks.start_soon(change)
-            samples = await batches(workers.config(played), 4)
-            done.set()
-        assert len({sample.index for sample in samples}) == 48
-        assert (workers.departures, workers.deaths) == (1, 0)
+            samples: list[Sample] = []
+            async with AsyncRolloutManager(workers.config(played), DataBuffer(PROMPTS)) as manager:
+                while not done.is_set():
+                    samples += await manager.generate_batch()
+            manager.accounting.check()
+            finished.set()
+        assert len({sample.index for sample in samples}) == len(samples)
+        assert (manager.accounting.failed, manager.failures.lost.total()) == (0, 0)
+        assert (workers.departures, workers.deaths) == (5, 0)
         assert joined.numbers()["workers_wanted"] == 1
 
 
