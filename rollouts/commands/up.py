@@ -132,7 +132,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
 
 
 def _facts(target: RunTarget, recipe: Recipe) -> dict[str, Any]:
-    """What workers play; see :class:`rollouts.distributed.join.Facts`."""
+    """The recipe and servers of workers; see :class:`rollouts.distributed.join.Facts`."""
     assert target.recipe is not None, "the recipe was built from a file"
     endpoint = recipe.endpoint
     servers = {"provider": endpoint.provider, "model": endpoint.model, "base_url": endpoint.base_url}

@@ -39,7 +39,7 @@ _LEAVING_SECONDS = LEAVE_SECONDS + 10.0
 
 
 class Facts(msgspec.Struct, forbid_unknown_fields=True):
-    """What a worker plays."""
+    """The recipe and servers of a worker."""
 
     version: str
     """Of this package: messages of two versions may differ."""

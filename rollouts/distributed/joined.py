@@ -38,7 +38,7 @@ SILENT_SECONDS = 30.0
 _POLL_SECONDS = 1.0
 """Longest wait of a request for orders; a worker then shows that it is alive."""
 _LOST_AFTER = 3
-"""A worker that is silent for this multiple of the limit is replaced by the next one that joins."""
+"""A worker that is silent for this multiple of the limit is replaced by the next to join."""
 _JOIN_SECONDS = 10.0
 """Longest wait of a worker that joins for a slot."""
 

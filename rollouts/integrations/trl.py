@@ -371,7 +371,7 @@ class LeasedRolloutWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more batches; those that are not acknowledged return when their leases end."""
+        """Take no more batches; unacknowledged groups return when their leases end."""
         self._stops.set()
 
     def update_model_version(self, model_version: int) -> None:

@@ -198,6 +198,9 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
 
 def bench_dispatch(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
     """Rollouts outstanding at simulated workers: CPU of a submit and of a result, pauses, memory."""
+    whole = _N * options.factor
+    if options.outstanding % whole:
+        raise SystemExit(f"--outstanding: got {options.outstanding}; expected a multiple of {whole}: whole groups wait")
     with tempfile.TemporaryDirectory() as folder:
         return [anyio.run(functools.partial(_play, options, Path(folder) / "run"))]
 

@@ -1,4 +1,4 @@
-"""What HTTP adds to leases: CPU and bytes of a sample, for a trainer that takes groups and acknowledges them.
+"""The cost of HTTP for leases: CPU and bytes of a sample, for a trainer that takes groups and acknowledges them.
 
 Service and client are in this process, so that the CPU of both counts: encoding, sending, receiving, and decoding by
 the client's own code. In the process of the leases, the same groups are taken and acknowledged without HTTP. Bytes are

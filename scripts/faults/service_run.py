@@ -206,19 +206,19 @@ def _sealed(journal: Path) -> Iterator[list[int]]:
 
 
 def check(folder: Path) -> list[str]:
-    """What is wrong with the files of a completed run, in words."""
+    """List the errors in the files of a completed run, in words."""
     run = folder / "run"
     records = _acknowledgements(run / "leases.log")
     acknowledged = {one["token"]: one["groups"] for one in records if one["kind"] == "acknowledged"}
     by_group = Counter(group for groups in acknowledged.values() for group in groups)
     sealed = Counter(group for groups in _sealed(run / "journal") for group in groups)
-    told = [json.loads(line) for line in (folder / "witness").read_text().splitlines() if line.endswith("]")]
+    answers = [json.loads(line) for line in (folder / "witness").read_text().splitlines() if line.endswith("]")]
     counts = json.loads((run / "run.json").read_text())["accounting"]
     found = [f"group {group} is acknowledged {count} times" for group, count in by_group.items() if count > 1]
     found += [f"group {group} is sealed {count} times" for group, count in sealed.items() if count > 1]
     found += [f"group {group} is lost" for group in sealed.keys() - by_group.keys()]
     found += [f"group {group} was never sealed" for group in by_group.keys() - sealed.keys()]
-    answered = [(token, groups) for kind, token, groups in told if kind == "acknowledged"]
+    answered = [(token, groups) for kind, token, groups in answers if kind == "acknowledged"]
     found += [
         f"the log lacks lease {token}, whose answer the trainer got"
         for token, got in answered
