@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
@@ -44,6 +44,7 @@ __all__ = [
     "RecipeOptions",
     "agent_recipe",
     "assembled_recipe",
+    "check_environment",
     "check_recipe",
     "named_options",
     "preflight",
@@ -75,7 +76,8 @@ class Recipe:
     data_buffer: DataBuffer = attrs.field(validator=check("a DataBuffer", lambda v: isinstance(v, DataBuffer)))
     endpoint: Endpoint = attrs.field(validator=check("an Endpoint", lambda v: isinstance(v, Endpoint)))
     tokenizer: Any
-    """A transformers tokenizer, the name or folder to load one from, or a :class:`~rollouts.renderer.Renderer`."""
+    """A transformers tokenizer, the name or folder to load one from, or a :class:`~rollouts.renderer.Renderer`.
+    ``None`` where an API renders the conversations."""
     environment_cls: EnvironmentFactory | None = attrs.field(default=None, validator=_factory, repr=_name_of)
     """``None`` if the agents are programs or functions."""
     batches: int = attrs.field(default=1, validator=integer(1))
@@ -478,6 +480,8 @@ def _tested_renderer(recipe: Recipe, tools: tuple[Tool, ...]) -> Renderer:
 async def preflight(recipe: Recipe) -> ServerInfo:
     """Check environment, tokenizer and template, then the server; returns the server's description.
 
+    A generate function with a function ``preflight`` checks its recipe itself.
+
     Raises:
         ConfigError: the generate function is bound to ``max_turns`` and to other ``limits``, the environment lacks a
             method, the tokenizer does not load, or its template fails the self-test: a bridge is wrong, or tool calls
@@ -488,6 +492,8 @@ async def preflight(recipe: Recipe) -> ServerInfo:
         EndpointUnavailable: no server responds at the URL.
         EndpointRefused: the server at the URL does not have the protocol of the endpoint.
     """
+    if (own := _of_generate_fn(recipe, "preflight")) is not None:
+        return cast(ServerInfo, await own(recipe))
     renderer = await check_recipe(recipe)
     policy = shared_policy(recipe.endpoint, renderer.vocab_size)
     if renderer.images is not None:
@@ -508,24 +514,36 @@ async def check_recipe(recipe: Recipe) -> Renderer:
     limits = recipe.bound.get("limits")
     if isinstance(limits, Limits):
         check_limits(limits, recipe.bound.get("max_turns"))
-    if recipe.environment_cls is None:
-        tools: tuple[Tool, ...] = ()  # a session tests those of its program
-        await _check_generate_fn(recipe)
-    else:
-        name = function_name(recipe.environment_cls)
-        with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
-            environment: Any = recipe.environment_cls()
-            if not isinstance(environment, Environment):
-                expected = "an object with tools, start, step and close"
-                raise ConfigError.of("Recipe.environment_cls()", environment, expected)
-            tools = sound_tools(environment.tools, f"{name}.tools")
-            await environment.close()
+    tools: tuple[Tool, ...] = ()
+    if recipe.environment_cls is not None:
+        tools = await check_environment(recipe)
+    elif (check_bound := _of_generate_fn(recipe, "check")) is not None:  # a session tests the tools of its program
+        await check_bound(recipe.bound, recipe.data_buffer.prompts)
     return await anyio.to_thread.run_sync(_tested_renderer, recipe, tools)
 
 
-async def _check_generate_fn(recipe: Recipe) -> None:
-    """Let the generate function check the arguments that it is bound to, if it has a function ``check``."""
+async def check_environment(recipe: Recipe) -> tuple[Tool, ...]:
+    """Create and close an environment of the recipe, which must have one; returns its tools.
+
+    Raises:
+        ConfigError: it lacks a method.
+        EnvironmentFailure: it cannot be created or closed.
+    """
+    factory = recipe.environment_for("preflight")
+    name = function_name(factory)
+    with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
+        environment: Any = factory()
+        if not isinstance(environment, Environment):
+            expected = "an object with tools, start, step and close"
+            raise ConfigError.of("Recipe.environment_cls()", environment, expected)
+        tools = sound_tools(environment.tools, f"{name}.tools")
+        await environment.close()
+    return tools
+
+
+def _of_generate_fn(recipe: Recipe, name: str) -> Callable[..., Awaitable[Any]] | None:
+    """A function of the generate function: ``preflight``, or ``check`` of the arguments that it is bound to."""
     generate_fn: Any = recipe.config.generate_fn
     function = generate_fn.func if isinstance(generate_fn, functools.partial) else generate_fn
-    if callable(check := getattr(function, "check", None)):
-        await check(recipe.bound, recipe.data_buffer.prompts)
+    found = getattr(function, name, None)
+    return found if callable(found) else None

@@ -42,6 +42,7 @@ from rollouts.recipe_files import build, load_recipe
 from rollouts.recipes.environments.repositories.tasks import TASKS
 from rollouts.renderer import load_tokenizer
 from rollouts.sandboxes import NamespaceSandbox
+from rollouts.testing.chat_server import ChatServer
 from rollouts.testing.environment_check import CheckOptions, examine
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
@@ -65,6 +66,7 @@ from rollouts.training import (
     make_length_filter,
     make_threshold_filter,
 )
+from tests.chat_api.sums import count_fruit
 
 ROOT = Path(__file__).parents[1]
 
@@ -385,6 +387,28 @@ def test_the_commands_of_the_tutorial_run(engine_url: str, tmp_path: Path, capsy
         assert len(load_run("runs/gsm8k")) == 2 * 2
     expected = ["check-env", "run", "show", "view", "check-run", "run", "check-model", "eval", "run", "plan"]
     assert verbs == expected
+
+
+def test_the_commands_of_the_page_about_chat_apis_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``docs/chat_api.md``: its file and its commands, from a key to a training set, on a stub of the API."""
+    page = (ROOT / "docs" / "chat_api.md").read_text(encoding="utf-8")
+    file, snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "stock.py").write_text(file)
+    exec(compile(snippet, "chat_api.md", "exec"), {"key": "sk-stub"})
+    commands = re.findall(r"^rollouts .*", page, re.MULTILINE)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-stub")
+    monkeypatch.chdir(tmp_path)
+    with start_blocking_portal() as portal:
+        stub = ChatServer(count_fruit, model="gpt-4.1-mini")
+        with portal.wrap_async_context_manager(stub) as server:
+            for command in commands:
+                words = shlex.split(command.replace("Qwen/Qwen3-0.6B", str(DEMO_MODEL)))
+                check_command(words)
+                assert main([*words[1:], *(["--base-url", server.url] if "openai" in words else [])]) == 0
+    assert [shlex.split(command)[1] for command in commands] == ["check-env", "eval", "run", "curate"]
+    (rows,) = (tmp_path / "data" / "sft" / "data").iterdir()
+    account = json.loads((tmp_path / "data" / "sft" / "curation.json").read_text())["account"]
+    assert (account["read"], account["written"], rows.stat().st_size > 0) == (12, 6, True), "six are duplicates"
 
 
 # -- every page -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, get_args
 import anyio
 
 from rollouts.base.terminal import say
+from rollouts.commands.chat_options import CHAT_PROVIDER, OPENAI_KEY, OPENAI_URL, ChatOptions
 from rollouts.commands.target import RunTarget
 from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, waking
 from rollouts.dtypes import OnRewrite, Provider
@@ -35,6 +36,7 @@ __all__ = [
     "BROKEN",
     "INTERRUPTED",
     "above_0",
+    "add_chat_options",
     "add_generate_options",
     "add_options",
     "add_output",
@@ -44,7 +46,9 @@ __all__ = [
     "add_verb",
     "all_options_of",
     "at_least_0",
+    "chat_of",
     "check_run",
+    "dollars",
     "generate_options_of",
     "generate_settings_of",
     "in_loop",
@@ -68,6 +72,38 @@ def add_provider(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--provider", type=_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
     )
+
+
+def add_chat_options(parser: argparse.ArgumentParser, *, provider: str) -> None:
+    """Add ``--provider`` of a verb that plays on a chat API, too, and the options of that API."""
+    parser.add_argument("--provider", type=_any_provider, metavar="{sglang,vllm,openai}", help=provider)
+    chat = parser.add_argument_group("with --provider openai, any model behind OpenAI's chat completions")
+    chat.add_argument("--base-url", metavar="URL", help=f"before /chat/completions (default: {OPENAI_URL})")
+    chat.add_argument(
+        "--api-key-env",
+        metavar="NAME",
+        help=f"environment variable with the API key (default: {OPENAI_KEY}); it is neither stored nor printed",
+    )
+    chat.add_argument("--price-in", type=dollars, metavar="D", help="dollars for a million prompt tokens")
+    chat.add_argument("--price-out", type=dollars, metavar="D", help="dollars for a million sampled tokens")
+    chat.add_argument(
+        "--budget", type=above_0, metavar="D", help="dollars of this command; then it ends, and can be resumed"
+    )
+    chat.add_argument("--at-once", type=positive, metavar="N", help="most requests in flight (default: 32)")
+    chat.add_argument(
+        "--body",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="further field of each request, such as reasoning_effort=low; null leaves a field out",
+    )
+    chat.add_argument(
+        "--send-reasoning", action="store_true", help="send the thinking of earlier replies back, as some APIs need"
+    )
+
+
+def _any_provider(text: str) -> str:
+    return text if text == CHAT_PROVIDER else _provider(text)
 
 
 def _provider(text: str) -> str:
@@ -190,7 +226,7 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
         help="URL of an SGLang or vLLM server; repeat the option for several servers. Default: start the embedded "
         "engine; with run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
     )
-    add_provider(verb)
+    add_chat_options(verb, provider="protocol of --endpoint, or openai for a chat API (default: sglang)")
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
@@ -304,6 +340,36 @@ def target_of(args: argparse.Namespace) -> RunTarget:
         options=all_options_of(args),
         batches=getattr(args, "batches", None),
         slots=args.slots,
+        chat=chat_of(args),
+    )
+
+
+def chat_of(args: argparse.Namespace) -> ChatOptions:
+    """The options of :func:`add_chat_options`.
+
+    Raises:
+        ConfigError: one is given without ``--provider openai``, or only one of the prices.
+    """
+    of_run = args.provider is None and getattr(args, "as_text", None) is not None and args.resume is not None
+    if args.provider == CHAT_PROVIDER and args.endpoint:
+        raise ConfigError.of("--endpoint", args.endpoint, "none with --provider openai: --base-url is the API's URL")
+    if args.provider != CHAT_PROVIDER and not of_run:  # a resumed run knows its provider
+        names = ("base_url", "api_key_env", "price_in", "price_out", "budget", "at_once", "body", "send_reasoning")
+        for name in names:
+            if (value := getattr(args, name)) not in (None, [], False):
+                raise ConfigError.of(f"--{name.replace('_', '-')}", value, "none without --provider openai")
+    if (args.price_in is None) != (args.price_out is None):
+        got = f"--price-in {args.price_in}, --price-out {args.price_out}"
+        raise ConfigError.of("prices", got, "both, or none")
+    return ChatOptions(
+        base_url=args.base_url,
+        key_variable=args.api_key_env,
+        price_in=args.price_in,
+        price_out=args.price_out,
+        budget=args.budget,
+        at_once=args.at_once,
+        body=tuple(args.body),
+        send_reasoning=args.send_reasoning,
     )
 
 
@@ -333,6 +399,11 @@ def above_0(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}; expected a number > 0")
     return number
+
+
+def dollars(text: str) -> float:
+    """Parse a price."""
+    return 0.0 if float(text) == 0 else above_0(text)
 
 
 def at_least_0(text: str) -> int:

@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollouts.commands.arguments import BROKEN, add_options, add_verb, all_options_of, in_loop, positive
+from rollouts.commands.arguments import (
+    BROKEN,
+    add_chat_options,
+    add_options,
+    add_verb,
+    all_options_of,
+    chat_of,
+    in_loop,
+    positive,
+)
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import EnvironmentFactory
@@ -39,11 +49,23 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument("--tasks", type=positive, default=4, metavar="N", help="play the first N prompts (default: 4)")
     parser.add_argument("--reply-seed", type=int, default=0, metavar="N", help="seed of random replies (default: 0)")
+    add_chat_options(parser, provider="openai: a model of a chat API plays these prompts, too")
+    parser.add_argument("--model", metavar="NAME", help="with --provider openai: its model")
 
 
 def _check_env(args: argparse.Namespace) -> int:
+    args.endpoint = []
+    chat = chat_of(args)
+    if args.provider not in (None, CHAT_PROVIDER):
+        raise ConfigError.of("--provider", args.provider, '"openai": the replies are random, or of a chat API')
+    if args.model is not None and args.provider is None:
+        raise ConfigError.of("--model", args.model, "none without --provider openai")
     environment_cls, prompts = load_environment(args.path, all_options_of(args), text=args.text, count=args.tasks)
-    findings = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.reply_seed))
+    findings: list[Finding] = in_loop(examine, environment_cls, prompts, CheckOptions(seed=args.reply_seed))
+    if args.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import played_by_api  # here: it is asked for rarely
+
+        findings += in_loop(played_by_api, environment_cls, prompts, chat, args.model)
     return 0 if show_findings(findings, SafeConsole()) else BROKEN
 
 

@@ -63,6 +63,11 @@ def add(verbs: Any) -> None:
         "--tools", type=Path, metavar="FILE", help="JSON file with the tools of runs that did not store them"
     )
     parser.add_argument(
+        "--tokenizer",
+        metavar="NAME_OR_DIR",
+        help="of the student: encode text of a chat API (rollouts run --text) to token rows, marked encoded=text",
+    )
+    parser.add_argument(
         "--format", default="auto", choices=("auto", "parquet", "jsonl"), help="format of the rows (default: auto)"
     )
     parser.add_argument(
@@ -95,7 +100,7 @@ def _curate(args: argparse.Namespace) -> int:
         not_in=tuple(args.not_in),
         tools=args.tools,
     )
-    curation = curate(args.runs, args.to, selection)
+    curation = curate(args.runs, args.to, selection, tokenizer=args.tokenizer)
     if args.dry_run:
         for _ in curation:
             pass

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from rollouts.base.storable import to_json
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.target import RunTarget, make_folder, open_target
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import SamplingParams
@@ -139,6 +140,10 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
     console.print(scores_table(scores, options))
     console.print(_counts(scores, options), soft_wrap=True, highlight=False)
     console.print(_estimates_table(scores, greedy, options.ks, recipe.endpoint.sampling.temperature))
+    if target.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import cost_of  # here: most evaluations are on a server of tokens
+
+        console.print(Text(visible(cost_of(recipe))), soft_wrap=True, highlight=False)
     console.print(Text(visible(f"files: {options.out}")), soft_wrap=True)
     return scores
 

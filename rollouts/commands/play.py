@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rollouts.commands.arguments import add_target, add_verb, in_loop, target_of
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.target import RunTarget, open_target
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Prompt
@@ -54,17 +55,22 @@ async def play_one(target: RunTarget, text: str | None, console: Console) -> Non
             except RewardFailure as error:
                 console.print(Text(visible(f"no reward: {error}"), "yellow"), soft_wrap=True)
         console.print(heading(sample), soft_wrap=True)
+        if target.provider == CHAT_PROVIDER:
+            from rollouts.commands.chat_target import cost_of  # here: most plays are on a server of tokens
+
+            console.print(Text(visible(cost_of(recipe))), soft_wrap=True, highlight=False)
 
 
 async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sample:
     """Play a rollout; print it turn by turn if the generate function takes ``on_step``, else at its end."""
     generate_fn: Callable[..., Any] = recipe.config.generate_fn
-    decode = recipe.renderer().decode
+    decode = None if recipe.tokenizer is None else recipe.renderer().decode
     printed = 0
     watched: Trajectory | None = None
 
     def on_step(trajectory: Trajectory) -> None:
         nonlocal printed, watched
+        assert decode is not None, "a generate function of tokens"
         if trajectory is not watched:  # the first, or a branch: print its history again
             watched, printed = trajectory, 0
         pieces = [piece for piece in pieces_of(trajectory.completions, len(trajectory)) if piece.start >= printed]
@@ -74,7 +80,8 @@ async def _play_rollout(recipe: Recipe, prompt: Prompt, console: Console) -> Sam
 
     parameters = inspect.signature(generate_fn).parameters.values()
     takes_it = any(each.name == "on_step" or each.kind is each.VAR_KEYWORD for each in parameters)
-    live = takes_it and recipe.environment_cls is not None  # a program's calls are a tree, seen at its end
+    # A program's calls are a tree, seen at its end; a chat API has no tokens to watch.
+    live = takes_it and recipe.environment_cls is not None and decode is not None
     with boundary(GenerateFailure, f"generate_fn {function_name(generate_fn)}", seconds=recipe.config.rollout_seconds):
         samples: list[Sample] = await (generate_fn([prompt], on_step=on_step) if live else generate_fn([prompt]))
     if not live or not printed:

@@ -36,6 +36,7 @@ from rollouts.commands.arguments import (
     tell,
     worker_range,
 )
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.rehearsal import rehearse
 from rollouts.commands.target import (
     ENGINE_LOG,
@@ -48,6 +49,7 @@ from rollouts.commands.target import (
 from rollouts.concurrency.interrupts import handling_interrupts
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.wait_report import reporting_on_signal
+from rollouts.dtypes import without_password
 from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.base import ServerInfo
@@ -68,6 +70,7 @@ from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.manager_state import ManagerState
+from rollouts.training.rows import NO_IDS
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import Progress, summary
 
@@ -135,6 +138,13 @@ async def launch(
     else:
         check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())
+    if target.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import url_of  # here: few runs are on a chat API
+
+        if recording or distribute is not None:
+            got = "--record" if recording else "--workers"
+            raise ConfigError.of("--provider openai", got, "a run in this process that is not recorded")
+        target = attrs.evolve(target, urls=(url_of(target.chat, target.urls),))
     if recording and distribute is not None:
         raise ConfigError.of("--workers", "with --record", "one of them: rollouts of other processes are not recorded")
     progress = Progress(console, quiet=quiet)
@@ -169,7 +179,7 @@ async def launch(
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
                 await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
-                if rehearsal and not resume:
+                if rehearsal and not resume and target.provider != CHAT_PROVIDER:
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     for doubt in await rehearse(recipe):
                         progress.say(doubt, "yellow")
@@ -214,11 +224,17 @@ async def launch(
         tasks.cancel_scope.cancel()
     if result is not None:
         progress.say(summary(result, writer))
+        if target.provider == CHAT_PROVIDER:
+            from rollouts.commands.chat_target import cost_of
+
+            progress.say(cost_of(recipe))
     return result
 
 
 def _server_line(target: RunTarget, server: ServerInfo) -> str:
     """The server that answered, in words."""
+    if target.provider == CHAT_PROVIDER:
+        return f"chat API: {', '.join(map(without_password, target.urls))}, model {server.model}; no token ids"
     kind = "vLLM" if target.provider == "vllm" else "SGLang"
     version = f"{kind} {server.version or 'of unknown version'}" if target.urls else "embedded engine"
     context = "" if server.max_context is None else f", at most {server.max_context} tokens a sequence"
@@ -263,7 +279,12 @@ def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[
     }
     model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
     description["command"] |= {} if target.urls else model
-    description["vocab_size"] = recipe.renderer().vocab_size  # preflight has built it
+    if target.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import stored_chat
+
+        description["command"]["chat"] = stored_chat(target.chat)
+    text = recipe.tokenizer is None
+    description["vocab_size"] = None if text else recipe.renderer().vocab_size  # preflight has built it
     description["versions"] = versions()
     file = None if target.recipe is None else file_of(target.recipe)
     description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])
@@ -372,6 +393,12 @@ def add(verbs: Any) -> None:
         choices=("jsonl", "parquet", "auto"),
         help="format of batches (default: auto, Parquet if pyarrow is installed)",
     )
+    parser.add_argument(
+        "--text",
+        action="store_true",
+        dest="as_text",
+        help="with --provider openai: store rollouts as text, which rollouts curate --tokenizer encodes for a student",
+    )
     add_output(parser)
 
 
@@ -382,6 +409,11 @@ def _run(args: argparse.Namespace) -> int:
     out = args.resume if resume else args.out
     if resume:
         check_run(out, "--resume")
+    if args.provider == CHAT_PROVIDER and not args.as_text and not resume:
+        text = "rollouts eval works; rollouts run --text stores its replies as text for SFT data"
+        raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
+    if args.as_text and args.provider != CHAT_PROVIDER and not resume:
+        raise ConfigError.of("--text", True, "--provider openai with it; other servers have token ids")
     distribute = None if args.workers is None else _in_workers(args.workers)
     options: dict[str, Any] = {
         "resume": resume,

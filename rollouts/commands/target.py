@@ -8,11 +8,12 @@ import tempfile
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio.to_thread
 import attrs
 
+from rollouts.commands.chat_options import CHAT_PROVIDER, ChatOptions
 from rollouts.dtypes import Endpoint, Provider, without_password
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import EngineProcess, check_installed, engine_process
@@ -52,8 +53,10 @@ class RunTarget:
     """The recipe file; ``None`` only where a run is resumed."""
     urls: tuple[str, ...] = ()
     """URLs of servers; empty starts the embedded engine."""
-    provider: Provider | None = None
+    provider: Provider | Literal["openai"] | None = None
     """Protocol of those servers; ``None`` for SGLang."""
+    chat: ChatOptions = attrs.field(factory=ChatOptions)
+    """Of the provider ``openai``."""
     served: str | None = None
     """The model that the server must report: that of the resumed run."""
     weights: str | None = None
@@ -86,11 +89,20 @@ async def open_target(
         )
     function = load_recipe(target.recipe)
     read_options(function, target.options)
+    if any(_HIDDEN in url for url in target.urls):
+        option = "--base-url" if target.provider == CHAT_PROVIDER else "--endpoint"
+        expected = f"the URL with its user name and password, which the run does not store: pass {option} again"
+        raise ConfigError.of(option, target.urls, expected)
+    if target.provider == CHAT_PROVIDER:
+        from rollouts.commands.chat_target import built_on_api  # a wing: no other provider loads it
+
+        if target.slots is not None:
+            raise ConfigError.of("--slots", target.slots, "none with --provider openai: --at-once limits its requests")
+        recipe = built_on_api(function, target.options, target.chat, target.model, target.urls)
+        yield _with_batches(recipe, target), None
+        return
     key, admin_key = os.environ.get("ROLLOUTS_API_KEY"), os.environ.get("ROLLOUTS_ADMIN_KEY")
     if target.urls:
-        if any(_HIDDEN in url for url in target.urls):
-            expected = "the URL with its user name and password, which the run does not store: pass --endpoint again"
-            raise ConfigError.of("--endpoint", target.urls, expected)
         endpoint = Endpoint(
             provider=target.provider or "sglang",
             model=target.model or "default",
@@ -165,7 +177,11 @@ def _model_folder(named: str | None) -> Path:
 
 
 def _built(function: RecipeFunction, endpoint: Endpoint, target: RunTarget) -> Recipe:
-    recipe = build(function, endpoint, target.options)
+    return _with_batches(build(function, endpoint, target.options), target)
+
+
+def _with_batches(recipe: Recipe, target: RunTarget) -> Recipe:
+    """The recipe with the number of batches of the command line."""
     return recipe if target.batches is None else attrs.evolve(recipe, batches=target.batches)
 
 
@@ -183,6 +199,12 @@ def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False)
 
 def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_changes: bool) -> RunTarget:
     before = info.get("command") or {}
+    provider = target.provider or (info.get("endpoint") or {}).get("provider")
+    stored = (info.get("endpoint") or {}).get("provider")
+    if (provider == CHAT_PROVIDER) is not (stored == CHAT_PROVIDER):
+        raise ConfigError.of("--provider", provider, f"{stored}: a run has token ids, or text of a chat API")
+    if provider != CHAT_PROVIDER and target.chat != ChatOptions():
+        raise ConfigError.of("--resume", str(run), "a run with --provider openai, whose options these are")
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:
         if not (run / JOURNAL).is_dir():
@@ -192,14 +214,22 @@ def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_change
         target,
         recipe=recipe,
         urls=target.urls or _stored_urls(run, info),
-        provider=target.provider or (info.get("endpoint") or {}).get("provider"),
+        provider=provider,
         served=None if allow_changes else (info.get("server") or {}).get("model"),
         weights=None if allow_changes else _stored_weights(before, info),
         model=target.model or before.get("model"),
         options={**before.get("options", {}), **target.options},
         batches=target.batches or info.get("batches_wanted"),
         slots=target.slots or before.get("slots"),
+        chat=_resumed_chat(target.chat, before.get("chat") or {}),
     )
+
+
+def _resumed_chat(given: ChatOptions, before: Mapping[str, Any]) -> ChatOptions:
+    """The options of a chat API: those of the command line, the others from the run. A budget is of one command."""
+    fields = attrs.asdict(given)
+    stored = {name: value for name, value in before.items() if name in fields and not fields[name]}
+    return attrs.evolve(given, **{**stored, "body": given.body or tuple(before.get("body") or ())})
 
 
 def _stored_weights(before: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:

@@ -48,6 +48,16 @@ from a rollout that did not. The verdict is that of the whole rollout (`source.c
 }
 
 
+_ENCODED = """The ids are **encoded from text** of a chat API (`source.encoded` is `text`), with the tokenizer and the
+chat template of the command. `labels` is -100 everywhere but in the replies and their stop tokens. No model sampled
+these ids, so they have no logprobs. Thinking that the API hides is not in the rows. The terms of the API decide whether
+its replies may train another model.
+
+- TRL `SFTTrainer`: `SFTConfig(max_length=None)`, or at least {longest}: a shorter one cuts rows silently. Leave
+  `completion_only_loss` and `assistant_only_loss` unset, because the trainer takes `labels` as they are; and
+  `packing=False`, unless the attention of the model separates packed rows."""
+
+
 def command_of(curation: Curation, *, without_source: bool = False) -> str:
     """The command that makes this data set, without its output folder."""
     selection = curation.selection
@@ -60,6 +70,7 @@ def command_of(curation: Curation, *, without_source: bool = False) -> str:
         ("--seed", selection.seed),
         ("--near", selection.near),
         ("--tools", selection.tools),
+        ("--tokenizer", None if curation.student is None else curation.student.name),
     ):
         words += [] if value is None else [option, str(value)]
     for source in selection.not_in:
@@ -77,7 +88,7 @@ def account_table(account: Account) -> list[tuple[str, int]]:
 def card(curation: Curation, files: Sequence[str], *, without_source: bool = False) -> str:
     """The text of ``README.md``."""
     account, target = curation.account, curation.target
-    settings = _TRAINERS[target].format(longest=account.longest)
+    settings = (_TRAINERS[target] if curation.student is None else _ENCODED).format(longest=account.longest)
     columns = {name: kind for name, kind in COLUMNS[target].items() if name != "source" or not without_source}
     pattern = files[0].replace("-00000.", "-*.")
     lines = [

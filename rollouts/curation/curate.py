@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from rollouts.curation.duplicates import HeldOut, NearDuplicates
+from rollouts.curation.encoding import Student
 from rollouts.curation.rows import IGNORED, Target, check_target, units_of
 from rollouts.curation.select import Selection, Selector
 from rollouts.curation.stored import StoredRun, check_runs, text_of
@@ -101,8 +102,10 @@ class Curation:
         common: sequences of words that many of these share, which show no overlap.
     """
 
-    def __init__(self, runs: Sequence[StoredRun], target: Target, selection: Selection) -> None:
-        self.runs, self.target, self.selection = runs, target, selection
+    def __init__(
+        self, runs: Sequence[StoredRun], target: Target, selection: Selection, student: Student | None = None
+    ) -> None:
+        self.runs, self.target, self.selection, self.student = runs, target, selection, student
         self.account = Account()
         self._held_out = _held_out(selection.not_in) if selection.not_in else None
         self.held_out_texts = 0 if self._held_out is None else self._held_out.texts
@@ -129,6 +132,7 @@ class Curation:
             passing=selection.passing,
             runs=len(self.runs),
             per_task=selection.per_task,
+            student=self.student,
         )
         for unit in units:
             if near is not None and not near.add(unit.text):
@@ -157,7 +161,11 @@ def _count(account: Account, row: dict[str, Any], target: Target, length: int) -
 
 
 def curate(
-    runs: str | Path | Sequence[str | Path], target: Target = "tokens", selection: Selection | None = None
+    runs: str | Path | Sequence[str | Path],
+    target: Target = "tokens",
+    selection: Selection | None = None,
+    *,
+    tokenizer: Any = None,
 ) -> Curation:
     """Select rollouts of stored runs, and make them rows of a training set.
 
@@ -165,6 +173,7 @@ def curate(
         runs: folders of runs; rollouts of one task (prompt and label) are pooled over them.
         target: the form of the rows; see :mod:`rollouts.curation.rows`.
         selection: the criteria; by default every distinct rollout with a reward of at least 1.
+        tokenizer: the name or folder of a student's tokenizer: token rows of text of chat APIs, encoded with it.
 
     Returns:
         An iterable of rows, whose ``account`` has the number of rollouts by what became of them.
@@ -177,9 +186,12 @@ def curate(
     if target in ("pairs", "kto") and selection.select not in (None, "all"):
         expected = f'"all" with --to {target}: it needs rollouts that passed, and others'
         raise ConfigError.of("--select", selection.select, expected)
+    if tokenizer is not None and target != "tokens":
+        raise ConfigError.of("--tokenizer", tokenizer, "none without --to tokens: other rows are text")
     if selection.select is None:
         selection = attrs.evolve(selection, select="correct" if target in ("tokens", "chat") else "all")
-    return Curation(check_runs(runs, _tools(selection.tools)), target, selection)
+    student = None if tokenizer is None else Student(tokenizer)
+    return Curation(check_runs(runs, _tools(selection.tools)), target, selection, student)
 
 
 def _tools(file: str | Path | None) -> str | None:

@@ -31,6 +31,7 @@ import numpy as np
 
 from rollouts.base.storable import to_json
 from rollouts.curation.duplicates import HashSet, digest_of
+from rollouts.curation.encoding import Student
 from rollouts.curation.stored import StoredRollout, text_of
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import MESSAGE, Type, plain_message
@@ -85,6 +86,9 @@ COLUMNS: Mapping[Target, Mapping[str, Type]] = MappingProxyType(
 """The columns of each target and their types."""
 
 NO_IDS = "has no sampled ids"
+TEXT = "text of a chat API (--tokenizer STUDENT encodes it)"
+EXACT = "has sampled ids, which never share a data set with ids encoded from text (curate without --tokenizer)"
+CUT = "a reply was cut"
 LEFT_OUT = "has the loss_multiplier 0, which leaves it out of the loss"
 TRAINED = "its replies are trained in a row of an earlier run"
 NO_TOOLS = "its tools are unknown: the run did not store them (--tools FILE)"
@@ -106,6 +110,7 @@ def units_of(
     passing: float,
     runs: int = 1,
     per_task: int | None = None,
+    student: Student | None = None,
 ) -> Iterator[Unit]:
     """Yield the rows of rollouts; a rollout without one is counted in ``refused`` by the reason.
 
@@ -116,7 +121,10 @@ def units_of(
         passing: the reward from which a rollout passes.
         runs: number of runs, which may have rollouts in common.
         per_task: the most pairs of a task.
+        student: encodes text of chat APIs to token rows; then rollouts with sampled ids are refused.
     """
+    if target == "tokens" and student is not None:
+        return _encoded_rows(rollouts, refused, student)
     if target == "tokens":
         return _token_rows(rollouts, refused, several_runs=runs > 1)
     if target == "chat":
@@ -134,7 +142,7 @@ def _source(rollout: StoredRollout, branch: int, encoded: Literal["sampled", "te
         "index": row.get("index"),
         "branch": branch,
         "task": rollout.task,
-        "by": rollout.run.model,
+        "by": rollout.by,
         "versions": list(dict.fromkeys(str(span[0]) for span in row.get("versions") or ())),
         "reward": rollout.reward,
         "encoded": encoded,
@@ -148,7 +156,7 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
     trained = HashSet()
     for rollout in rollouts:
         rows: list[dict[str, Any]] = []
-        reason = NO_IDS
+        reason = TEXT if rollout.is_text else NO_IDS
         for number, branch in enumerate(rollout.branches):
             mask = rollout.masks[number]
             if _is_left_out(branch):
@@ -174,6 +182,31 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
             yield Unit(rows, (rollout,), _conversation(rollout))
         else:
             refused[reason] += 1
+
+
+def _encoded_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], student: Student) -> Iterator[Unit]:
+    """Token rows of text. They are never in one data set with rows of sampled ids."""
+    for rollout in rollouts:
+        branch = rollout.branches[0]
+        encoded: Any = EXACT
+        if rollout.is_text:
+            encoded = _fault(rollout, 0) or student.encode(branch["messages"], rollout.run.tools(branch) or "")
+        if isinstance(encoded, str):
+            refused[encoded] += 1
+            continue
+        ids, mask = encoded
+        row = {
+            "input_ids": ids.tolist(),
+            "attention_mask": [1] * len(ids),
+            "labels": np.where(mask, ids, IGNORED).tolist(),
+            "source": _source(rollout, 0, "text"),
+        }
+        yield Unit([row], (rollout,), _conversation(rollout))
+
+
+def _cut_of(branch: Mapping[str, Any]) -> str | None:
+    """Why text has a reply that is not whole: a row of it would train an end where the model wrote on."""
+    return CUT if (branch.get("metrics") or {}).get("cut_replies") else None
 
 
 def _is_left_out(branch: Mapping[str, Any]) -> bool:
@@ -207,7 +240,7 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, seve
         rows: list[dict[str, Any]] = []
         reason = NO_IDS
         for number, branch in enumerate(rollout.branches):
-            if not rollout.masks[number].any():
+            if not rollout.masks[number].any() and not rollout.is_text:
                 continue
             fault = _fault(rollout, number)
             if fault is None and several_runs:
@@ -235,7 +268,9 @@ def _fault(rollout: StoredRollout, number: int) -> str | None:
         return LEFT_OUT
     if rollout.run.tools(branch) is None:
         return NO_TOOLS
-    if len(_replies(branch)) != _turns(branch):
+    if rollout.is_text and (cut := _cut_of(branch)) is not None:
+        return cut
+    if len(_replies(branch)) != (int(branch["metrics"].get("replies", 0)) if rollout.is_text else _turns(branch)):
         return UNSAMPLED
     if any(plain_message(message)["other"] is not None for message in branch["messages"]):
         return FIELDS

@@ -14,12 +14,13 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from rollouts.base.storable import to_json
 from rollouts.base.validators import is_int, is_number
 from rollouts.curation.duplicates import HashSet, HeldOut, digest_of
 from rollouts.curation.expression import Where
@@ -214,5 +215,14 @@ class Selector:
             return NOT_PASSED
         if self._held_out is not None and self._held_out.has(rollout.prompt_text, rollout.texts()):
             return HELD_OUT
-        parts = [column[mask].tobytes() for column, mask in zip(rollout.ids, rollout.masks, strict=True)]
+        if rollout.is_text:
+            replies = [one for one in rollout.branches[0]["messages"] if one.get("role") == "assistant"]
+            parts = [to_json([[one.get("content"), _calls_of(one)] for one in replies])]
+        else:
+            parts = [column[mask].tobytes() for column, mask in zip(rollout.ids, rollout.masks, strict=True)]
         return None if seen.add(digest_of(rollout.task.encode(), *parts)) else DUPLICATE
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[Any]:
+    """The calls of a stored message without their ids, which an API makes at random."""
+    return [call.get("function") for call in message.get("tool_calls") or ()]

@@ -24,6 +24,7 @@ from rollouts.runs.folder import Row, read_info, read_rows
 from rollouts.runs.reading import reading
 from rollouts.runs.tools import ToolFolder
 from rollouts.training.evaluation import task_key
+from rollouts.training.rows import CHAT_API
 from rollouts.training.status import Status
 
 __all__ = ["StoredRollout", "StoredRun", "check_runs", "text_of"]
@@ -173,9 +174,25 @@ class StoredRollout:
         """For each branch, its token ids."""
         return [np.array(branch["tokens"], np.int32) for branch in self.branches]
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it is of a chat API, which has no token ids."""
+        branch = self.branches[0]
+        return len(self.branches) == 1 and not branch["tokens"] and CHAT_API in (branch.get("metadata") or {})
+
+    @property
+    def by(self) -> str:
+        """The model that sampled; of a chat API the last one to answer, as the API names it."""
+        if not self.is_text:
+            return self.run.model
+        source = self.branches[0]["metadata"][CHAT_API]
+        return f"{source.get('provider')}/{(source.get('served') or [source.get('model')])[-1]}"
+
     @cached_property
     def sampled(self) -> int:
-        """Number of sampled tokens."""
+        """Number of sampled tokens; of a chat API as many as it counts."""
+        if self.is_text:
+            return int((self.branches[0].get("metrics") or {}).get("completion_tokens", 0))
         return sum(int(mask.sum()) for mask in self.masks)
 
     @property
@@ -188,8 +205,11 @@ class StoredRollout:
     def requests(self) -> int | None:
         """A digest of its requests and the ids that they sampled, which a copy in another run shares.
 
-        ``None`` if no row names a request.
+        ``None`` if no row names a request. Replies of a chat API have names, too.
         """
+        if self.is_text:
+            names = [str(name) for name in self.branches[0]["metadata"][CHAT_API].get("replies") or () if name]
+            return digest_of(*(name.encode() for name in names)) if names else None
         named = {
             str(completion["request_id"]): branch["tokens"][completion["start"] : completion["stop"]]
             for branch in self.branches
@@ -234,7 +254,9 @@ class StoredRollout:
             "passed": self.reward is not None and self.reward >= passing,
             "tokens": sum(len(branch["tokens"]) for branch in self.branches),
             "sampled": self.sampled,
-            "turns": sum(len(branch.get("completions") or ()) for branch in self.branches),
+            "turns": int(metrics.get("replies", 0))
+            if self.is_text
+            else sum(len(branch.get("completions") or ()) for branch in self.branches),
             "branches": len(self.branches),
             "status": last.get("status"),
             "stop_reason": last.get("stop_reason"),

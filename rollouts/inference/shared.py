@@ -9,6 +9,8 @@ import weakref
 import attrs
 
 from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
+from rollouts.errors import ConfigError
 from rollouts.inference.policy import ServerPolicy, VocabSize
 
 __all__ = ["policy_of", "shared_policies", "shared_policy"]
@@ -25,7 +27,13 @@ _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[Endpoin
 
 
 def policy_of(endpoint: Endpoint, vocab_size: VocabSize = None) -> ServerPolicy:
-    """Create a policy of the endpoint's protocol; arguments as :class:`ServerPolicy`."""
+    """Create a policy of the endpoint's protocol; arguments as :class:`ServerPolicy`.
+
+    Raises:
+        ConfigError: the protocol has no token ids.
+    """
+    if endpoint.provider not in _POLICIES:
+        raise ConfigError.of("Endpoint.provider", endpoint.provider, f'"sglang" or "vllm": {NEEDS_TOKEN_IDS}')
     module, name = _POLICIES[endpoint.provider]
     kind: type[ServerPolicy] = getattr(importlib.import_module(module), name)
     return kind(endpoint, vocab_size=vocab_size)

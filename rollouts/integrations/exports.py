@@ -20,6 +20,7 @@ import attrs
 from rollouts.base.plugins import plugins
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import batch_name, check_outside, read_rows
+from rollouts.training.rows import check_has_ids
 
 __all__ = ["EXPORTERS", "Exporter", "export_batches", "exporter_of", "exporters"]
 
@@ -160,7 +161,10 @@ def export_batches(
         names = []
         for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0):
             names.append(batch_name(number) + exporter.suffix)
-            write([row.sample() for row in rows], temporary / names[-1], **options)
+            samples = [row.sample() for row in rows]
+            for sample in samples:
+                check_has_ids(sample)  # before the packages of trainers are looked for
+            write(samples, temporary / names[-1], **options)
         if not names:
             raise ConfigError.of("run", str(run), "a run with at least one batch")
         if out.is_dir():

@@ -19,7 +19,15 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.training.comparisons import by_comparison, comparison_name
-from rollouts.training.rows import check_one_branch, check_temperature, int_version, reward_of, row_columns, segments
+from rollouts.training.rows import (
+    check_has_ids,
+    check_one_branch,
+    check_temperature,
+    int_version,
+    reward_of,
+    row_columns,
+    segments,
+)
 from rollouts.training.types import Sample, Status
 
 __all__ = ["to_batch", "to_message_log", "write_batch"]
@@ -83,6 +91,7 @@ def to_batch(
         raise ConfigError.of("to_batch(samples)", samples, "at least one sample")
     check_one_branch(samples, "NeMo-RL")
     for sample in samples:
+        check_has_ids(sample)
         if sample.group_index is None:
             raise ConfigError.of(f"{sample!r}.group_index", None, "the number of its group")
     rows = sorted(samples, key=lambda sample: (sample.group_index or 0, sample.seat))

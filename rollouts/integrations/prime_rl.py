@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from rollouts.errors import ConfigError
 from rollouts.training.batch import group_advantages
-from rollouts.training.rows import image_column, row_columns, row_images, trimmed
+from rollouts.training.rows import check_has_ids, image_column, row_columns, row_images, trimmed
 from rollouts.training.types import Sample
 
 __all__ = ["MicroBatchFiles", "to_training_samples", "training_columns", "write_batch"]
@@ -98,6 +98,8 @@ def to_training_samples(
     Raises:
         ConfigError: as :func:`training_columns`.
     """
+    for sample in samples:
+        check_has_ids(sample)
     from prime_rl.transports.rollouts.types import EncodedTensor, TrainingSample
 
     def encoded(array: npt.NDArray[Any]) -> Any:

@@ -38,7 +38,7 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.evaluation import run_evaluation, task_key
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.rows import check_fields, check_temperature, int_version
+from rollouts.training.rows import check_fields, check_has_ids, check_temperature, int_version
 from rollouts.training.types import Sample, Status
 
 __all__ = [
@@ -181,6 +181,7 @@ class RolloutFunc:
         self.served = step
 
     def _row(self, sample: Sample, temperature: float) -> dict[str, Any]:
+        check_has_ids(sample)
         mask = sample.mask_column
         if sample.status is Status.FAILED or sample.logprob_column is None or not mask.any():
             ids = sample.token_column.tolist() or [self.pad_token_id]
@@ -242,6 +243,7 @@ def to_row(sample: Sample, advantage: float, *, temperature: float | None = None
         ConfigError: the sample lacks logprobs or a group, a policy version is not a number, it was sampled at another
             temperature, or it has a field that TRL lacks.
     """
+    check_has_ids(sample)
     if sample.logprob_column is None or sample.group_index is None:
         raise ConfigError.of("to_row(sample)", sample, "a sample with logprobs and a group")
     check_temperature(sample, "TRL", temperature)

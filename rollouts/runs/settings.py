@@ -69,7 +69,7 @@ def settings_of(
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),
         "model": {name: value for name, value in model.items() if value is not None},
         "versions": {name: version for name, version in versions.items() if name != "python"},
-        **recipe.renderer().fingerprints(),
+        **({} if recipe.tokenizer is None else recipe.renderer().fingerprints()),  # a chat API renders itself
     }
     plain: dict[str, Any] = msgspec.json.decode(to_json(settings))
     return plain

@@ -47,6 +47,7 @@ from rollouts.runs.reading import reading
 from rollouts.runs.run_journal import RunHistory
 from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
+from rollouts.training.rows import CHAT_API
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
 
@@ -88,7 +89,7 @@ class Report:
         lines = []
         for law, found in self.checked.items():
             counts = ", ".join(f"{count} {what}" for what, count in found.items()) or "nothing"
-            verdict = f"{broken[law]} violations" if broken[law] else "holds"
+            verdict = f"{broken[law]} violations" if broken[law] else "holds" if found else "not judged"
             lines.append(f"law {law} ({LAWS[law]}): {verdict}, {counts} checked")
         lines += [f"{outcome}: {spread}" for outcome, spread in self.spread.items()]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
@@ -145,6 +146,8 @@ class _Verification:
         self.counts: Counter[StoredOutcome] = Counter()
         self.batches = 0
         self.folder = ImageFolder(run)
+        self.texts = 0
+        """The number of samples without token ids, of a chat API."""
         self.images: set[str] = set()
         """The hashes of the images that were checked."""
         self.tool_folder = ToolFolder(run)
@@ -169,6 +172,9 @@ class _Verification:
             self.history = self._read_journal()  # the run may have settled more groups since
         if self.history is not None:
             self._check_journal(self.history)
+        if self.texts:
+            text = "samples are text of a chat API: laws 1, 2, 3 and 8 cannot be judged, because they have no token ids"
+            self.report.notes.append(f"{self.texts} {text}")
         self.report.spread = {outcome: _spread(groups) for outcome, groups in rewards.items()}
 
     def _broken(self, law: int, place: str, got: Any, expected: str) -> None:
@@ -448,9 +454,12 @@ class _Verification:
     def _check_sample(self, entry: _Entry, outcome: str, batch: int | None) -> None:
         stored = entry.stored
         checked = self.report.checked
-        checked[1].update(samples=1, completions=len(stored.completions))
-        checked[2].update(samples=1, tokens=len(stored.tokens))
-        checked[3].update(samples=1, completions=len(stored.completions))
+        if not stored.tokens and CHAT_API in (entry.row.data.get("metadata") or {}):
+            self.texts += 1
+        else:
+            checked[1].update(samples=1, completions=len(stored.completions))
+            checked[2].update(samples=1, tokens=len(stored.tokens))
+            checked[3].update(samples=1, completions=len(stored.completions))
         checked[4].update(samples=1)
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)

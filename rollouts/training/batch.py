@@ -20,7 +20,7 @@ from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.training.branches import rollout_keys
 from rollouts.training.comparisons import Comparison, comparison_keys, conversation_keys
-from rollouts.training.rows import check_fields, reward_of_branches
+from rollouts.training.rows import check_fields, check_has_ids, reward_of_branches
 from rollouts.training.types import Sample
 
 if TYPE_CHECKING:
@@ -245,6 +245,7 @@ def _check(sample: Sample, place: str) -> None:
 
 
 def _check_scored(sample: Sample, place: str) -> None:
+    check_has_ids(sample)
     if sample.reward is None:
         raise ConfigError.of(f"{place}.reward", None, "a number: a batch is made of scored samples")
     if sample.group_index is None:

@@ -23,11 +23,14 @@ from rollouts.training.comparisons import by_conversation
 from rollouts.training.types import Sample, Status, by_rollout
 
 __all__ = [
+    "CHAT_API",
+    "NO_IDS",
     "Columns",
     "Row",
     "by_conversation",
     "by_rollout",
     "check_fields",
+    "check_has_ids",
     "check_one_branch",
     "check_temperature",
     "image_column",
@@ -42,6 +45,11 @@ __all__ = [
     "turn_column",
     "version_column",
 ]
+
+
+CHAT_API = "chat_api"
+"""Metadata key of a sample of a chat API: the requested model, and the models that answered."""
+NO_IDS = "a batch for GRPO needs token ids in and out with logprobs; this API has none"
 
 
 class Row(NamedTuple):
@@ -295,8 +303,9 @@ def check_temperature(sample: Sample, trainer: str, temperature: float | None) -
         temperature: that of the trainer; ``None`` if it is not known: then 1, the default of every trainer.
 
     Raises:
-        ConfigError: a completion was sampled at another temperature.
+        ConfigError: a completion was sampled at another temperature; or as :func:`check_has_ids`.
     """
+    check_has_ids(sample)
     theirs = 1.0 if temperature is None else temperature
     for number, one in enumerate(sample.completions):
         if one.temperature is not None and one.temperature != theirs:
@@ -315,13 +324,26 @@ def check_fields(sample: Sample, trainer: str, *lacking: str) -> None:
         lacking: ``loss_multiplier``, ``advantages``, ``teacher_log_probs``, ``images``.
 
     Raises:
-        ConfigError: one of them is set, so its effect would be lost.
+        ConfigError: one of them is set, so its effect would be lost; or as :func:`check_has_ids`.
     """
+    check_has_ids(sample)
     for name in lacking:
         value, unset = getattr(sample, name), {"loss_multiplier": 1.0, "images": ()}.get(name)
         if value != unset:
             got = value if name == "loss_multiplier" else f"{len(value)} {'images' if name == 'images' else 'numbers'}"
             raise ConfigError.of(f"{sample!r}.{name}", got, f"{unset}: {trainer} has no field for it")
+
+
+def check_has_ids(sample: Sample) -> None:
+    """Check that a sample is not the text of a chat API.
+
+    Raises:
+        ConfigError: it is, so that no trainer can take it.
+    """
+    if not len(sample) and CHAT_API in sample.metadata:
+        source = sample.metadata[CHAT_API]
+        got = f"no ids, but text of {source.get('model')} at {source.get('url')}"
+        raise ConfigError.of(f"{sample!r}.tokens", got, f"the ids of a server of tokens: {NO_IDS}")
 
 
 def _trained_range(sample: Sample) -> tuple[int, int]:

@@ -18,12 +18,12 @@ from rollouts.errors import ConfigError
 from rollouts.integrations import areal, nemo_rl, openrlhf, prime_rl, rllm, skyrl, tinker, trl
 from rollouts.integrations.exports import EXPORTERS, export_batches
 from rollouts.integrations.slime import normalise_rewards
-from rollouts.integrations.slime.convert import to_slime
-from rollouts.integrations.slime.debug_data import write_debug_data
+from rollouts.integrations.slime.convert import check_trainable, to_slime
+from rollouts.integrations.slime.debug_data import export_run, write_debug_data
 from rollouts.integrations.verl.rows import to_outputs
 from rollouts.runs.writer import RunWriter
 from rollouts.training import RolloutConfig, Sample
-from rollouts.training.batch import group_advantages
+from rollouts.training.batch import collate, collate_packed, group_advantages
 from rollouts.training.comparisons import COMPARISON, by_comparison, comparison_name
 from rollouts.training.rows import by_conversation, by_rollout
 from tests.trainer_samples import scored_groups
@@ -57,6 +57,12 @@ def of_slime_centred(samples: Sequence[Sample]) -> list[float]:
 def of_slime_scaled(samples: Sequence[Sample]) -> list[float]:
     args = Namespace(advantage_estimator="grpo", reward_key=None)
     return normalise_rewards(args, [to_slime(sample) for sample in samples])[1]
+
+
+def check_trainable_of_slime(samples: Sequence[Sample]) -> list[float]:
+    for sample in samples:
+        check_trainable(sample)
+    return []
 
 
 def of_skyrl(samples: Sequence[Sample], **options: Any) -> list[float]:
@@ -208,6 +214,66 @@ def test_a_field_that_trl_lacks_is_refused(door: Door, name: str, value: float) 
     setattr(sample, name, value if name == "loss_multiplier" else [value if one else 0.0 for one in sample.loss_mask])
     with pytest.raises(ConfigError, match=f"{name}: got .*TRL has no field for it"):
         door([sample])
+
+
+# -- text of a chat API -----------------------------------------------------------------------------------------------
+
+
+def text_sample() -> Sample:
+    """A scored rollout of a chat API: messages, and no token."""
+    source = {"provider": "openai", "url": "https://api.example/v1", "model": "large"}
+    return Sample(
+        prompt="question", messages=[{"role": "assistant", "content": "reply"}], reward=1.0, group_index=0, index=0,
+        rollout_id=0, status="completed", metadata={"chat_api": source},
+    )  # fmt: skip
+
+
+def of_tensors(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("torch")
+    return list(collate(samples).rewards.tolist())
+
+
+def of_packed_tensors(samples: Sequence[Sample]) -> list[float]:
+    pytest.importorskip("torch")
+    return list(map(float, collate_packed(samples).tokens.tolist()))
+
+
+def of_prime_rl_samples(samples: Sequence[Sample]) -> list[float]:
+    return [len(prime_rl.to_training_samples(samples, env_name="sums"))]
+
+
+def of_files(name: str) -> Door:
+    """The exporter of this name, on a stored run."""
+
+    def door(samples: Sequence[Sample]) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            writer = RunWriter(Path(folder) / "run", {"recipe": "test"})
+            writer.write_batch(list(samples), {})
+            writer.finish("finished")
+            if name == "slime":
+                export_run(Path(folder) / "run", Path(folder) / "out")
+            else:
+                export_batches(Path(folder) / "run", Path(folder) / "out", name)
+        return []
+
+    door.__name__ = f"of_files_of_{name}"
+    return door
+
+
+DOORS = [
+    of_advantages, of_tensors, of_packed_tensors, of_slime, of_slime_centred, of_slime_scaled, of_debug_data, of_skyrl,
+    of_tinker, of_tinker_cookbook, of_verl, of_areal, of_prime_rl, of_nemo, of_openrlhf, of_rllm, of_trl,
+    of_trl_rollout_func, check_trainable_of_slime, of_prime_rl_samples, *map(of_files, ["slime", *EXPORTERS]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_text_of_a_chat_api_is_refused_by_name(door: Door) -> None:
+    """By every door, with what a batch needs: it has no token ids, and none are made up for it."""
+    with pytest.raises(
+        ConfigError, match=r"text of large at https://api\.example/v1.* with logprobs; this API has none"
+    ):
+        door([text_sample()])
 
 
 # -- several seats ----------------------------------------------------------------------------------------------------

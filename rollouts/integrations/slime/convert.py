@@ -21,7 +21,7 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras, length_with_routing
 from rollouts.integrations.slime.records import family, records
-from rollouts.training.rows import check_fields
+from rollouts.training.rows import check_fields, check_has_ids
 from rollouts.training.types import Sample, Status
 from rollouts.trajectory import CompletionRecord
 
@@ -148,6 +148,7 @@ def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:
         ConfigError: no sampled token, no prompt token, or logprobs that are missing and needed, or not finite.
     """
     sample.check()
+    check_has_ids(sample)
     width = sample.response_length
     if not width:
         raise ConfigError.of(f"{sample!r}.loss_mask", "no 1", "at least one sampled token")

@@ -1,0 +1,235 @@
+"""The client of a chat API: one request at a time for each rollout, retried by rule.
+
+Invariant: a request ends in a reply, or in a typed error; it is sent at most ``1 + max_retries`` times, not counting
+the times that the rate limit refuses it. There are five cases of a response:
+
+1. Status 200 with a reply, or with a withheld one: the end.
+2. 408, 409, 5xx, a lost connection, a body that is cut off or not a chat completion: again after a pause that doubles.
+3. 429: again when ``Retry-After`` says, and the client halves its requests in flight; all of its requests wait.
+4. 401, 403, 404, a redirect: every request would fail, so the run ends. 402 or a quota that is used up: the run ends,
+   too, and can be resumed.
+5. Any other status: the request is refused, and its rollout fails.
+
+The key is in a header of each request and nowhere else; an error that quotes it is printed without it. This module does
+not know messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import random
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import attrs
+import msgspec
+
+from rollouts.chat_api.account import Account
+from rollouts.chat_api.endpoint import ChatEndpoint
+from rollouts.chat_api.wire import Answer, ReplyWithheld, Usage, answer_of, code_of, error_of
+from rollouts.concurrency.deadlines import paused_deadlines
+from rollouts.dtypes import SamplingParams, without_password
+from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.inference.wire_errors import message_of
+
+__all__ = ["ChatClient", "client_of"]
+
+_END = (401, 403, 404)
+_NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+_SHORTEST_PAUSE, _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5, 60.0
+
+
+@attrs.frozen
+class _Failed:
+    """A response without a reply."""
+
+    error: EndpointError
+    status: int = 0
+    retry_after: float | None = None
+    """Seconds."""
+
+
+class ChatClient:
+    """The client of one endpoint in one event loop; rollouts share its connections, its limit and its pauses."""
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        self._endpoint = endpoint
+        self._http = HttpClient(connect_seconds=endpoint.connect_seconds)
+        self._limit = anyio.CapacityLimiter(endpoint.at_once)
+        self._not_before = 0.0
+        self._headers = {"Content-Type": "application/json"}
+        if endpoint.api_key:
+            self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
+        self._random = random.Random()
+
+    def __repr__(self) -> str:
+        return f"<ChatClient {without_password(self._endpoint.url)}: {self._limit.total_tokens:g} requests at once>"
+
+    async def ask(self, body: Mapping[str, Any], account: Account) -> tuple[Answer, float | None]:
+        """Send a request until it is answered.
+
+        Returns:
+            The reply, and its price in dollars, ``None`` if that is not known.
+
+        Raises:
+            ConfigError: the API refuses the key or the model, or reports no usage although there is a budget.
+            EndpointAway: the quota or the budget is spent, or the rate limit refuses the request for too long.
+            EndpointError: the API gave no reply to this request.
+        """
+        payload = msgspec.json.encode(body)
+        faults, limited = 0, 0.0
+        while True:
+            with paused_deadlines():  # an episode does not end because the API makes it wait
+                await account.admit()
+                await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
+                await self._limit.acquire()
+            try:
+                if account.refused is not None:
+                    raise account.refused
+                if account.exhausted or time.monotonic() < self._not_before:
+                    continue  # so since this request began to wait
+                with account.request():
+                    outcome = await self._sent(payload, account)
+            finally:
+                self._limit.release()
+            if not isinstance(outcome, _Failed):
+                self._recover()
+                return outcome
+            if outcome.status == 429:
+                limited += self._slow_down(outcome, limited)
+            else:
+                faults += 1
+                with paused_deadlines():
+                    await self._after_fault(outcome, faults)
+            account.retries += 1
+
+    async def _sent(self, payload: bytes, account: Account) -> tuple[Answer, float | None] | _Failed:
+        """Send a request once, and charge its cost."""
+        endpoint = self._endpoint
+        try:
+            with anyio.fail_after(endpoint.request_seconds):
+                async with self._http.open("POST", endpoint.url, self._headers, payload) as response:
+                    content, status = await response.read(), response.status
+                    retry_after = _seconds_of(response.headers.get("Retry-After"))
+        except TimeoutError:
+            account.charge(None)
+            return _Failed(EndpointUnavailable(f"no reply within {endpoint.request_seconds:g} seconds"))
+        except EndpointUnavailable as error:
+            account.charge(None)
+            return _Failed(error)
+        content = self._without_key(content)
+        if status != 200:
+            account.charge(None)
+            account.refused = self._refusal(status, content)
+            if account.refused is not None:
+                raise account.refused
+            return _Failed(error_of(status, content), status, retry_after)
+        answer, usage = answer_of(content)
+        dollars = _dollars(usage, account)
+        account.charge(dollars)
+        if not isinstance(answer, Answer):
+            return _Failed(answer)
+        if usage is None and account.budget is not None:
+            raise ConfigError.of("usage of a reply", None, "the numbers of its tokens, which --budget counts")
+        return answer, dollars
+
+    def _refusal(self, status: int, content: bytes) -> ConfigError | EndpointAway | None:
+        """The error that ends the run; ``None`` if another request may be answered."""
+        url, text = without_password(self._endpoint.url), f"status {status}: {message_of(content)}"
+        if status == 402 or code_of(content) in _NO_CREDIT:
+            return EndpointAway(f"{url}: {text} (a resumed run continues)")
+        if status in _END:
+            expected = "a --base-url and a --model that the API has" if status == 404 else self._about_key()
+            return ConfigError(f"{url}: {text}; expected {expected}")
+        if 300 <= status < 400:
+            return ConfigError(f"{url}: {text}; expected the URL that it redirects to: redirects are not followed")
+        return None
+
+    def _about_key(self) -> str:
+        variable = self._endpoint.key_variable
+        if self._endpoint.api_key is None:
+            return f"a key: {variable or 'api_key'} is not set, and the API needs one"
+        return f"a key in {variable or 'api_key'} that the API accepts"
+
+    def _without_key(self, content: bytes) -> bytes:
+        key = self._endpoint.api_key
+        return content.replace(key.encode(), b"***") if key else content
+
+    async def _after_fault(self, failed: _Failed, faults: int) -> None:
+        """Wait before the next attempt, at least as long as ``Retry-After`` says.
+
+        Raises:
+            EndpointError: there is none.
+        """
+        error, least = failed.error, failed.retry_after or 0.0
+        if isinstance(error, ReplyWithheld) or not isinstance(error, EndpointUnavailable):
+            raise error
+        if faults > self._endpoint.max_retries or least > self._endpoint.outage_seconds:
+            raise EndpointUnavailable(f"no reply in {faults} attempts; the last: {error}") from error
+        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (faults - 1))
+        await anyio.sleep(max(least, self._random.uniform(longest / 2, longest)))
+
+    def _slow_down(self, refused: _Failed, limited: float) -> float:
+        """Pause all requests after a 429; returns the seconds.
+
+        Raises:
+            EndpointAway: this request would wait longer than ``outage_seconds`` in all.
+        """
+        seconds = refused.retry_after
+        if seconds is None:
+            seconds = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, limited))
+        if limited + seconds > self._endpoint.outage_seconds:
+            longest = f"{self._endpoint.outage_seconds:g} seconds, the longest wait for a rate limit"
+            raise EndpointAway(f"{refused.error}; its wait of {limited + seconds:g} seconds is over {longest}")
+        seconds = max(seconds, _SHORTEST_PAUSE) * self._random.uniform(1.0, 1.1)
+        self._not_before = max(self._not_before, time.monotonic() + seconds)
+        self._limit.total_tokens = max(1, int(self._limit.total_tokens / 2))
+        return max(seconds, _FIRST_PAUSE)
+
+    def _recover(self) -> None:
+        """Allow more requests at once after a reply, up to the limit of the endpoint."""
+        if self._limit.total_tokens < self._endpoint.at_once:
+            self._limit.total_tokens += 1
+
+
+def _dollars(usage: Usage | None, account: Account) -> float | None:
+    """The price of a reply: that of the API, else by the prices."""
+    if usage is None:
+        return None
+    if usage.cost is not None:
+        return usage.cost
+    return None if account.prices is None else account.prices.dollars(usage.prompt, usage.completion)
+
+
+def _seconds_of(header: str | None) -> float | None:
+    """The seconds of ``Retry-After``, which has seconds or a date (RFC 9110, 10.2.3); ``None`` for any other value."""
+    if header is None:
+        return None
+    try:
+        return max(0.0, float(header)) if header.replace(".", "", 1).isdigit() else _until(header)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _until(date: str) -> float:
+    return max(0.0, email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+
+
+_CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[ChatEndpoint, ChatClient]] = (
+    weakref.WeakKeyDictionary()
+)
+_ANY_SAMPLING = SamplingParams()
+
+
+def client_of(endpoint: ChatEndpoint) -> ChatClient:
+    """The client of an endpoint in the running event loop; endpoints that differ only in sampling share one."""
+    clients = _CLIENTS.setdefault(asyncio.get_running_loop(), {})
+    key = attrs.evolve(endpoint, sampling=_ANY_SAMPLING)
+    if key not in clients:
+        clients[key] = ChatClient(key)
+    return clients[key]

@@ -1,0 +1,224 @@
+"""One episode on a chat API: an environment and a model take turns in messages.
+
+Invariant: the limits of an episode mean here what they mean in :mod:`rollouts.agent.episode`, with the token counts of
+the API in place of ids. The reply of a turn is stored as it came; a call that cannot run is answered with an error
+message. An environment is always closed. A limit is a stop reason; a reply that did not come, or was withheld, is a
+failure; neither ends an episode as if the model had finished.
+
+This module knows no token and no sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from rollouts.agent.budget import Budget
+from rollouts.agent.guarded_environment import GuardedEnvironment
+from rollouts.chat_api.account import Account
+from rollouts.chat_api.client import ChatClient
+from rollouts.chat_api.endpoint import ChatEndpoint
+from rollouts.chat_api.wire import Answer, Usage, body_of
+from rollouts.concurrency.deadlines import deadline
+from rollouts.concurrency.times import now
+from rollouts.dtypes import Message, Prompt, StopReason, Tool, ToolCall
+from rollouts.dtypes.tools import tools_json
+from rollouts.environments.base import EnvironmentFactory
+from rollouts.errors import (
+    ConfigError,
+    ContextOverflow,
+    EndpointAway,
+    EndpointError,
+    EnvironmentFailure,
+    Failure,
+    GenerateFailure,
+)
+from rollouts.trajectory import Trajectory
+
+__all__ = ["ChatEpisode"]
+
+
+@attrs.define(eq=False)
+class ChatEpisode:
+    """One episode. Its trajectory has messages, rewards and counters, and no token."""
+
+    prompt: Prompt
+    endpoint: ChatEndpoint
+    client: ChatClient
+    account: Account
+    budget: Budget
+    extra: Mapping[str, Any]
+    """Further fields of each request."""
+    send_reasoning: bool = False
+    """Whether the history has the thinking of earlier replies."""
+    trajectory: Trajectory = attrs.field(init=False, factory=Trajectory)
+    served: dict[str, None] = attrs.field(init=False, factory=dict)
+    """The models that answered, as the API names them, in the order of their first reply."""
+    fingerprints: dict[str, None] = attrs.field(init=False, factory=dict)
+    ids: list[str] = attrs.field(init=False, factory=list)
+    """The names of the replies."""
+    first_reply: int = attrs.field(init=False, default=0)
+    """The position of the first reply among the messages; their number before it."""
+    _length: int = attrs.field(init=False, default=0)
+    """Tokens of the last request and its reply, as the API counts them."""
+    _calls: int = attrs.field(init=False, default=0)
+    _environment: GuardedEnvironment | None = attrs.field(init=False, default=None)
+    _tools: tuple[Tool, ...] = attrs.field(init=False, default=())
+
+    async def play(self, environment_cls: EnvironmentFactory) -> None:
+        """Play the episode to its end, and seal the trajectory.
+
+        Raises:
+            ConfigError: every rollout would fail alike.
+            EndpointAway: the run ends, and the rollout is not lost.
+        """
+        outcome: list[StopReason | Failure] = []
+        with self.account.rollout():
+            try:
+                with _ending(outcome), deadline(self.budget.limits.episode_seconds):
+                    outcome.append(await self._turns(environment_cls))
+            finally:
+                if self._environment is not None:
+                    await self._environment.close(self.trajectory)
+        end = outcome[0] if outcome else StopReason.DEADLINE
+        if isinstance(end, StopReason) and not self._replies and end is not StopReason.CONTEXT_OVERFLOW:
+            end = Failure.of(GenerateFailure(f"the episode ended before the first reply: {end.value}"))
+        if isinstance(end, Failure):
+            self.trajectory.seal(StopReason.FAILED, end)
+        else:
+            self.trajectory.seal(end)
+
+    @property
+    def _replies(self) -> int:
+        return int(self.trajectory.metrics.get("replies", 0))
+
+    async def _turns(self, environment_cls: EnvironmentFactory) -> StopReason:
+        limits, trajectory = self.budget.limits, self.trajectory
+        environment = self._environment = GuardedEnvironment.create(environment_cls, limits)
+        trajectory.messages.extend(await environment.open(self.prompt, trajectory))
+        self._tools = environment.tools()
+        trajectory.tools = tools_json(self._tools)
+        self.first_reply = len(trajectory.messages)
+        if trajectory.messages and trajectory.messages[-1].role == "assistant":
+            expected = "a message that a reply follows: a chat API continues no turn of the assistant"
+            raise GenerateFailure(str(ConfigError.of("the opening", trajectory.messages[-1], expected)))
+        turn = 0
+        while True:
+            turn += 1
+            tokens, limit = self.budget.next_reply(self._length)
+            if tokens < 1:
+                return limit
+            reply, reason = await self._reply(turn, tokens, limit)
+            if reason is not None:
+                return reason
+            step = await environment.step(reply, trajectory, has_tools=bool(self._tools))
+            if step.done:
+                return StopReason.TASK_COMPLETED
+            if turn >= limits.max_turns:
+                return StopReason.MAX_TURNS
+            if step.continuation:
+                raise GenerateFailure("the environment continues the turn of the reply, which a chat API cannot do")
+            trajectory.messages.extend(step.messages)
+
+    async def _reply(self, turn: int, tokens: int, limit: StopReason) -> tuple[Message, StopReason | None]:
+        """Request a reply, store it, and check the limits before its calls run."""
+        trajectory, budget = self.trajectory, self.budget
+        sampling = budget.sampling_of(tokens, self._seed(turn))
+        options = {"send_reasoning": self.send_reasoning}
+        body = body_of(self.endpoint.model, trajectory.messages, self._tools, sampling, self.extra, **options)
+        began = now()
+        answer, dollars = await self.client.ask(body, self.account)
+        trajectory.times.ended("generating", self.endpoint.base_url[0], began)
+        trajectory.count("generation_seconds", now() - began)
+        trajectory.count("replies")
+        self._count_usage(answer.usage, tokens, dollars)
+        self.ids.append(answer.id)
+        for name, seen in ((answer.served, self.served), (answer.fingerprint, self.fingerprints)):
+            if name:
+                seen[name] = None
+        reply = self._checked(answer.message)
+        trajectory.messages.append(reply)
+        reason = self._after(answer, tokens, limit)
+        if reason is not None or not reply.tool_calls:
+            return reply, reason
+        calls = len(reply.tool_calls)
+        return reply, budget.before_calls(turn, calls, self._calls, self._length, one_a_turn=False)
+
+    def _seed(self, turn: int) -> int | None:
+        """The seed of a request, which differs for each rollout and turn."""
+        prompt, seed = self.prompt, self.budget.sampling.seed
+        if seed is None:
+            return None
+        replacement = f"/{prompt.replacement}" if prompt.replacement else ""
+        return zlib.crc32(f"{seed}/{prompt.index}/{turn}{replacement}".encode()) & 0x7FFFFFFF
+
+    def _after(self, answer: Answer, tokens: int, limit: StopReason) -> StopReason | None:
+        """Why a reply ends the episode; ``None`` if it does not."""
+        if answer.finish_reason != "length":
+            return None
+        self.trajectory.count("cut_replies")
+        if tokens < self.budget.sampling.max_new_tokens:
+            return limit
+        if answer.usage is not None and answer.usage.completion < tokens:  # the API ran out of context
+            return StopReason.CONTEXT_OVERFLOW
+        return StopReason.MAX_TOKENS if self.budget.limits.on_cut == "stop" else None
+
+    def _count_usage(self, usage: Usage | None, tokens: int, dollars: float | None) -> None:
+        if usage is None:  # the limits count what was allowed
+            self._length += tokens
+            self.budget.sampled += tokens
+            self.trajectory.count("without_usage")
+            return
+        self._length = usage.prompt + usage.completion
+        self.budget.sampled += usage.completion
+        counts = {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.completion,
+            "cached_tokens": usage.cached,
+            "reasoning_tokens": usage.reasoning,
+        }
+        for name, count in counts.items():
+            self.trajectory.count(name, count)
+        if dollars is not None:
+            self.trajectory.count("dollars", dollars)
+
+    def _checked(self, reply: Message) -> Message:
+        """The reply with an id for each call, unique in the rollout, and an error for each call that cannot run."""
+        known = [tool.name for tool in self._tools]
+        calls: list[ToolCall] = []
+        used = {call.id for message in self.trajectory.messages for call in message.tool_calls}
+        for call in reply.tool_calls:
+            call_id, error = call.id, call.error
+            if call_id in used:
+                self.trajectory.count("duplicate_call_ids")
+            if not call_id or call_id in used:
+                call_id = f"call{self._calls:05d}"
+            used.add(call_id)
+            self._calls += 1
+            if error is not None:
+                self.trajectory.count("malformed_tool_calls")
+                self.trajectory.count(f"malformed_tool_calls/{call.fault or 'bad_form'}")
+            elif call.name not in known:
+                self.trajectory.count("unknown_tool_calls")
+                listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
+                error = f"there is no tool {call.name!r}; {listed}"
+            calls.append(attrs.evolve(call, id=call_id, error=error))
+        self.trajectory.count("tool_calls", len(calls))
+        return attrs.evolve(reply, tool_calls=calls)
+
+
+@contextlib.contextmanager
+def _ending(outcome: list[StopReason | Failure]) -> Iterator[None]:
+    """Play an episode inside; a limit of the context or a failure is its outcome."""
+    try:
+        yield
+    except ContextOverflow:
+        outcome.append(StopReason.CONTEXT_OVERFLOW)
+    except EndpointAway:
+        raise
+    except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
+        outcome.append(Failure.of(error))
