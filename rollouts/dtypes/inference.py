@@ -93,7 +93,7 @@ class VersionSpan:
     stop: int
 
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf")
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 """The sampling parameters that constrain a reply."""
 
 
@@ -143,20 +143,24 @@ class SamplingParams:
     json_schema: str | None = attrs.field(
         default=None, validator=check("a JSON schema, as text", _is_json_object, optional=True)
     )
-    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the three.
+    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the four.
     Logprobs belong to the distribution over the ids that it allows, and a trainer computes others."""
     regex: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
     ebnf: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
+    structural_tag: str | None = attrs.field(
+        default=None, validator=check("a structural tag, as JSON", _is_json_object, optional=True)
+    )
+    """Constrains the parts of a reply that begin with one of its triggers, such as tool calls; the rest is free."""
 
     def __attrs_post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError.of("SamplingParams", " and ".join(given), "at most one of json_schema, regex and ebnf")
+            raise ConfigError.of("SamplingParams", " and ".join(given), f"at most one of {', '.join(CONSTRAINTS)}")
 
     @property
     def constrained(self) -> bool:
         """Whether a grammar limits the ids of a reply."""
-        return self.json_schema is not None or self.regex is not None or self.ebnf is not None
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def greedy(self) -> bool:

@@ -43,6 +43,8 @@ class ServerInfo:
     """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
     has_grammars: bool | None = None
     """Whether the server can constrain replies to a grammar, and reports their logprobs under it."""
+    has_structural_tags: bool | None = None
+    """Whether it can hold a part of a reply to a grammar, and leave the rest free."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 

@@ -90,7 +90,8 @@ class VLLMProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
-        return attrs.evolve(info, has_grammars=await self._mode(worker) == "processed")
+        processed = await self._mode(worker) == "processed"
+        return attrs.evolve(info, has_grammars=processed, has_structural_tags=processed)
 
     async def is_ready(self, url: str) -> bool | None:
         with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):

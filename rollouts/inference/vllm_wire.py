@@ -95,8 +95,13 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         if not -(2**63) <= sampling.seed < 2**63:
             raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
         params["seed"] = sampling.seed
-    grammars = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
     if sampling.constrained:
+        grammars = {
+            "json": sampling.json_schema,
+            "regex": sampling.regex,
+            "grammar": sampling.ebnf,
+            "structural_tag": sampling.structural_tag,
+        }
         params["structured_outputs"] = {name: value for name, value in grammars.items() if value is not None}
     encoded = msgspec.json.encode(params)
     return b"".join((b'],"return_token_ids":true,"stream":false,"sampling_params":', encoded, b"}"))

@@ -1,6 +1,6 @@
 """Download vLLM's and SGLang's own tests of their tool parsers, for ``tests/integration/test_*_parsers.py``.
 
-vLLM's come from the source distribution of a fixed version. SGLang's distributions hold none: its come from its
+vLLM's come from the source distribution of a fixed version. SGLang's distributions hold none: these come from its
 repository at a fixed commit, or from a clone of it (``--sglang CLONE``). Each is checked by its SHA-256 and goes to
 ``parser-tests`` in the environment. Nothing of them is installed or committed. Run by ``scripts/test --extras``.
 """
@@ -44,7 +44,7 @@ DIGESTS = {
 
 
 class WrongDigestError(Exception):
-    """What arrived is not what was named."""
+    """A file has another SHA-256 than the named one."""
 
 
 def checked(data: bytes, digest: str, name: str) -> bytes:

@@ -24,7 +24,7 @@ OUTCOMES: dict[str, dict[str, object]] = {}
 
 
 class Json(str):
-    """A JSON text that equals any JSON text of the same value."""
+    """JSON that equals any JSON of the same value."""
 
     __hash__ = str.__hash__
 
@@ -39,7 +39,7 @@ class Json(str):
 
 
 class Content(str):
-    """A text that equals any text that differs only in white space."""
+    """Text that equals any other that differs only in white space."""
 
     __hash__ = str.__hash__
 

@@ -31,6 +31,7 @@ from rollouts.programs.gateway.wire import (
     offered,
     sampling_of,
     stops,
+    strict_names,
     text_of,
     tool_of,
 )
@@ -98,9 +99,11 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
     options = fields.object("stream_options")
     _count_not_enforced(fields, counts)
+    tools = entries.into(Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=tuple(messages),
-        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=offered(fields, tools, counts),
+        strict=strict_names(tools),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=stops(fields, "stop"),
         stream=fields.flag("stream"),
@@ -137,7 +140,7 @@ def _continues(fields: Fields, last: Message, counts: Counts) -> bool:
     return continues
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: Fields, counts: Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "function"
     if kind == "function":
         return [tool_of(tool.object("function") or tool, "parameters", counts)]  # some clients leave the object out

@@ -31,6 +31,7 @@ from rollouts.programs.gateway.wire import (
     only_text,
     sampling_of,
     stops,
+    strict_names,
     text_of,
     tool_of,
 )
@@ -67,9 +68,11 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     _count_not_enforced(fields, counts)
+    tools = entries.into(Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=(*system, *messages),
-        tools=_offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=_offered(fields, tools, counts),
+        strict=strict_names(tools),
         max_tokens=fields.positive("max_tokens"),
         stop=stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
@@ -91,7 +94,7 @@ def _system(fields: Fields, counts: Counts, entries: Entries) -> list[Message]:
     return [entries.system("\n".join(texts))] if texts else []
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: Fields, counts: Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "custom"
     if kind == "custom":
         return [tool_of(tool, "input_schema", counts)]
@@ -99,7 +102,7 @@ def _tools(tool: Fields, counts: Counts) -> list[Tool]:
     return []
 
 
-def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
+def _offered(fields: Fields, tools: Sequence[tuple[Tool, bool]], counts: Counts) -> tuple[Tool, ...]:
     choice = fields.object("tool_choice")
     kind = "auto" if choice is None else choice.required("type")
     if kind == "none":
@@ -108,7 +111,7 @@ def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Too
         counts["not_enforced/tool_choice"] += 1
     if choice is not None and choice.flag("disable_parallel_tool_use"):
         counts["not_enforced/parallel_tool_calls"] += 1
-    return tuple(tools)
+    return tuple(tool for tool, _ in tools)
 
 
 def _constraint(fields: Fields, counts: Counts) -> Constraint | None:

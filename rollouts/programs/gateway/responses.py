@@ -35,6 +35,7 @@ from rollouts.programs.gateway.wire import (
     no_reply,
     offered,
     sampling_of,
+    strict_names,
     text_of,
     tool_of,
 )
@@ -96,9 +97,11 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         raise fields.wrong("input", "a string, or a list of at least one item")
     _count_not_enforced(fields, counts)
     included = _included(fields, counts)
+    tools = entries.into(Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=messages,
-        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=offered(fields, tools, counts),
+        strict=strict_names(tools),
         max_tokens=fields.positive("max_output_tokens"),
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
@@ -113,7 +116,7 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: Fields, counts: Counts) -> list[tuple[Tool, bool]]:
     kind = tool.required("type")
     if kind == "function":
         return [tool_of(tool, "parameters", counts)]
