@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import anyio
 import attrs
@@ -20,12 +20,16 @@ __all__ = [
     "ExtrasRequest",
     "Policy",
     "PolicyWrapper",
+    "PriorityOrder",
     "ServerInfo",
     "check_takes_images",
     "describe_as",
     "describe_once",
     "wait_for_servers",
 ]
+
+
+PriorityOrder: TypeAlias = Literal["higher first", "lower first"]
 
 
 @attrs.frozen
@@ -45,6 +49,8 @@ class ServerInfo:
     """Whether the server can constrain replies to a grammar, and reports their logprobs under it."""
     has_structural_tags: bool | None = None
     """Whether it can hold a part of a reply to a grammar, and leave the rest free."""
+    priority_order: PriorityOrder | None = None
+    """How the server schedules requests by their priorities; ``None`` if it does not, or does not say."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 
@@ -81,6 +87,8 @@ class CompletionRequest:
     """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
     version: str = ""
     """Policy version of the last sampled token in ``tokens``; empty if there is none."""
+    priority: int | None = None
+    """In the order of the servers; ``None``: not sent."""
     adapter: str = ""
     """LoRA adapter of the reply; by default the newest one of ``Endpoint.lora``."""
 

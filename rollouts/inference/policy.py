@@ -219,13 +219,21 @@ class ServerPolicy:
             self._last_options = key, options
         return options
 
-    def of_rollout(self) -> InterruptiblePolicy:
-        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter."""
-        if self.endpoint.lora is None:
-            return self
-        from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
+    def of_rollout(self, urgency: Callable[[], int] | None = None) -> InterruptiblePolicy:
+        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter.
 
-        return RolloutAdapter(self, self.endpoint)
+        With ``Endpoint.priority``, they have priorities by the ``urgency`` of its prompt.
+        """
+        policy: InterruptiblePolicy = self
+        if self.endpoint.lora is not None:
+            from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
+
+            policy = RolloutAdapter(self, self.endpoint)
+        if self.endpoint.priority and urgency is not None:
+            from rollouts.inference.priorities import RolloutPriority  # here: few runs have priorities
+
+            policy = RolloutPriority(policy, urgency)
+        return policy
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.

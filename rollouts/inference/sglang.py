@@ -51,7 +51,14 @@ class SGLangProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         return generate_wire.request_body(
-            rid, call.ids, call.options, call.namespace, call.request.extras, call.images, call.adapter
+            rid,
+            call.ids,
+            call.options,
+            call.namespace,
+            call.request.extras,
+            call.images,
+            call.adapter,
+            call.request.priority,
         )
 
     def session_headers(self, session: str) -> dict[str, str]:

@@ -80,7 +80,9 @@ class VLLMProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         assert not call.images, "complete refuses images"
-        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.adapter)
+        return vllm_wire.request_body(
+            rid, call.ids, call.options, call.namespace, call.request.extras, call.adapter, call.request.priority
+        )
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}

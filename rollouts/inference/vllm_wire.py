@@ -114,6 +114,7 @@ def request_body(
     namespace: str = "",
     extras: ExtrasRequest | None = None,
     adapter: str = "",
+    priority: int | None = None,
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
@@ -130,6 +131,8 @@ def request_body(
     salt = b'"cache_salt":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if adapter:
         salt = b'%b"model":%b,' % (salt, msgspec.json.encode(adapter))
+    if priority is not None:
+        salt = b'%b"priority":%d,' % (salt, priority)
     head = b'{"request_id":"%b",%b"token_ids":[' % (rid.encode(), salt)
     return b"".join((head, *ids.pieces, options)), len(head)
 

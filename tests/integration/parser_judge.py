@@ -2,7 +2,7 @@
 
 Modules of the judged packages are stubs: no part of them is installed. Names and arguments are compared as values (the
 tests compare JSON as text); content without its white space. The outcomes go to the file in ``JUDGE_REPORT``; a test in
-which no text was parsed has none. Used by ``vllm_stub.py`` and ``sglang_stub.py`` in processes of their own.
+which no text was parsed has none. Used by ``vllm_stub.py`` and ``sglang_stub.py`` in separate processes.
 """
 
 import importlib.abc
@@ -107,7 +107,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stub_packages(stubbed, stub):
-    """Put stubs in the place of packages, also of those that are installed."""
+    """Put stubs in the place of packages, also of installed ones."""
     sys.meta_path.insert(0, Finder(stubbed, stub))
 
 

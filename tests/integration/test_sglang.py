@@ -22,9 +22,12 @@ import msgspec
 import pytest
 
 from rollouts.conformance.sglang import conformance_of
-from rollouts.dtypes import Endpoint, StopReason
+from rollouts.dtypes import Endpoint, SamplingParams, StopReason, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
+from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.inference.base import CompletionRequest
+from rollouts.inference.priorities import behind_training
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
@@ -46,6 +49,7 @@ from tests.integration.real_servers import proven as proven_within
 from tests.integration.routers import SGLANG_ROUTER, get, router, until_ready
 from tests.integration.sampling_load import FaultyProxy, SamplingLoad
 from tests.peft_folders import TARGETS
+from tests.programs.gateway.programs import asks, session_of
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -438,3 +442,62 @@ async def test_adapters_are_updated_under_load(
         await check_adapters(server.endpoint, tmp_path, while_running, TOLERANCE)
     finally:
         server.stop()
+
+
+async def test_priorities(python: Path, tmp_path: Path, report_line: Callable[[str], None]) -> None:
+    """With ``--enable-priority-scheduling``, the last rollouts of a group come first, and an evaluation comes last."""
+    flags = ("--enable-priority-scheduling", "--max-running-requests", "1")
+    server = SGLangServer(python, DEMO_MODEL, tmp_path / "server.log", *flags)
+    await anyio.to_thread.run_sync(server.start)
+    order: list[str] = []
+    sampling = SamplingParams(max_new_tokens=64, min_new_tokens=64)
+    try:
+        async with SGLangPolicy(attrs.evolve(server.endpoint, priority=True)) as policy:
+            assert (await policy.describe()).priority_order == "higher first"
+
+            async def ask(name: str, urgency: Callable[[], int]) -> None:
+                request = CompletionRequest(packed_tokens([5, 6, 7]), sampling)
+                await policy.of_rollout(urgency).complete(request)
+                order.append(name)
+
+            async with anyio.create_task_group() as tasks:
+                for _ in range(6):
+                    tasks.start_soon(ask, "evaluation", behind_training)
+                await busy(server.endpoint.base_url[0], 1)
+                tasks.start_soon(ask, "first of a group", lambda: 0)
+                tasks.start_soon(ask, "last of a group", lambda: 3)
+    finally:
+        await anyio.to_thread.run_sync(server.stop)
+    report_line(f"order of the ends: {', '.join(order)}")
+    first, last = order.index("first of a group"), order.index("last of a group")
+    assert last < first < 4
+
+
+async def test_calls_of_strict_tools_fit_their_schemas(
+    server: SGLangServer, report_line: Callable[[str], None]
+) -> None:
+    """The server holds them to it, and leaves the rest free; the record says that the logprobs are under the form."""
+    one = {"enum": [1]}
+    schema = {"type": "object", "properties": {"a": one, "b": one}, "required": ["a", "b"]}
+    add, *others = CalculatorEnvironment().tools
+    tools = (attrs.evolve(add, parameters={**schema, "additionalProperties": False}), *others)
+    found: dict[bool, list[object]] = {True: [], False: []}
+    sampling = SamplingParams(max_new_tokens=96)
+    async with SGLangPolicy(server.endpoint) as policy:
+        assert (await policy.describe()).has_structural_tags
+        for strict, calls in found.items():
+            async with session_of(policy, sampling=sampling, max_context=1024) as session:
+                for number in range(20):
+                    names = frozenset({add.name} if strict else ())
+                    question = asks(f"What is {number + 3} + {number + 8}?", tools=tools, strict=names)
+                    (reply,) = await session.call(question, lineage={"agent": str(number)})
+                    sound = [call for call in reply.message.tool_calls if call.error is None and call.name == add.name]
+                    calls += [dict(call.arguments) for call in sound]
+                kinds = {call.completion.logprobs_of for call in session.tree.calls}
+                assert kinds == {"constrained" if strict else "tempered"}
+    report_line(
+        f"{len(found[True])} calls of a strict tool, {len(found[False])} of the same tool where it is not strict"
+    )
+    assert found[True]
+    assert all(arguments == {"a": 1, "b": 1} for arguments in found[True])
+    assert any(arguments != {"a": 1, "b": 1} for arguments in found[False])

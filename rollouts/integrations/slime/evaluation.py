@@ -19,12 +19,14 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import attrs
 import msgspec
 
 from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
+from rollouts.inference.priorities import behind_training
 from rollouts.integrations.slime.extras import add_spans
 from rollouts.integrations.slime.images import shown_prompt, shows_images
 from rollouts.integrations.slime.pipeline import Pipeline
@@ -93,7 +95,8 @@ async def evaluate(
 
 async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tuple[list[Sample], int]:
     """Play the prompts; each rollout is its own group, so a failure costs only that rollout."""
-    repeated = [prompt for prompt in prompts for _ in range(entry.n_samples)]
+    behind = [attrs.evolve(prompt, urgency=behind_training) for prompt in prompts]
+    repeated = [prompt for prompt in behind for _ in range(entry.n_samples)]
     failures: list[Group] = []
 
     def record(group: Group) -> None:
