@@ -30,6 +30,7 @@ __all__ = [
 
 
 PriorityOrder: TypeAlias = Literal["higher first", "lower first"]
+"""How a server schedules requests by their priorities."""
 
 
 @attrs.frozen
@@ -49,8 +50,6 @@ class ServerInfo:
     """Whether the server can constrain replies to a grammar, and reports their logprobs under it."""
     has_structural_tags: bool | None = None
     """Whether it can hold a part of a reply to a grammar, and leave the rest free."""
-    priority_order: PriorityOrder | None = None
-    """How the server schedules requests by their priorities; ``None`` if it does not, or does not say."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 

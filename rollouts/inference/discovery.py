@@ -20,7 +20,7 @@ from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
-from rollouts.inference.base import PriorityOrder, ServerInfo
+from rollouts.inference.base import ServerInfo
 from rollouts.inference.generate_probe import VERSION_PROBE, replied_version
 from rollouts.inference.wire_errors import RETRIED_STATUSES, error_of, loads, message_of
 
@@ -86,19 +86,12 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         has_tokenizer=not skips_tokenizer if isinstance(skips_tokenizer, bool) else None,
         has_grammars=grammars != "none" if isinstance(grammars, str) else None,
         has_structural_tags=grammars in _WITH_TAGS if isinstance(grammars, str) else None,
-        priority_order=_priority_order(server),
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
 
 
 _WITH_TAGS = ("xgrammar", "llguidance")
 """The grammar backends with structural tags (SGLang 0.5.23, constrained/)."""
-
-
-def _priority_order(server: Mapping[str, Any]) -> PriorityOrder | None:
-    if server.get("enable_priority_scheduling") is not True:
-        return None
-    return "lower first" if server.get("schedule_low_priority_values_first") is True else "higher first"
 
 
 def _version(server: Mapping[str, Any]) -> str | None:
@@ -158,7 +151,6 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         values = {getattr(info, field) for info in infos}
         return values.pop() if len(values) == 1 else None
 
-    orders = {info.priority_order for info in infos}
     contexts = [info.max_context for info in infos if info.max_context is not None]
     return ServerInfo(
         version=agreed("version"),
@@ -169,7 +161,6 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         has_tokenizer=_all_of(info.has_tokenizer for info in infos),
         has_grammars=_all_of(info.has_grammars for info in infos),
         has_structural_tags=_all_of(info.has_structural_tags for info in infos),
-        priority_order=orders.pop() if len(orders) == 1 else None,
         honours_seeds=_all_of(info.honours_seeds for info in infos),
     )
 

@@ -9,12 +9,12 @@ none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import attrs
 
 from rollouts.dtypes import Completion
-from rollouts.inference.base import CompletionRequest, PolicyWrapper, describe_once
+from rollouts.inference.base import CompletionRequest, PolicyWrapper, PriorityOrder
 from rollouts.inference.resumable import InterruptiblePolicy
 
 __all__ = ["RolloutPriority", "behind_training"]
@@ -37,16 +37,23 @@ class RolloutPriority(PolicyWrapper):
     Args:
         inner: the policy of the rollout.
         urgency: see :attr:`rollouts.dtypes.Prompt.urgency`.
+        order: how the servers schedule by priority.
     """
 
     inner: InterruptiblePolicy
 
-    def __init__(self, inner: InterruptiblePolicy, urgency: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        inner: InterruptiblePolicy,
+        urgency: Callable[[], int],
+        order: Callable[[], Awaitable[PriorityOrder | None]],
+    ) -> None:
         super().__init__(inner)
         self._urgency = urgency
+        self._order = order
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        order = (await describe_once(self.inner)).priority_order
+        order = await self._order()
         if order is None:
             if not WARNED:
                 WARNED.append(_NOT_SENT)

@@ -17,10 +17,10 @@ from rollouts.dtypes import Completion, SamplingParams, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_probe, generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import describe_server
+from rollouts.inference.discovery import Routes, describe_server
 from rollouts.inference.generate_probe import ReportedLogprobs
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
@@ -69,6 +69,12 @@ class SGLangProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         return await describe_server(self._transport, worker.url, self._headers)
+
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        server = await Routes(self._transport, worker.url, self._headers, "an SGLang server").first("/server_info")
+        if server.get("enable_priority_scheduling") is not True:
+            return None
+        return "lower first" if server.get("schedule_low_priority_values_first") is True else "higher first"
 
     async def is_ready(self, url: str) -> bool | None:
         return await is_ready(self._transport, url, self._headers)

@@ -22,7 +22,7 @@ from rollouts.errors import EndpointRefused, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
@@ -94,6 +94,13 @@ class VLLMProtocol(ServerProtocol):
         info = await describe_vllm(self._transport, worker.url, self._headers)
         processed = await self._mode(worker) == "processed"
         return attrs.evolve(info, has_grammars=processed, has_structural_tags=processed)
+
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        """Known with ``VLLM_SERVER_DEV_MODE=1`` only; the server collects its environment for the answer (seconds)."""
+        routes = Routes(self._transport, worker.url, self._headers, "a vLLM server")
+        config = (await routes.first("/server_info?config_format=json")).get("vllm_config")
+        scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+        return "lower first" if isinstance(scheduler, dict) and scheduler.get("policy") == "priority" else None
 
     async def is_ready(self, url: str) -> bool | None:
         with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgspec
 import pytest
 
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.inference import priorities, vllm_wire
-from rollouts.inference.base import CompletionRequest, ServerInfo
-from rollouts.inference.discovery import merged
+from rollouts.inference.base import CompletionRequest
 from rollouts.inference.priorities import behind_training
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.token_json import SequenceCache
+from rollouts.inference.vllm import VLLMPolicy
+from rollouts.testing.json_server import JsonServer
 from rollouts.testing.server import StubServer
 from rollouts.training.agent_integration import resuming
 
@@ -69,12 +71,31 @@ async def test_a_server_that_does_not_schedule_by_priority_is_named_once(caplog:
     ]
 
 
-def test_servers_of_several_orders_get_no_priorities() -> None:
+async def test_servers_of_several_orders_get_no_priorities() -> None:
     """A request may move from one server to another."""
-    higher, lower = ServerInfo(priority_order="higher first"), ServerInfo(priority_order="lower first")
-    assert merged([higher, higher]).priority_order == "higher first"
-    assert merged([higher, lower]).priority_order is None
-    assert merged([higher, ServerInfo()]).priority_order is None
+    infos = [{"model_path": "stub", "weight_version": "v1", **flags} for flags in (ON, LOWER)]
+    async with StubServer(model_info=infos[0]) as higher, StubServer(model_info=infos[1]) as lower:
+        urls = (higher.url, lower.url)
+        async with SGLangPolicy(Endpoint(base_url=urls, priority=True)) as policy:
+            assert await policy.priority_order() is None
+        async with SGLangPolicy(Endpoint(base_url=(higher.url, higher.url), priority=True)) as policy:
+            assert await policy.priority_order() == "higher first"
+
+
+@pytest.mark.parametrize(
+    ("answer", "order"),
+    [
+        ({"vllm_config": {"scheduler_config": {"policy": "priority"}}}, "lower first"),
+        ({"vllm_config": {"scheduler_config": {"policy": "fcfs"}}}, None),
+        ({"vllm_config": "text"}, None),
+        ((404, {}), None),
+    ],
+)
+async def test_vllm_says_its_policy_in_dev_mode(answer: Any, order: str | None) -> None:
+    """Without it, the server does not say, and gets no priorities."""
+    async with JsonServer(lambda asked: answer if asked.path.startswith("/server_info") else (404, {})) as server:
+        async with VLLMPolicy(Endpoint(provider="vllm", base_url=server.url, priority=True)) as policy:
+            assert await policy.priority_order() == order
 
 
 def test_vllm_gets_it_in_the_body() -> None:

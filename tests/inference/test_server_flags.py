@@ -24,12 +24,6 @@ from tests.inference.client import Client
         ({"grammar_backend": "none"}, {"has_grammars": False, "has_structural_tags": False}),
         ({"grammar_backend": "outlines"}, {"has_grammars": True, "has_structural_tags": False}),
         ({"grammar_backend": "xgrammar"}, {"has_grammars": True, "has_structural_tags": True}),
-        ({"enable_priority_scheduling": False}, {}),
-        ({"enable_priority_scheduling": True}, {"priority_order": "higher first"}),
-        (
-            {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True},
-            {"priority_order": "lower first"},
-        ),
         ({"enable_deterministic_inference": True, "skip_tokenizer_init": "no"}, {"honours_seeds": True}),
     ],
 )

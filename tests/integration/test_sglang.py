@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ TOLERANCE = 2e-5  # rounding of float32: in runs of some 21,000 tokens the large
 """Largest difference of a logprob in float32."""
 proven = functools.partial(proven_within, tolerance=TOLERANCE)
 OUTAGE_SECONDS = 90.0
-SOAK_SECONDS = 40.0
+SOAK_SECONDS, MAX_SOAK_SECONDS = 40.0, 600.0
 SOAK_TOLERANCE = 1e-4  # random prompts have rare tokens, which round more: the largest of 10,000 tokens was 2.5e-5
 MODES: tuple[WhileRunning, ...] = ("retract", "wait", "abort", "in_place")
 
@@ -235,6 +236,7 @@ async def test_other_updates(
     assert proof.versions == {"v2"}
 
 
+@pytest.mark.timeout(3600)  # 80 updates: 15 minutes on two cores that others use too
 async def test_two_http_workers(
     python: Path, weights: dict[str, Path], tmp_path: Path, report_line: Callable[[str], None]
 ) -> None:
@@ -268,7 +270,10 @@ async def test_two_http_workers(
 async def test_everything_at_once(
     server: SGLangServer, weights: dict[str, Path], report_line: Callable[[str], None]
 ) -> None:
-    """Faults, updates, interrupts and cancels for 40 s: no token is wrong, and no generation is left on the server."""
+    """Faults, updates, interrupts and cancels at once: no token is wrong, and no generation is left on the server.
+
+    For 40 s, and on a slow machine until each has happened five times and 5,000 tokens were sampled.
+    """
     folders, models = list(weights.values()), {"default": DEMO_MODEL}
     proxy = FaultyProxy(server.port, faults=0.4)
     updates = interrupts = 0
@@ -292,6 +297,10 @@ async def test_everything_at_once(
             interrupts += 1
             await anyio.sleep(0.7)
 
+    def least() -> int:
+        return min(updates, interrupts, policy.resumed, load.cancelled, proxy.broken, load.tokens // 1000)
+
+    began = time.monotonic()
     async with proxy.serving():
         endpoint = attrs.evolve(server.endpoint, base_url=proxy.url, max_retries=1000)
         async with SGLangPolicy(endpoint, backoff=lambda failures: 0.1) as inner:
@@ -301,17 +310,21 @@ async def test_everything_at_once(
                 tasks.start_soon(update)
                 tasks.start_soon(interrupt)
                 await anyio.sleep(SOAK_SECONDS)
+                with anyio.fail_after(MAX_SOAK_SECONDS):
+                    while least() < 5:  # noqa: ASYNC110 - counts of several tasks
+                        await anyio.sleep(1.0)
+                seconds = time.monotonic() - began
                 tasks.cancel_scope.cancel()
                 with anyio.CancelScope(shield=True):
                     left = await running_after(server.url, 5.0)
     differences = load.differences(models)
     wrong = int((differences > SOAK_TOLERANCE).sum())
     report_line(
-        f"{SOAK_SECONDS:.0f} s: {len(load.replies)} replies, {load.tokens} tokens, {wrong} wrong (worst"
+        f"{seconds:.0f} s: {len(load.replies)} replies, {load.tokens} tokens, {wrong} wrong (worst"
         f" {differences.max():.1e}), {left} generations left; {updates} updates, {interrupts} interrupts,"
         f" {policy.resumed} resumed, {load.cancelled} cancels, {proxy.broken} broken connections"
     )
-    assert min(updates, interrupts, policy.resumed, load.cancelled, proxy.broken, load.tokens // 1000) >= 5
+    assert least() >= 5
     assert wrong == 0
     assert left == 0
 
@@ -453,7 +466,7 @@ async def test_priorities(python: Path, tmp_path: Path, report_line: Callable[[s
     sampling = SamplingParams(max_new_tokens=64, min_new_tokens=64)
     try:
         async with SGLangPolicy(attrs.evolve(server.endpoint, priority=True)) as policy:
-            assert (await policy.describe()).priority_order == "higher first"
+            assert await policy.priority_order() == "higher first"
 
             async def ask(name: str, urgency: Callable[[], int]) -> None:
                 request = CompletionRequest(packed_tokens([5, 6, 7]), sampling)
