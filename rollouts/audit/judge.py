@@ -136,6 +136,7 @@ def audit(
             row.group = None if row.group is None else (number, row.group)
             row.rollout = None if row.rollout is None else (number, row.rollout)
             judge.see(row)
+        judge.end_file(file)
     return judge.end()
 
 
@@ -177,6 +178,10 @@ class _Judge:
         self._replies: dict[Hashable, str] = {}
         """The place of each trained reply, by rollout and checksum."""
         self._rollouts: Counter[Hashable] = Counter()
+        self._file = 0
+        """A checksum of the columns of the file's rows so far."""
+        self._files: dict[int, str] = {}
+        """The name of each file with token columns, by its checksum."""
 
     def see(self, row: AuditedRow) -> None:
         """Judge one row."""
@@ -298,15 +303,26 @@ class _Judge:
 
     def _check_again(self, row: AuditedRow) -> bool:
         """Check law 4: whether a rollout with these columns was read before."""
+        columns = [row.tokens, row.mask, row.logprobs, row.texts, row.rewards]
+        checksum = zlib.crc32(repr(columns).encode())
+        if row.tokens is not None and row.logprobs is not None:
+            self._file = zlib.crc32(checksum.to_bytes(4, "little"), self._file)
         if row.rollout is None:
             return False
         self.report.judged["rows"] += 1
-        columns = [row.tokens, row.mask, row.logprobs, row.texts, row.rewards]
-        key = hash((row.rollout, zlib.crc32(repr(columns).encode())))
+        key = hash((row.rollout, checksum))
         first = self._seen.setdefault(key, row.place)
         if first != row.place:
             self._find("broken", "rows", row.place, "the same rollout again", f"one row for it, and {first} is it")
         return first != row.place
+
+    def end_file(self, file: Path) -> None:
+        """Check law 4 for a file: that no other one has its rows. Columns with logprobs are not sampled twice."""
+        if self._file:
+            first = self._files.setdefault(self._file, file.name)
+            if first != file.name:
+                self._find("broken", "rows", file.name, "the rows of another file", f"rows that {first} does not have")
+        self._file = 0
 
     def _check_group(self, row: AuditedRow) -> None:
         if row.group is None:
@@ -330,9 +346,9 @@ class _Judge:
             return
         sizes = Counter(len(group.rollouts) for group in self._groups.values())
         usual, count = sizes.most_common(1)[0]
-        self.report.judged["groups"] += len(self._groups)
         if usual == 1 and count == len(self._groups):
             return
+        self.report.judged["groups"] += len(self._groups)
         kind = "broken" if self._reader.fixed_groups and 2 * count > len(self._groups) else "unusual"
         for group in self._groups.values():
             if len(group.rollouts) != usual:
@@ -384,7 +400,7 @@ class _Judge:
         if check == "once" and self._rollouts:
             return "no rollout of the dump has several sequences"
         if check == "groups" and self._groups:
-            return "the dump has one group"
+            return "the dump has one group" if len(self._groups) == 1 else "each group of the dump has one rollout"
         options = {
             "text": "--tokenizer DIR",
             "vocabulary": "--tokenizer DIR or --model DIR",

@@ -3,7 +3,8 @@
     pass_rate in 0.1..0.9 and turns <= 20 and status != "truncated"
 
 Invariant: the expression is parsed and never executed; a form that is not listed here is refused with its text. A
-comparison with a field that a rollout does not have is false, so that a rollout is kept only by values that it has.
+comparison with a field that a rollout does not have is neither true nor false, and neither is ``not`` of it, so that a
+rollout is kept only by values that it has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -132,24 +133,27 @@ class Where:
     def _refused(self, got: Any, expected: str) -> ConfigError:
         return ConfigError.of("--where", got, expected)
 
-    def _boolean(self, node: ast.expr) -> Callable[[Facts], bool]:
+    def _boolean(self, node: ast.expr) -> Callable[[Facts], bool | None]:
+        """The test of a node; it returns ``None`` where a field that decides is absent."""
         match node:
             case ast.BoolOp(op=operation, values=values):
                 parts = [self._boolean(value) for value in values]
-                wanted = any if isinstance(operation, ast.Or) else all
-                return lambda facts: wanted(part(facts) for part in parts)
+                decides = isinstance(operation, ast.Or)
+                return lambda facts: _joined((part(facts) for part in parts), decides=decides)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 inner = self._boolean(operand)
-                return lambda facts: not inner(facts)
+                return lambda facts: None if (found := inner(facts)) is None else not found
             case ast.Compare(left=left, ops=operations, comparators=others):
                 if any(isinstance(operation, ast.Is | ast.IsNot) for operation in operations):
                     raise self._refused(ast.unparse(node), "==, !=, <, <=, >, >=, in or not in")
                 sides = [self._value(side) for side in (left, *others)]
                 steps = list(zip(operations, sides, sides[1:], strict=False))
-                return lambda facts: all(self._compare(op, one(facts), two(facts)) for op, one, two in steps)
+                return lambda facts: _joined(
+                    (self._compare(op, one(facts), two(facts)) for op, one, two in steps), decides=False
+                )
             case ast.Name() | ast.Attribute() | ast.Subscript():
                 value = self._value(node)
-                return lambda facts: value(facts) is True
+                return lambda facts: None if (found := value(facts)) is _ABSENT else found is True
         raise self._refused(ast.unparse(node), "a comparison, or comparisons joined by and, or, not")
 
     def _value(self, node: ast.expr) -> _Value:
@@ -204,9 +208,9 @@ class Where:
 
         return value_of
 
-    def _compare(self, operation: ast.cmpop, left: Any, right: Any) -> bool:
+    def _compare(self, operation: ast.cmpop, left: Any, right: Any) -> bool | None:
         if left is _ABSENT or right is _ABSENT:
-            return False
+            return None
         if isinstance(operation, ast.Eq | ast.NotEq):
             return bool(left == right) is isinstance(operation, ast.Eq)
         if isinstance(operation, ast.In | ast.NotIn):
@@ -226,3 +230,14 @@ class Where:
         if isinstance(right, list | tuple | dict):
             return left in right
         raise self._refused(f"in {right!r}", "in a list, a string, or a range LOW..HIGH")
+
+
+def _joined(parts: Iterable[bool | None], *, decides: bool) -> bool | None:
+    """The value of ``or`` (``decides`` is true) or ``and`` (false): stops at the part that decides."""
+    result: bool | None = not decides
+    for part in parts:
+        if part is decides:
+            return decides
+        if part is None:
+            result = None
+    return result

@@ -85,11 +85,13 @@ COLUMNS: Mapping[Target, Mapping[str, Type]] = MappingProxyType(
 """The columns of each target and their types."""
 
 NO_IDS = "has no sampled ids"
+LEFT_OUT = "has the loss_multiplier 0, which leaves it out of the loss"
 TRAINED = "its replies are trained in a row of an earlier run"
 NO_TOOLS = "its tools are unknown: the run did not store them (--tools FILE)"
 UNSAMPLED = "has replies that the policy did not sample in that branch, which only token rows can mask"
 FIELDS = "has fields of messages that a chat row has no column for"
 NO_PARTNER = "no rollout of its group with the other verdict"
+SAME_TEXT = "differs from the rollout of the other verdict first in the ids of an equal text"
 NO_CONTEXT = "differs from the rollout of the other verdict first in the environment's messages"
 SAME_REPLIES = "has the replies of the rollout of the other verdict"
 CHOSEN = "its reply is the chosen or rejected one of an earlier pair"
@@ -121,7 +123,7 @@ def units_of(
         return _chat_rows(rollouts, refused, several_runs=runs > 1)
     if target == "pairs":
         return _pair_rows(rollouts, refused, passing, per_task)
-    return _judged_rows(rollouts, refused, passing)
+    return _judged_rows(rollouts, refused, passing, several_runs=runs > 1)
 
 
 def _source(rollout: StoredRollout, branch: int, encoded: Literal["sampled", "text"]) -> dict[str, Any]:
@@ -149,6 +151,9 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
         reason = NO_IDS
         for number, branch in enumerate(rollout.branches):
             mask = rollout.masks[number]
+            if _is_left_out(branch):
+                reason = LEFT_OUT
+                continue
             if several_runs and mask.any():
                 mask = mask.copy()
                 for completion in branch.get("completions") or ():
@@ -169,6 +174,10 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
             yield Unit(rows, (rollout,), _conversation(rollout))
         else:
             refused[reason] += 1
+
+
+def _is_left_out(branch: Mapping[str, Any]) -> bool:
+    return branch.get("loss_multiplier") == 0
 
 
 def _request(branch: Mapping[str, Any], completion: Mapping[str, Any]) -> int:
@@ -222,6 +231,8 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, seve
 def _fault(rollout: StoredRollout, number: int) -> str | None:
     """Why the messages of a branch make no row; ``None`` if they do."""
     branch = rollout.branches[number]
+    if _is_left_out(branch):
+        return LEFT_OUT
     if rollout.run.tools(branch) is None:
         return NO_TOOLS
     if len(_replies(branch)) != _turns(branch):
@@ -266,11 +277,16 @@ def _as_rendered(arguments: str | None) -> str | None:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else arguments
 
 
-def _judged_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], passing: float) -> Iterator[Unit]:
+def _judged_rows(
+    rollouts: Iterable[StoredRollout], refused: Counter[str], passing: float, *, several_runs: bool
+) -> Iterator[Unit]:
+    judged = HashSet()
     for rollout in rollouts:
         number = len(rollout.branches) - 1
         branch = rollout.branches[number]
         fault = NO_IDS if not _turns(branch) else _fault(rollout, number)
+        if fault is None and several_runs and not judged.add(_request(branch, branch["completions"][-1])):
+            fault = TRAINED
         if fault is not None:
             refused[fault] += 1
             continue
@@ -333,6 +349,9 @@ def _partner(
         if isinstance(number, str):
             reason = number
             continue
+        if _reply(chosen, number) == _reply(rejected, number):
+            reason = SAME_TEXT
+            continue
         ours, theirs = _reply_digest(chosen, number), _reply_digest(rejected, number)
         if ours in accepted or ours in rejects or theirs in accepted:
             reason = CHOSEN
@@ -356,15 +375,27 @@ def _first_difference(chosen: StoredRollout, rejected: StoredRollout) -> int | s
 
 
 def _reply_digest(rollout: StoredRollout, number: int) -> int:
-    stop = rollout.branches[0]["completions"][number]["stop"]
-    return digest_of(rollout.ids[0][:stop].tobytes())
+    """A digest of the context of a completion and of the message that it became, which a row has as text."""
+    start = rollout.branches[0]["completions"][number]["start"]
+    return digest_of(rollout.ids[0][:start].tobytes(), to_json(_reply(rollout, number)))
+
+
+def _reply(rollout: StoredRollout, number: int) -> dict[str, Any]:
+    """The message of a completion of the first branch, as a row has it."""
+    branch = rollout.branches[0]
+    (message,) = chat_messages([branch["messages"][_place(branch, number)]])
+    return message
+
+
+def _place(branch: Mapping[str, Any], number: int) -> int:
+    """The position of the message of a completion."""
+    turn = sum(not completion.get("continues") for completion in branch["completions"][: number + 1]) - 1
+    return _replies(branch)[turn]
 
 
 def _pair(chosen: StoredRollout, rejected: StoredRollout, number: int) -> Unit:
     ours, theirs = chosen.branches[0], rejected.branches[0]
-    turn = sum(not completion.get("continues") for completion in ours["completions"][: number + 1]) - 1
-    place = _replies(ours)[turn]
-    other = theirs["messages"][_replies(theirs)[turn]]
+    place = _place(ours, number)
     source = {
         **_source(chosen, 0, "text"),
         "rejected_index": theirs.get("index"),
@@ -373,8 +404,8 @@ def _pair(chosen: StoredRollout, rejected: StoredRollout, number: int) -> Unit:
     }
     row = {
         "prompt": chat_messages(ours["messages"][:place]),
-        "chosen": chat_messages([ours["messages"][place]]),
-        "rejected": chat_messages([other]),
+        "chosen": [_reply(chosen, number)],
+        "rejected": [_reply(rejected, number)],
         "tools": chosen.run.tools(ours),
         "source": source,
     }

@@ -2,8 +2,9 @@
 
 Invariant: each rollout that was read is either selected or refused for one reason, in this order: no verdict, images,
 ``where``, the verdict that ``select`` asks for, overlap with held-out texts, an exact duplicate, the limit of its task.
-A rollout without a verdict is in no pass rate. Two passes over the same runs select the same rollouts: ties are broken
-by a digest of the seed and the rollout's place, and nothing depends on time or on the order of a set.
+A rollout without a verdict is in no pass rate; one of two runs is in it once, with the verdict of the run that is named
+first. Two passes over the same runs select the same rollouts: ties are broken by a digest of the seed and the
+rollout's place, and nothing depends on time or on the order of a set.
 
 Memory: some numbers for each task, 8 to 24 bytes for each distinct rollout.
 """
@@ -147,8 +148,11 @@ class Selector:
     def __iter__(self) -> Iterator[StoredRollout]:
         """Yield the selected rollouts in the order of the runs; the counts are complete at the end."""
         self.read, self.refused, self.tasks = 0, Counter(), {}
+        counted = HashSet()
         for rollout in self._all():
             self.read += 1
+            if len(self._runs) > 1 and (requests := rollout.requests) is not None and not counted.add(requests):
+                continue
             self.tasks.setdefault(rollout.task, TaskStats()).add(rollout.reward, self._selection.passing)
         chosen = None if self._limit is None else self._best(self._limit)
         for rollout in self._admitted(self.refused):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.base.validators import finite
+from rollouts.curation.duplicates import digest_of
 from rollouts.dtypes import hashes_in
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import Row, read_info, read_rows
@@ -182,6 +183,20 @@ class StoredRollout:
         """The policy versions of its sampled tokens, each once."""
         spans = (span for branch in self.branches for span in branch.get("versions") or ())
         return list(dict.fromkeys(str(span[0]) for span in spans))
+
+    @property
+    def requests(self) -> int | None:
+        """A digest of its requests and the ids that they sampled, which a copy in another run shares.
+
+        ``None`` if no row names a request.
+        """
+        named = {
+            str(completion["request_id"]): branch["tokens"][completion["start"] : completion["stop"]]
+            for branch in self.branches
+            for completion in branch.get("completions") or ()
+        }
+        parts = [part for name, ids in named.items() for part in (name.encode(), np.array(ids, np.int32).tobytes())]
+        return digest_of(*parts) if parts else None
 
     @property
     def has_images(self) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -135,5 +134,3 @@ def _write_file(path: Path, rows: Iterator[dict[str, Any]], columns: Mapping[str
                 file.write(to_json(row) + b"\n")
                 if file.tell() >= max_bytes:
                     break
-        file.flush()
-        os.fsync(file.fileno())

@@ -191,7 +191,7 @@ def to_tensors(
     ``multi_modal_input``, a list of ``m`` dicts: ``pixel_values`` and ``image_grid_thw``, ``{}`` for a row of text.
 
     Args:
-        samples: the branches of one rollout, or all samples of one group, of one seat where it has several.
+        samples: the branches of one rollout, or all samples of one comparison: a group, or one of its seats.
         version: the version of all tokens, if their versions are not numbers.
         images: whether the keys of images exist although no sample has an image.
         temperature: AReaL's ``actor.temperature``; samples of another temperature are refused.
@@ -230,7 +230,7 @@ def to_tensors(
 def write_batch(
     samples: Sequence[Sample], path: Path, *, version: int | None = None, temperature: float | None = None
 ) -> None:
-    """Write a batch as a list of dicts, one for each group, or for each of its seats, with ``torch.save``.
+    """Write a batch as a list of dicts, one for each comparison: each group, or each of its seats, with ``torch.save``.
 
     Raises:
         ConfigError: as :func:`to_tensors`.

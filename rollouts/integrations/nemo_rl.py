@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.training.comparisons import by_comparison, comparison_name
 from rollouts.training.rows import check_one_branch, check_temperature, int_version, reward_of, row_columns, segments
 from rollouts.training.types import Sample, Status
 
@@ -72,8 +73,9 @@ def to_batch(
         for ``ReplayBuffer.push``.
 
     Raises:
-        ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one; two
-            seats of a group have the same prompt ids; a sample has no reward or group; or a version is not a number.
+        ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one;
+            rows of several seats have the same prompt ids and are not compared, or the reverse; a sample has no reward
+            or group; or a version is not a number.
     """
     import torch
 
@@ -100,17 +102,26 @@ def to_batch(
 
 
 def _check_openings(rows: Sequence[Sample]) -> None:
-    """Check that no two seats of a group have the same prompt ids, by which NeMo-RL finds the rewards to compare.
+    """Check that the comparisons of several seats are those of equal prompt ids, which NeMo-RL compares.
 
     (NeMo-RL 0.6.0, algorithms/utils.py: calculate_baseline_and_std_per_prompt)
     """
-    seats: dict[tuple[int | None, bytes], str] = {}
-    for row in rows:
-        first = int(row.mask_column.argmax())
-        known = seats.setdefault((row.group_index, row.token_column[:first].tobytes()), row.seat)
-        if known != row.seat:
-            expected = f"another than that of seat {known!r}: NeMo-RL compares the rewards of one prompt"
-            raise ConfigError.of(f"{row!r}: its prompt ids", "the same", expected)
+    if not any(row.seat for row in rows):
+        return
+    compared: dict[bytes, str] = {}
+    for members in by_comparison(rows):
+        name, openings = comparison_name(members[0]), [_opening(row) for row in members]
+        for row, opening in zip(members, openings, strict=True):
+            if compared.setdefault(opening, name) != name:
+                expected = f"another than that of {compared[opening]}: NeMo-RL compares the rewards of one prompt"
+                raise ConfigError.of(f"{row!r}: its prompt ids", "the same", expected)
+            if opening != openings[0]:
+                expected = f"those of {members[0]!r}: NeMo-RL compares the rewards of one prompt"
+                raise ConfigError.of(f"{row!r}: its prompt ids", "others", expected)
+
+
+def _opening(row: Sample) -> bytes:
+    return row.token_column[: int(row.mask_column.argmax())].tobytes()
 
 
 def write_batch(

@@ -68,13 +68,13 @@ def to_response(sample: Sample, *, max_length: int | None = None, temperature: f
 def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | None = None) -> None:
     """Write the responses of a batch, one a line; raises as :func:`to_response`, and where a rollout forks.
 
-    The rows of a group, and of a seat in it, are next to each other: OpenRLHF compares rows by their position.
+    Rows that are compared are next to each other: OpenRLHF compares rows by their position.
     """
     check_one_branch(samples, "OpenRLHF")
     compared = by_comparison(samples)
     if any(sample.seat for sample in samples) and len(sizes := {len(members) for members in compared}) > 1:
-        expected = "as many rows for each seat of each group: OpenRLHF compares rows by their position"
-        raise ConfigError.of("samples: rows of a seat", sorted(sizes), expected)
+        expected = "as many rows for each comparison, such as each seat of each group: OpenRLHF compares by position"
+        raise ConfigError.of("samples: rows of a comparison", sorted(sizes), expected)
     rows = itertools.chain(*compared)
     responses = [to_response(sample, temperature=temperature) for sample in rows]
     path.write_bytes(b"".join(msgspec.json.encode(response) + b"\n" for response in responses))

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
+from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
-    by_conversation,
     by_rollout,
     check_temperature,
     int_version,
@@ -31,7 +31,8 @@ def to_episodes(
 ) -> list[Any]:
     """Convert rollouts to ``Episode``, in order: a trajectory for each conversation, with the steps of its branches.
 
-    rLLM groups trajectories by the id, ``GROUP:NUMBER``, and by their name, which is the seat
+    rLLM groups trajectories by the id, ``GROUP:NUMBER``, and by their name: that of their comparison without the group,
+    mostly the seat
     (rLLM 0.3, trainer/algorithms/transform.py: transform_episodes_to_trajectory_groups).
 
     Args:
@@ -60,7 +61,7 @@ def to_episodes(
             steps = [step for branch in branches for step in _steps(branch, version)]
             reward = reward_of_branches(branches)
             steps[-1].done, steps[-1].reward = True, reward
-            name = branches[0].seat or "rollouts"
+            name = comparison_name(branches[0]).partition("/")[2] or "rollouts"
             trajectories.append(Trajectory(name=name, task=last.prompt, steps=steps, reward=reward))
         episodes.append(Episode(id=f"{last.group_index}:{len(episodes)}", task=last.prompt, trajectories=trajectories))
     return episodes

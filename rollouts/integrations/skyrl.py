@@ -23,11 +23,10 @@ from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
-    by_conversation,
     check_fields,
     check_temperature,
-    group_name,
     reward_of_branches,
     row_images,
     split,
@@ -52,7 +51,7 @@ def to_generator_output(
     Args:
         step_wise: a row for each branch (``generator.step_wise_trajectories=true``); all rows of a rollout get the
             advantage of the last (SkyRL 0.3.0, train/trainer.py: RayPPOTrainer.compute_advantages_and_returns).
-        trajectory_ids: one for each conversation; by default the group (and the seat), and the number in it. SkyRL
+        trajectory_ids: one for each conversation; by default its comparison, and the number in it. SkyRL
             compares the rewards of one ``instance_id``.
         temperature: SkyRL's ``generator.sampling_params.temperature``; samples of another temperature are refused.
 
@@ -125,9 +124,9 @@ def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | N
 
 
 def _ids(rollouts: Sequence[Sequence[Sample]]) -> list[tuple[str, int]]:
-    """The group of each conversation, with its seat, and its number in it."""
+    """The comparison of each conversation, and its number in it."""
     numbers: Counter[str] = Counter()
-    groups = [group_name(branches[0]) for branches in rollouts]
+    groups = [comparison_name(branches[0]) for branches in rollouts]
     return [(group, (numbers.update([group]), numbers[group] - 1)[1]) for group in groups]
 
 

@@ -27,8 +27,8 @@ from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
-from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
-from rollouts.training.rows import check_temperature, group_name, reward_of_branches, row_columns
+from rollouts.training.comparisons import Comparison, by_comparison, by_conversation, comparison_name
+from rollouts.training.rows import check_temperature, reward_of_branches, row_columns
 from rollouts.training.types import Sample
 
 __all__ = [
@@ -96,13 +96,25 @@ def to_trajectory_group(samples: Sequence[Sample]) -> Any:
     merges a branch that only appends with the one before.
 
     Raises:
-        ConfigError: more than one group or more than one seat, whose rewards the cookbook would compare; a sample
+        ConfigError: more than one comparison, whose rewards the cookbook would mix; a sample
             without reward, a rollout whose branches have unlike rewards, or as :func:`datum_columns`.
     """
-    groups = sorted({group_name(sample) for sample in samples})
+    groups = sorted({comparison_name(sample) for sample in samples})
     if len(groups) != 1:
-        expected = "the samples of one group, and of one seat: to_trajectory_groups takes several"
+        expected = "the samples of one group whose rewards are compared: to_trajectory_groups takes several"
         raise ConfigError.of("to_trajectory_group(samples)", f"groups {groups}", expected)
+    return _trajectory_group(samples)
+
+
+def to_trajectory_groups(samples: Sequence[Sample], *, by: Comparison | None = None) -> list[Any]:
+    """Convert groups to one ``TrajectoryGroup`` for each set of rewards that are compared, in order of its first.
+
+    ``by`` is that of :func:`~rollouts.training.group_advantages`. Raises as :func:`to_trajectory_group`.
+    """
+    return [_trajectory_group(members) for members in by_comparison(samples, by)]
+
+
+def _trajectory_group(samples: Sequence[Sample]) -> Any:
     rollouts = by_conversation(samples)
     rewards = [reward_of_branches(branches) for branches in rollouts]
     for sample in samples:
@@ -115,14 +127,6 @@ def to_trajectory_group(samples: Sequence[Sample]) -> Any:
         transitions[-1].episode_done = True
         trajectories.append(Trajectory(transitions=transitions, final_ob=_model_input([])))
     return TrajectoryGroup(trajectories, rewards, [{} for _ in trajectories])
-
-
-def to_trajectory_groups(samples: Sequence[Sample], *, by: Comparison = "seat") -> list[Any]:
-    """Convert groups to one ``TrajectoryGroup`` for each set of rewards that are compared, in order of its first.
-
-    ``by`` is that of :func:`~rollouts.training.group_advantages`. Raises as :func:`to_trajectory_group`.
-    """
-    return [to_trajectory_group(members) for members in by_comparison(samples, by)]
 
 
 def _transitions(sample: Sample) -> list[Any]:

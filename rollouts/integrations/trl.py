@@ -30,6 +30,7 @@ from rollouts.dtypes import ChatDict, Endpoint, Prompt
 from rollouts.errors import ConfigError
 from rollouts.inference.weights import update_weights
 from rollouts.training.batch import group_advantages
+from rollouts.training.comparisons import comparison_of
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.evaluation import run_evaluation, task_key
@@ -125,7 +126,8 @@ class RolloutFunc:
 
         Raises:
             ConfigError: a prompt is not one of ``prompts``, or a rollout forks, which ``rollout_func`` cannot return;
-                or a sample has a temperature other than the trainer's, or a field that TRL lacks.
+                or a sample has a temperature other than the trainer's, a field that TRL lacks, or a reward that is
+                compared within its rollout.
         """
         template_kwargs = getattr(trainer, "chat_template_kwargs", None)
         if template_kwargs:
@@ -175,6 +177,8 @@ class RolloutFunc:
         check_temperature(sample, "TRL", temperature)
         check_fields(sample, "TRL", *_LACKING)
         check_fields(sample, _NO_IMAGES, "images")
+        if comparison_of(sample) == "episode":
+            raise ConfigError.of(f"{sample!r}: comparison", "episode", "seat: TRL compares the rows of one prompt")
         start = int(mask.argmax())
         return {
             "prompt_ids": sample.token_column[:start].tolist(),

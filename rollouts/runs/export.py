@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 import msgspec
 
+from rollouts.base.durable import sync, sync_all
 from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
@@ -136,15 +136,20 @@ def check_folder(out: Path, exported: Set[str], *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, renamed to ``path`` on success and removed on failure."""
+    """Yield a temporary path, renamed to ``path`` on success and removed on failure.
+
+    Everything is on disk before it gets its name. An earlier folder of this name is removed first.
+    """
     temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(temporary)
         yield temporary
+        sync_all(temporary)
         if path.is_dir():
             _remove(path)
         temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
         raise RolloutsError(f"{path}: cannot be written: {error}") from error
     finally:
@@ -163,8 +168,6 @@ def _write_lines(path: Path, rows: Iterator[Row]) -> None:
     with path.open("wb") as file:
         for row in rows:
             file.write(to_json(_plain(row)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], max_bytes: int | None = None) -> int:
@@ -177,8 +180,6 @@ def _write_parquet(path: Path, rows: Iterator[Row], max_bytes: int | None = None
                 count += 1
                 if max_bytes is not None and file.tell() >= max_bytes:
                     break
-        file.flush()
-        os.fsync(file.fileno())
     return count
 
 

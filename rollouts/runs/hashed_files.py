@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from rollouts.base.durable import sync
 from rollouts.errors import ConfigError
 from rollouts.runs.reading import check_file
 
@@ -58,11 +59,7 @@ class HashedFiles:
                     os.fsync(file.fileno())
                 temporary.replace(self._file(sha256))
             if lacking:
-                folder = os.open(self.path, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                sync(self.path)
             self._written.update(new)
 
     async def store_bytes(self, contents: Mapping[str, bytes]) -> None:

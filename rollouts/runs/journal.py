@@ -45,6 +45,7 @@ import anyio.to_thread
 import attrs
 import msgspec
 
+from rollouts.base.durable import sync
 from rollouts.base.storable import to_msgpack
 from rollouts.errors import ConfigError, JournalError
 from rollouts.runs.locks import take_lock
@@ -274,11 +275,7 @@ class Journal:
         if self._file.tell() == 0:
             _write_all(self._file, b"".join(_frame(0, self._sequence, to_msgpack({"segment": number}), b"")))
             self._sequence += 1
-            folder = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # stores the file's name
-            finally:
-                os.close(folder)
+            sync(self.path)  # stores the file's name
         self._end = self._file.tell()
 
     def _name(self) -> Path:

@@ -39,6 +39,7 @@ from rollouts.seats.play_log import PlayLog
 from rollouts.seats.seat import Seat, check_seats
 from rollouts.seats.table import SeatOptions, Table
 from rollouts.training.agent_integration import generate_all, loaded_renderer
+from rollouts.training.comparisons import COMPARISON, Comparison, comparison_of
 from rollouts.training.types import Sample, Status
 
 __all__ = ["PlayFn", "generate_play_batch", "play_rollout_to_samples"]
@@ -58,6 +59,7 @@ async def play_rollout_to_samples(
     sampling: SamplingParams | None = None,
     policy: Policy | None = None,
     history: OnRewrite = "append",
+    by: Comparison = "seat",
     **options: Unpack[RendererOptions],
 ) -> list[Sample]:
     """Run one play, and return the conversations of its trained seats as samples.
@@ -71,6 +73,7 @@ async def play_rollout_to_samples(
         sampling: replaces ``endpoint.sampling``.
         policy: replaces the client of ``endpoint``.
         history: what to do where the chat template rewrites the history; as for :func:`agent_rollout_to_samples`.
+        by: which rewards are compared; each sample says so in ``metadata["seat_comparison"]``, and trainers follow it.
         **options: of the renderer, as for :func:`agent_rollout_to_samples`.
 
     Returns:
@@ -84,7 +87,7 @@ async def play_rollout_to_samples(
     """
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
-    checked = check_seats(seats)
+    checked, kinds = check_seats(seats), comparisons_of(seats, by)
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     log = await _log_of(prompt, history)
     prompt = attrs.evolve(prompt, turn_log=None)
@@ -99,7 +102,11 @@ async def play_rollout_to_samples(
         await log.drop()
         table = Table(checked, prompt, rest, log)
         metadata, failure = await _played(table, play)
-    return _samples(table, metadata, failure)
+    samples = _samples(table, metadata, failure)
+    for sample in samples:
+        if sample.seat and kinds[sample.seat] != "seat":
+            sample.metadata[COMPARISON] = kinds[sample.seat]
+    return samples
 
 
 async def generate_play_batch(
@@ -121,6 +128,7 @@ async def check_play(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> Non
         EnvironmentFailure: the environment of a seat cannot be created or closed.
     """
     play, seats = bound.get("play"), check_seats(bound.get("seats"))
+    comparisons_of(seats, bound.get("by", "seat"))
     expected = "async def play(seats, prompt)"
     if not callable(play) or not inspect.iscoroutinefunction(inspect.unwrap(getattr(play, "func", play))):
         raise ConfigError.of("play", play, expected)
@@ -141,9 +149,29 @@ async def check_play(bound: Mapping[str, Any], prompts: Iterable[Prompt]) -> Non
         (await anyio.to_thread.run_sync(renderer.self_test, tools)).raise_if_refused()
 
 
+def trained_comparisons(bound: Mapping[str, Any]) -> dict[str, str]:
+    """The comparison of each trained seat of these options of :func:`generate_play_batch`."""
+    seats = check_seats(bound.get("seats"))
+    kinds = comparisons_of(seats, bound.get("by", "seat"))
+    return {name: kinds[name] for name, seat in seats.items() if seat.trained}
+
+
+generate_play_batch.comparisons = trained_comparisons  # type: ignore[attr-defined]  # a trainer's door calls it
 generate_play_batch.check = check_play  # type: ignore[attr-defined]  # the preflight of a recipe calls it
 
 _CLOSE_SECONDS = 30.0
+
+
+def comparisons_of(seats: Mapping[str, Seat], by: Comparison) -> dict[str, str]:
+    """The comparison of each seat: ``"seat"``, ``"episode"`` or ``"group"``.
+
+    Raises:
+        ConfigError: ``by`` is not a comparison, or names a seat that does not exist.
+    """
+    unknown = [] if isinstance(by, str) else sorted(set(by) - set(seats))
+    if unknown:
+        raise ConfigError.of("by", unknown, f"seats of the play, {sorted(seats)}")
+    return {name: comparison_of(Sample(seat=name), by) for name in seats}
 
 
 async def _log_of(prompt: Prompt, history: OnRewrite) -> PlayLog:
@@ -202,6 +230,7 @@ def _samples(table: Table, metadata: Mapping[str, Any], failure: Failure | None)
         samples = [Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED, **named)]
     for number, sample in enumerate(samples):
         sample.metadata = {**prompt.metadata, **metadata, "seats": record}
+        sample.metadata.pop(COMPARISON, None)
         if not number and frozen:
             sample.metadata["frozen_seats"] = frozen
         if failure is not None:

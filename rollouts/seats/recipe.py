@@ -8,11 +8,9 @@ from typing import Any, Unpack
 
 from rollouts.dtypes import Endpoint
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe
-from rollouts.seats.play import PlayFn, generate_play_batch
+from rollouts.seats.play import PlayFn, comparisons_of, generate_play_batch
 from rollouts.seats.seat import Seat, check_seats
-from rollouts.training.comparisons import Comparison, comparison_keys
-from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.types import Sample
+from rollouts.training.comparisons import Comparison
 
 __all__ = ["play_recipe"]
 
@@ -35,15 +33,12 @@ def play_recipe(
         play: ``async def play(seats, prompt)``.
         prompts: the data.
         seats: the agents by name.
-        by: the rewards that ``keep="spread"`` compares, as :func:`~rollouts.training.group_advantages` does.
+        by: the rewards that are compared, by ``keep="spread"`` and by each trainer.
         **options: those of :func:`~rollouts.recipe.agent_recipe`; the limits are those of each seat.
 
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
-    generate_fn = functools.partial(generate_play_batch, play=play, seats=check_seats(seats))
-    comparison_keys([Sample(seat=seat) for seat in seats], by)
-    if by != "seat" and options.get("filter_fn") is None and options.get("keep") != "all":
-        options = {**options, "filter_fn": functools.partial(check_reward_nonzero_std, by=by)}
-        options.pop("keep", None)
+    compared = comparisons_of(check_seats(seats), by)
+    generate_fn = functools.partial(generate_play_batch, play=play, seats=seats, by=compared)
     return assembled_recipe(play_recipe, name, endpoint, generate_fn, prompts, options)

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from rollouts.base.durable import sync
 from rollouts.errors import ConfigError, JournalError
 from rollouts.runs.locks import take_lock
 
@@ -109,11 +110,7 @@ class LeaseLog:
             os.ftruncate(file, end)
         os.fsync(file)  # a killed process may have left a record that is not on disk
         os.lseek(file, end, os.SEEK_SET)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # stores the file's name
-        finally:
-            os.close(folder)
+        sync(self.path.parent)  # stores the file's name
 
 
 def _frame(sequence: int, record: Mapping[str, Any]) -> bytes:

@@ -162,7 +162,7 @@ def collate_packed(samples: Sequence[Sample], *, device: Any = None) -> PackedBa
     )
 
 
-def group_advantages(samples: Sequence[Sample], *, by: Comparison = "seat") -> npt.NDArray[np.float32]:
+def group_advantages(samples: Sequence[Sample], *, by: Comparison | None = None) -> npt.NDArray[np.float32]:
     """Compute GRPO advantages, float32 ``(B,)``: reward minus the group's mean, over its standard deviation + 1e-6.
 
     The standard deviation is unbiased, as in slime. Samples with the same ``group_index`` form a group, in any order.
@@ -174,7 +174,8 @@ def group_advantages(samples: Sequence[Sample], *, by: Comparison = "seat") -> n
 
     Args:
         samples: scored samples of whole groups.
-        by: which rewards are compared; :data:`~rollouts.training.branches.Comparison`.
+        by: which rewards are compared, a :data:`~rollouts.training.comparisons.Comparison`; by default as the metadata
+            of each sample says.
 
     Raises:
         ConfigError: a sample without a reward or a group index, or samples of one conversation with unlike rewards,

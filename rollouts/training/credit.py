@@ -55,7 +55,7 @@ Estimator: TypeAlias = Callable[[Sequence[Conversation]], list[Numbers]]
 """For each conversation of a comparison the advantage of each of its turns, ``[T]``, or of all, ``[1]``."""
 
 
-def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Comparison = "seat") -> None:
+def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Comparison | None = None) -> None:
     """Set ``Sample.advantages`` of scored samples.
 
     Args:

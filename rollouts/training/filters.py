@@ -33,7 +33,7 @@ STD_FLOOR = 1e-6
 """A standard deviation of rewards at or below this counts as zero; slime's threshold."""
 
 
-def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison = "seat") -> bool:
+def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison | None = None) -> bool:
     """Keep if rewards that are compared differ: in a group without spread every advantage is zero.
 
     Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` is that of

@@ -30,7 +30,6 @@ __all__ = [
     "check_fields",
     "check_one_branch",
     "check_temperature",
-    "group_name",
     "image_column",
     "int_version",
     "reward_of",
@@ -256,11 +255,6 @@ def check_one_branch(samples: Sequence[Sample], trainer: str) -> None:
         if len(branches) > 1:
             expected = f"one row for each rollout: {trainer} takes no forks"
             raise ConfigError.of(f"{branches[0]!r}", f"{len(branches)} branches", expected)
-
-
-def group_name(sample: Sample) -> str:
-    """The name of the samples that a trainer compares a sample with: its group, and its seat if it has one."""
-    return f"{sample.group_index}/{sample.seat}" if sample.seat else str(sample.group_index)
 
 
 def reward_of(sample: Sample) -> float:

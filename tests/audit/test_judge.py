@@ -411,6 +411,47 @@ def test_tensors_and_arrays_are_read_as_lists(tmp_path: Path) -> None:
     assert found(report) == set()
 
 
+def test_a_tensor_that_repeats_a_byte_without_end_is_refused(tmp_path: Path) -> None:
+    """A stride of 0 lets some bytes claim any number of elements."""
+    rows = json.loads(text_of(of_slime))
+    rows[0]["loss_mask"] = torch.ones(1).expand(len(rows[0]["loss_mask"]))
+    assert found(audited(tmp_path, "slime-pt", rows)) <= {"broken roles", "broken mask"}
+    rows[0]["loss_mask"] = torch.ones(1).expand(1 << 40)
+    with pytest.raises(ConfigError, match=r"a tensor of \(1099511627776,\)"):
+        audited(tmp_path, "slime-pt", rows)
+
+
+def test_a_text_that_a_dump_lacks_is_not_judged(tmp_path: Path) -> None:
+    """A missing response is none, not an empty one."""
+    rows = json.loads(text_of(of_slime))
+    for row in rows:
+        del row["response"]
+    report = audited(tmp_path, "slime-pt", rows)
+    assert report.judged["text"] == 0
+    assert "text" in report.reasons
+
+
+def test_groups_of_one_rollout_are_not_said_to_hold(tmp_path: Path) -> None:
+    """There is nothing to compare."""
+    rows = json.loads(text_of(of_slime))
+    for number, row in enumerate(rows):
+        row["group_index"] = number
+    report = audited(tmp_path, "slime-pt", rows)
+    assert report.reasons["groups"] == "each group of the dump has one rollout"
+
+
+def test_a_file_with_the_rows_of_another_is_found(tmp_path: Path) -> None:
+    """Rollouts are numbered by file; columns with logprobs are not sampled twice for a whole file."""
+    rows = json.loads(text_of(of_slime))
+    write(tmp_path, "slime-pt", rows)
+    torch.save({"rollout_id": 1, "samples": rows}, tmp_path / "1.pt")
+    torch.save({"rollout_id": 2, "samples": rows[:8]}, tmp_path / "2.pt")
+    report = audit(tmp_path, reader_of("slime-pt"))
+    assert [str(finding) for finding in report.findings] == [
+        "broken, law 4 (rows): 1.pt: got the rows of another file; expected rows that 0.pt does not have"
+    ]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_of_another_format_is_an_error_before_any_judgement(form: str, tmp_path: Path) -> None:
     """It names the format's own form, and the exit code is that of bad input."""
@@ -454,8 +495,10 @@ def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    def judged(advantages: list[float], last: float = 0.0) -> set[str]:
+    def judged(advantages: list[float], last: float = 0.0, extra: float | None = None) -> set[str]:
         table = {"step": [1] * 4, "prompt": ["q"] * 4, "completion": list("abcd"), "correct": [1.0, 0.0, 1.0, last]}
+        if extra is not None:
+            table["second"] = [math.nan] * 3 + [extra]
         parquet.write_table(pyarrow.table({**table, "advantage": advantages}), tmp_path / "completions_1.parquet")
         return found(audit(tmp_path, reader_of("trl")))
 
@@ -464,6 +507,8 @@ def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
     assert judged([-0.87, 0.87, -0.87, 0.87]) == {"unusual advantages"}
     assert judged([math.nan] * 4) == {"broken advantages"}
     assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan) == {"unusual rewards"}
+    assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan, extra=math.nan) == {"unusual rewards"}
+    assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan, extra=0.0) == set()
 
 
 def test_histories_of_harbor_and_rllm(tmp_path: Path) -> None:

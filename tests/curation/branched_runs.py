@@ -50,13 +50,18 @@ def random_run(path: Path, seed: int, *, groups: int = 12, size: int = 4, words:
 def copied_run(path: Path, samples: Sequence[Sample], seed: int) -> None:
     """Write a run that has rollouts of another one, some with other rewards, as ``rescore`` does."""
     rng = random.Random(seed)
-    writer = RunWriter(path, {"endpoint": {"model": "copied"}}, format="jsonl")
     copies = [Sample.from_dict(sample.to_dict()) for sample in samples]
     rewards: dict[str | None, float] = {}
     for sample in copies:
         if sample.reward is not None and sample.failure is None:
             sample.reward = rewards.setdefault(sample.rollout_id, float(rng.random() < 0.8))
-    writer.write_batch(copies, {})
+    write_run(path, copies)
+
+
+def write_run(path: Path, samples: Sequence[Sample]) -> None:
+    """Write a run of one batch."""
+    writer = RunWriter(path, {"endpoint": {"model": "copied"}}, format="jsonl")
+    writer.write_batch(samples, {})
     writer.finish("finished")
 
 
@@ -95,9 +100,10 @@ def rollout(rng: random.Random, task: int, group: int, index: int, *, words: int
     return samples
 
 
-def reply(rng: random.Random, branch: Trajectory) -> None:
-    """Append a reply of 2 to 3 ids from a small set, so that rollouts are equal now and then."""
-    ids = [rng.randint(10, 12) for _ in range(rng.randint(2, 3))]
+def reply(rng: random.Random, branch: Trajectory, *, ids: Sequence[int] | None = None, text: str | None = None) -> None:
+    """Append a reply, by default of 2 to 3 ids from a small set, so that rollouts are equal now and then."""
+    if ids is None:
+        ids = [rng.randint(10, 12) for _ in range(rng.randint(2, 3))]
     completion = Completion(
         tokens=np.array(ids, np.int32),
         logprobs=[-0.5] * len(ids),
@@ -107,4 +113,4 @@ def reply(rng: random.Random, branch: Trajectory) -> None:
         prompt_digest=digest(branch.tokens),
         request_id=f"{rng.getrandbits(64):016x}",
     )
-    branch.add_reply(completion, Message("assistant", "reply " + " ".join(map(str, ids))))
+    branch.add_reply(completion, Message("assistant", text or "reply " + " ".join(map(str, ids))))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 
 from rollouts.curation import Selection, Target, curate, write_folder
-from rollouts.curation.rows import IGNORED, TARGETS
+from rollouts.curation.rows import IGNORED, LEFT_OUT, NO_PARTNER, SAME_TEXT, TARGETS
 from rollouts.curation.select import SEVERAL
+from rollouts.dtypes import Message, Prompt, StopReason
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 from rollouts.training.evaluation import task_key
-from tests.curation.branched_runs import copied_run, random_run
+from rollouts.training.samples import trajectory_to_samples
+from rollouts.trajectory import Trajectory
+from tests.curation.branched_runs import TOOLS, copied_run, random_run, reply, write_run
 
 SEEDS = range(4)
 SELECTIONS = [
@@ -110,6 +116,49 @@ def test_a_reply_is_trained_in_one_row_over_branches_and_runs(selection: Selecti
     assert copies or selection.select is not None, "a copy is taken where its first run has another verdict"
 
 
+def test_a_rollout_of_two_runs_is_judged_once(tmp_path: Path) -> None:
+    """C2: a copy with another reward would call one reply both good and bad."""
+    for seed in SEEDS:
+        runs = runs_of(tmp_path / str(seed), seed)
+        rollouts = stored(runs)
+        rows = list(curate(runs, "kto"))
+        judged = [rollouts[key_of(row)][-1]["completions"][-1]["request_id"] for row in rows]
+        assert judged
+        assert len(set(judged)) == len(judged)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_sample_that_is_left_out_of_the_loss_is_in_no_row(target: Target, tmp_path: Path) -> None:
+    """C1: ``loss_multiplier=0`` says that no token of a sample is trained."""
+    samples = random_run(tmp_path / "all", 3)
+    for sample in samples:
+        sample.loss_multiplier = 0.0
+    write_run(tmp_path / "none", samples)
+    assert list(curate(tmp_path / "all", target))
+    curation = curate(tmp_path / "none", target)
+    assert list(curation) == []
+    assert curation.account.refused[LEFT_OUT]
+
+
+def test_two_replies_of_one_text_are_no_pair(tmp_path: Path) -> None:
+    """A pair row has text: replies whose ids alone differ would be chosen and rejected at once."""
+    prompt = Prompt([Message("user", "Q")], group_index=0)
+    samples = []
+    for index, (ids, reward) in enumerate([([10, 11], 1.0), ([12], 0.0)]):
+        branch = Trajectory("fork")
+        branch.add_context(np.array([1, 2], np.int32), prompt.messages)
+        reply(random.Random(index), branch, ids=ids, text="equal")
+        branch.tools = TOOLS
+        branch.seal(StopReason.TASK_COMPLETED)
+        (sample,) = trajectory_to_samples([branch], attrs.evolve(prompt, index=index), str)
+        sample.reward = reward
+        samples.append(sample)
+    write_run(tmp_path / "run", samples)
+    curation = curate(tmp_path / "run", "pairs")
+    assert list(curation) == []
+    assert curation.account.refused == {SAME_TEXT: 1, NO_PARTNER: 1}
+
+
 def test_a_continued_rollout_of_another_run_trains_only_what_is_new(tmp_path: Path) -> None:
     """C2: a rollout that continues one of an earlier run has the earlier reply as context."""
     samples = random_run(tmp_path / "a", 1)
@@ -154,12 +203,17 @@ def test_every_rollout_is_in_the_data_set_or_refused_for_one_reason(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_failure_is_in_no_pass_rate_and_on_no_side(target: Target, tmp_path: Path) -> None:
-    """C4: a task's rate counts its rollouts with a verdict only; no row is of a rollout without one."""
+    """C4: a task's rate counts its rollouts with a verdict only, each once; no row is of a rollout without one."""
     for seed in SEEDS:
         runs = runs_of(tmp_path / str(seed), seed)
         rollouts = stored(runs)
         rewards: dict[str, list[float | None]] = defaultdict(list)
+        counted: set[tuple[str, ...]] = set()
         for branches in rollouts.values():
+            requests = tuple(one["request_id"] for branch in branches for one in branch["completions"])
+            if requests in counted:
+                continue  # a copy of a rollout of the first run
+            counted.add(requests)
             rewards[task_key(branches[0]["prompt"], branches[0]["label"])].append(verdict(branches))
         for low in (0.2, 0.5, 0.8):
             for row in curate(runs, target, Selection(where=f"pass_rate > {low}")):

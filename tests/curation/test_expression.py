@@ -52,13 +52,17 @@ FACTS: dict[str, Any] = {
         ("metrics['env/seconds'] < 1", True),
         ("metadata.missing == 1", False),
         ("metadata.missing != 1", False),
-        ("not metadata.missing == 1", True),
+        ("not metadata.missing == 1", False),
+        ("not metadata.missing", False),
+        ("not (metadata.missing == 1 and turns == 3)", False),
+        ("not (metadata.missing == 1 and turns == 4)", True),
+        ("metadata.missing == 1 or turns == 3", True),
         ("mean > 0", False),
         (" version >= 12 ", True),
     ],
 )
 def test_an_expression_keeps_a_rollout_by_its_fields(text: str, kept: bool) -> None:
-    """Comparisons, chains, ranges with both ends, lists and open fields; an absent field compares as false."""
+    """Comparisons, chains, ranges with both ends, lists and open fields; no form is true by an absent field alone."""
     assert Where(text)(FACTS) is kept
 
 

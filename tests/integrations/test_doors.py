@@ -24,6 +24,7 @@ from rollouts.integrations.verl.rows import to_outputs
 from rollouts.runs.writer import RunWriter
 from rollouts.training import RolloutConfig, Sample
 from rollouts.training.batch import group_advantages
+from rollouts.training.comparisons import COMPARISON, by_comparison, comparison_name
 from rollouts.training.rows import by_conversation, by_rollout
 from tests.trainer_samples import scored_groups
 
@@ -247,9 +248,20 @@ def of_seats_in_areal(samples: Sequence[Sample]) -> list[float]:
     return of_areal(samples)
 
 
+def with_one_opening(samples: Sequence[Sample]) -> list[Sample]:
+    """The tokens of the first sample of each seat in place of those of the others."""
+    first = {sample.seat: sample for sample in reversed(samples)}
+    fields = ("reward", "index", "rollout_id")
+    return [attrs.evolve(first[one.seat], **{name: getattr(one, name) for name in fields}) for one in samples]
+
+
+def of_seats_in_nemo(samples: Sequence[Sample]) -> list[float]:
+    return of_nemo(with_one_opening(samples))
+
+
 SEATS = [
     of_slime, of_debug_data, of_tinker, of_prime_rl, of_openrlhf, of_trl, of_trl_rollout_func, of_seats_in_skyrl,
-    of_nemo,
+    of_seats_in_nemo,
     *(pytest.param(door, marks=pytest.mark.trainer)
       for door in (of_seats_in_cookbook, of_seats_in_verl, of_seats_in_rllm, of_seats_in_areal)),
 ]  # fmt: skip
@@ -290,13 +302,15 @@ def test_the_cookbook_gets_one_group_for_each_seat() -> None:
         tinker.to_trajectory_group(two_seats())
 
 
-def test_nemo_refuses_seats_with_one_prompt() -> None:
-    """It compares the rewards of rows with equal prompt ids."""
+def test_nemo_refuses_seats_whose_prompts_do_not_tell_them_apart() -> None:
+    """It compares the rewards of rows with equal prompt ids: one prompt of two seats, or two of one, are refused."""
     pytest.importorskip("torch")
-    samples = two_seats()
+    samples = with_one_opening(two_seats())
     samples[1] = attrs.evolve(samples[0], seat="player1", reward=-1.0)
-    with pytest.raises(ConfigError, match="its prompt ids: got 'the same'; expected another than that of seat"):
+    with pytest.raises(ConfigError, match=r"its prompt ids: got 'the same'; expected another than that of 0/player0"):
         nemo_rl.to_batch(samples)
+    with pytest.raises(ConfigError, match=r"its prompt ids: got 'others'; expected those of .*player0"):
+        nemo_rl.to_batch(two_seats())
 
 
 def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
@@ -304,3 +318,138 @@ def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
     openrlhf.write_batch(two_seats(), tmp_path / "rows.jsonl")
     rows = [msgspec.json.decode(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
     assert [row["reward"] for row in rows] == [1.0, -1.0, 2.0, -1.0, 1.0, -2.0]
+
+
+# -- rewards that are compared within a rollout -----------------------------------------------------------------------
+
+
+def proposed(rollouts: int = 2) -> list[Sample]:
+    """Rollouts of one group: in each a proposer, and three solvers that are compared with each other only."""
+    rows = scored_groups(1, 4 * rollouts)
+    for number, sample in enumerate(rows):
+        rollout, role = divmod(number, 4)
+        sample.index = sample.rollout_id = rollout
+        sample.seat, sample.conversation = ("solver", role - 1) if role else ("proposer", 0)
+        sample.reward = float(role == 1) + rollout
+        if role:
+            sample.metadata[COMPARISON] = "episode"
+    return rows
+
+
+def numbers(samples: Sequence[Sample], rows: Sequence[Sequence[Sample]]) -> list[list[int]]:
+    """The rows that are compared with each other, as numbers of samples."""
+    places = {id(sample): number for number, sample in enumerate(samples)}
+    return [[places[id(sample)] for sample in members] for members in rows]
+
+
+def named(names: Sequence[Any]) -> list[list[int]]:
+    """The rows of equal names, as numbers of samples."""
+    return [[at for at, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
+
+
+COMPARED = [[0, 4], [1, 2, 3], [5, 6, 7]]
+"""Proposers with each other, solvers with those of their rollout."""
+
+
+def by_name(samples: Sequence[Sample]) -> list[list[int]]:
+    """As verl's ``DataProto`` has it in ``uid``."""
+    return named([comparison_name(sample) for sample in samples])
+
+
+def by_instance(samples: Sequence[Sample]) -> list[list[int]]:
+    """SkyRL's ``instance_id``."""
+    with tempfile.TemporaryDirectory() as folder:
+        skyrl.write_batch(samples, file := Path(folder) / "batch.json")
+        return named([one["instance_id"] for one in msgspec.json.decode(file.read_bytes())["trajectory_ids"]])
+
+
+def by_rllm(samples: Sequence[Sample]) -> list[list[int]]:
+    """rLLM's own groups of our episodes."""
+    transform = pytest.importorskip("rllm.trainer.algorithms.transform")
+    config = Namespace(impute_missing_names=True, drop_unnamed_traj=False, broadcast=True, default_traj_name="x")
+    episodes = rllm.to_episodes(samples)
+    groups, _ = transform.transform_episodes_to_trajectory_groups(episodes, config)
+    order = [id(trajectory) for episode in episodes for trajectory in episode.trajectories]
+    return [[order.index(id(one)) for one in group.trajectories] for group in groups]
+
+
+def by_areal(samples: Sequence[Sample]) -> list[list[int]]:
+    """The dicts of AReaL's file, by the rewards in them."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("areal.utils.data")
+    with tempfile.TemporaryDirectory() as folder:
+        areal.write_batch(samples, file := Path(folder) / "batch.pt")
+        lengths = [len(one["rewards"]) for one in torch.load(file, weights_only=False)]
+    assert lengths == [len(members) for members in COMPARED]
+    return numbers(samples, by_comparison(samples))
+
+
+def by_cookbook(samples: Sequence[Sample]) -> list[list[int]]:
+    """The lengths of the cookbook's groups."""
+    pytest.importorskip("tinker_cookbook.rl.types")
+    groups = tinker.to_trajectory_groups(samples)
+    rewards = [list(group.final_rewards_G) for group in groups]
+    assert rewards == [[samples[at].reward for at in members] for members in COMPARED]
+    return numbers(samples, by_comparison(samples))
+
+
+@pytest.mark.parametrize(
+    "compared",
+    [by_name, by_instance, *(pytest.param(one, marks=pytest.mark.trainer) for one in (by_rllm, by_areal, by_cookbook))],
+)
+def test_a_door_compares_what_the_samples_name(compared: Callable[..., list[list[int]]]) -> None:
+    """Solvers of one problem with each other; before, every door compared them with solvers of other problems."""
+    assert compared(proposed()) == COMPARED
+
+
+@pytest.mark.parametrize("door", [of_advantages, of_slime_centred, of_slime_scaled])
+def test_advantages_are_those_of_the_named_comparison(door: Door) -> None:
+    """Of prime-rl, tinker's datums and TRL's worker, and of slime: they add up to 0 in each comparison."""
+    values = door(proposed())
+    assert [sum(values[at] for at in members) for members in COMPARED] == pytest.approx([0, 0, 0], abs=1e-5)
+    assert values[1] == pytest.approx(values[5])
+
+
+@pytest.mark.parametrize(
+    ("door", "message"),
+    [
+        (of_trl_rollout_func, "comparison: got 'episode'; expected seat: TRL compares the rows of one prompt"),
+        (of_nemo, "its prompt ids: got .*NeMo-RL compares the rewards of one prompt"),
+        (tinker.to_trajectory_group, "expected the samples of one group whose rewards are compared"),
+    ],
+)
+def test_a_door_that_compares_otherwise_refuses(door: Any, message: str) -> None:
+    """By name, and not in silence."""
+    if door is of_nemo:
+        pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=message):
+        door(proposed())
+
+
+def test_openrlhf_takes_comparisons_of_one_size(tmp_path: Path) -> None:
+    """It compares rows by their position: as many rows for each comparison, next to each other, or a refusal."""
+    with pytest.raises(ConfigError, match=r"rows of a comparison: got \[2, 3\]; expected as many rows for each"):
+        openrlhf.write_batch(proposed(), tmp_path / "rows.jsonl")
+    openrlhf.write_batch(proposed(3), tmp_path / "rows.jsonl")
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
+    assert [row["reward"] for row in rows] == [0, 1, 2, 1, 0, 0, 2, 1, 1, 3, 2, 2]
+
+
+@pytest.mark.trainer
+def test_a_group_of_all_seats_is_one_of_the_cookbook() -> None:
+    """``by="group"`` is the caller's word; before, it was refused as two seats."""
+    pytest.importorskip("tinker_cookbook.rl.types")
+    samples = two_seats()
+    (group,) = tinker.to_trajectory_groups(samples, by="group")
+    assert list(group.final_rewards_G) == [sample.reward for sample in samples]
+
+
+def test_the_same_word_in_the_metadata_of_one_agent_is_the_users() -> None:
+    """Only samples with a seat have a comparison; a wrong word there is refused."""
+    samples = scored_groups(1, 2)
+    for sample in samples:
+        sample.metadata[COMPARISON] = "of two texts"
+    assert by_name(samples) == [[0, 1]]
+    samples[0].seat = "solver"
+    with pytest.raises(ConfigError, match=r"metadata\['seat_comparison'\]: got 'of two texts'; expected one of"):
+        by_name(samples)

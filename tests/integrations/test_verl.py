@@ -30,6 +30,7 @@ from rollouts.integrations.verl import (
 )
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.renderer import load_tokenizer
+from rollouts.runs.writer import RunWriter
 from rollouts.training.rows import by_rollout, row_images, split, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
@@ -803,6 +804,37 @@ def test_a_wrong_option_of_the_manager_is_refused(options: dict[str, Any], messa
         RolloutsManager(config, None, None, options)
 
 
+@pytest.mark.parametrize(("seats", "by"), [(2, "seat"), (1, "episode")])
+def test_seats_that_verl_would_compare_otherwise_are_refused_at_the_start(seats: int, by: str) -> None:
+    """It compares all rows of a prompt; before, the first group of the run was refused."""
+    options = {"recipe": "tests/integrations/verl_recipe.py", "recipe_options": {"seats": seats, "by": by}}
+    config = Namespace(actor_rollout_ref=Namespace(rollout=None))
+    with pytest.raises(
+        ConfigError, match=r"recipe: comparisons of its seats: got .*verl compares all rows of a prompt"
+    ):
+        RolloutsManager(config, None, None, options)
+
+
+@pytest.mark.parametrize(("seats", "by"), [(1, "seat"), (2, "group")])
+def test_seats_that_verl_compares_alike_are_taken(seats: int, by: str) -> None:
+    """One trained seat, or all compared with each other."""
+    options = {"recipe": "tests/integrations/verl_recipe.py", "recipe_options": {"seats": seats, "by": by}}
+    RolloutsManager(Namespace(actor_rollout_ref=Namespace(rollout=None)), None, None, options).close()
+
+
+def test_a_stored_run_of_two_seats_is_refused_at_the_start(tmp_path: Path) -> None:
+    """By its first group."""
+    samples = scored_groups(1, 2)
+    for sample, seat in zip(samples, ("black", "white"), strict=True):
+        sample.seat = seat
+    writer = RunWriter(tmp_path / "run", {"recipe": "test"})
+    writer.write_batch(samples, {})
+    writer.finish("finished")
+    config = Namespace(actor_rollout_ref=Namespace(rollout=None))
+    with pytest.raises(ConfigError, match=r"run: comparisons of its seats: got .*'black': 'seat'"):
+        RolloutsManager(config, None, None, {"run": str(tmp_path / "run")})
+
+
 @trainer_test
 def test_a_validation_plays_verls_own_prompts(demo_tokenizer: Any, store: Store) -> None:
     """Each of them ``val_kwargs.n`` times, greedily, into the partition of validations, with its data source."""
@@ -859,8 +891,6 @@ def test_a_prompt_without_a_group_is_a_failure(demo_tokenizer: Any, store: Store
 @trainer_test
 async def test_a_stored_run_feeds_verl(demo_tokenizer: Any, store: Store, tmp_path: Path) -> None:
     """Its groups fill the prompts in order; a prompt for which none is left is a failure."""
-    from rollouts.runs.writer import RunWriter
-
     samples = scored_groups(2, 2)
     writer = RunWriter(tmp_path / "run", {"recipe": "test"})
     writer.write_batch(samples, {})

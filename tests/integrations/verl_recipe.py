@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from rollouts.dtypes import Endpoint
+from typing import Any
+
+from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.recipe import Recipe, agent_recipe
 from rollouts.recipes.configs.calculator import exact_answer_reward
+from rollouts.seats import Seat, play_recipe
 from rollouts.training import Sample
 
 PLAYED: list[Sample] = []
@@ -22,8 +25,18 @@ def is_one(sample: Sample) -> float:
     return float(sample.response.startswith("1"))
 
 
-def recipe(endpoint: Endpoint, *, long: int = 0) -> Recipe:
-    """Whole groups of the digits 1 to 3; all groups are kept. The first ``long`` prompts have 2,000 words."""
+async def asks_none(seats: Any, prompt: Prompt) -> None:
+    """A play that is never played."""
+
+
+def recipe(endpoint: Endpoint, *, long: int = 0, seats: int = 0, by: str = "seat") -> Recipe:
+    """Whole groups of the digits 1 to 3; all groups are kept. The first ``long`` prompts have 2,000 words.
+
+    With ``seats`` its rollouts are plays of so many trained seats, compared as ``by`` says.
+    """
+    if seats:
+        named = {f"player{number}": Seat() for number in range(seats)}
+        return play_recipe("players", endpoint, asks_none, ["Begin."], seats=named, by=by)
     return agent_recipe(
         "digits",
         endpoint,

@@ -24,11 +24,13 @@ from rollouts.recipes.environments.kuhn import kuhn_deals, play
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
-from rollouts.seats import Seat, gather, generate_play_batch, play_rollout_to_samples
+from rollouts.seats import Seat, gather, generate_play_batch, play_recipe, play_rollout_to_samples
+from rollouts.seats.play import trained_comparisons
 from rollouts.seats.seat import check_seats
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, Status
 from rollouts.training.branches import by_rollout
+from rollouts.training.comparisons import comparison_of
 from rollouts.training.sample_laws import check_sample
 from rollouts.trajectory import digest
 
@@ -437,6 +439,19 @@ async def test_verify_finds_each_mutation(renderer: Renderer, tmp_path: Path, ch
     assert not [one for one in sound.violations if "metadata" in one.place or one.law in (1, 2, 3, 5)]
     report = await stored_run(renderer, tmp_path / "changed", change)
     assert law in {violation.law for violation in report.violations if violation not in sound.violations}
+
+
+async def test_the_comparison_of_a_play_travels_with_its_samples(renderer: Renderer) -> None:
+    """``by=`` of a play is what advantages, filter and trainers find in its samples, whatever the prompt's data say."""
+    by = {"black": "episode"}
+    prompt = Prompt("deal", metadata={"seat_comparison": "group"}, group_index=0, index=0)
+    samples = await played(renderer, duel, speaker(renderer, lambda text: "hm"), DUEL, by=by, prompt=prompt)
+    assert [comparison_of(sample) for sample in samples] == ["seat", "episode"]
+    recipe = play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=by)
+    assert trained_comparisons(recipe.bound) == {"white": "seat", "black": "episode"}
+    for wrong in ("game", {"black": "game"}, {"umpire": "episode"}):
+        with pytest.raises(ConfigError, match="by: got"):
+            play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=wrong)
 
 
 def test_seats_are_checked_before_any_work() -> None:

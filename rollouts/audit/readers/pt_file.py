@@ -10,6 +10,7 @@ The format is that of torch 1.6 and later: an uncompressed zip archive with one 
 from __future__ import annotations
 
 import collections
+import math
 import pickle
 import zipfile
 from pathlib import Path
@@ -98,6 +99,10 @@ class _Array:
         return self.value.tolist()
 
 
+_MOST_REPEATED = 1 << 24
+"""Elements of a tensor that has some of its storage more than once; a few bytes of a file could claim any number."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Loads the pickle of an archive; names are methods of this object, so that the file cannot change them."""
 
@@ -138,6 +143,8 @@ class _Unpickler(pickle.Unpickler):
         last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
         if min((offset, *size, *stride)) < 0 or (0 not in size and last >= len(storage)):
             raise ValueError(f"a tensor of {size} from {offset} in a storage of {len(storage)}")
+        if math.prod(size) > max(len(storage), _MOST_REPEATED):
+            raise ValueError(f"a tensor of {size}, which repeats a storage of {len(storage)}")
         steps = [step * storage.itemsize for step in stride]
         return np.lib.stride_tricks.as_strided(storage[offset:], size, steps, writeable=False)
 

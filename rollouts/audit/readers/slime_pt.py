@@ -27,7 +27,7 @@ class _Sample(msgspec.Struct):
     tokens: list[int]
     response_length: int
     status: str
-    response: str = ""
+    response: str | None = None
     prompt: Any = None
     label: Any = None
     reward: Any = None
@@ -70,7 +70,7 @@ def _row(place: str, sample: _Sample) -> Iterator[AuditedRow]:
         tokens=sample.tokens,
         mask=[0] * before + mask,
         logprobs=None if logprobs is None else [0.0] * before + logprobs,
-        texts=[(before, width, sample.response)],
+        texts=() if sample.response is None else [(before, width, sample.response)],
         group=sample.group_index,
         rollout=None if one is None else (sample.group_index, one),
         prompt=sample.prompt,

@@ -56,7 +56,7 @@ def _row(place: str, row: dict[str, Any], numeric: list[str]) -> AuditedRow:
     return AuditedRow(
         place,
         group=(row["step"], repr(row["prompt"])),
-        rewards=[reward for reward in rewards if reward is not None] if several else rewards,
+        rewards=([reward for reward in rewards if reward is not None] or [None]) if several else rewards,
         advantage=row["advantage"],
     )
 

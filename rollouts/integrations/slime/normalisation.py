@@ -2,8 +2,8 @@
 
 Invariant: ``group_index`` determines a sample's group and ``rollout_id`` its rollout, at any position in the batch;
 each rollout counts once, however many samples it forked into, and removed samples do not count. A sample whose metadata
-has a ``seat`` is compared with the group's samples of that seat only. For groups of equal size, in order, the results
-equal slime's (slime 0.3.1, ray/rollout.py: RolloutManager._post_process_rewards).
+has a ``seat`` is compared with the group's samples of that seat only, or as its ``seat_comparison`` says. For groups of
+equal size, in order, the results equal slime's (slime 0.3.1, ray/rollout.py: RolloutManager._post_process_rewards).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.scoring import plain_reward
-from rollouts.training.comparisons import seat_of
+from rollouts.training.comparisons import comparison_keys, seat_of
 
 __all__ = ["normalise_rewards"]
 
@@ -47,8 +47,8 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
         raise ConfigError.of("group_index", "None on some samples", "a number on every sample, or on none")
     scale = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
     groups: dict[Any, list[int]] = {}
-    for position, sample in enumerate(samples):
-        groups.setdefault((sample.group_index, seat_of(sample)[0]), []).append(position)
+    for position, key in enumerate(comparison_keys(samples)):
+        groups.setdefault(key, []).append(position)
     rewards = [0.0] * len(raw)
     for positions in groups.values():
         kept = _kept([(samples[position], raw[position]) for position in positions])

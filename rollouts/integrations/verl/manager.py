@@ -29,6 +29,7 @@ from rollouts.integrations.episodes import prompt_of, recipe_of
 from rollouts.integrations.verl.agent_loop import ServerManagerPolicy, plain, sampling_of
 from rollouts.integrations.verl.rows import put_group, worker
 from rollouts.runs.reader import load_run
+from rollouts.training.comparisons import COMPARISON, comparison_keys, comparison_of
 from rollouts.training.evaluation import run_evaluation
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import by_rollout
@@ -62,10 +63,23 @@ class RolloutsManager:
         if (options.get("recipe") is None) == (options.get("run") is None):
             raise ConfigError.of("recipe, run", options, "one of them")
         if options.get("run") is not None:
-            self._stored = iter(load_run(Path(options["run"])).groups())
+            groups = iter(load_run(Path(options["run"])).groups())
+            first = next(groups, [])
+            _check_compared("run", first)
+            self._stored = itertools.chain([first] if first else [], groups)
         else:
             self.recipe = recipe_of(options["recipe"], options.get("recipe_options"))
             self.recipe.with_options(policy=None, tokenizer=None, sampling=None)  # refused if its function takes none
+            ask = getattr(getattr(self.recipe.config.generate_fn, "func", None), "comparisons", None)
+            kinds: dict[str, str] = {} if ask is None else ask(self.recipe.bound)
+            _check_compared(
+                "recipe",
+                [
+                    Sample(group_index=0, rollout_id=number, seat=name, metadata={COMPARISON: kind})
+                    for name, kind in kinds.items()
+                    for number in (0, 1)
+                ],
+            )
         self._portal_context = anyio.from_thread.start_blocking_portal()
         self._portal = self._portal_context.__enter__()
         self._tasks: list[Future[None]] = []
@@ -239,6 +253,17 @@ class _Filler:
 
     step: int = 0
     manager: Any = None
+
+
+def _check_compared(what: str, samples: Sequence[Sample]) -> None:
+    """Check that the rewards of a group are all compared with each other, as verl does with the rows of a prompt.
+
+    (verl 0.9.1, trainer/ppo/core_algos.py: compute_grpo_outcome_advantage)
+    """
+    if len(set(comparison_keys(samples))) > 1:
+        seats = {sample.seat: comparison_of(sample) for sample in samples}
+        expected = "one trained seat compared by seat, or all by group: verl compares all rows of a prompt"
+        raise ConfigError.of(f"{what}: comparisons of its seats", seats, expected)
 
 
 def _entry(column: Any, number: int) -> Any:

@@ -19,11 +19,10 @@ import anyio
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
-    by_conversation,
     check_fields,
     check_temperature,
-    group_name,
     reward_of_branches,
     row_images,
     split,
@@ -96,7 +95,7 @@ def to_outputs(
 async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int | None = None) -> Any:
     """Samples as the ``DataProto`` of a step of verl v0, made by verl's own functions; one row a sample, in order.
 
-    Its ``uid`` is the group index, with the seat if there is one, for verl's advantages.
+    Its ``uid`` is the name of its comparison, for verl's advantages.
 
     Args:
         samples: finished and scored; none of a rollout that forked, which v0 cannot tell from a group.
@@ -120,7 +119,7 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         rollouts.add(conversation)
         _check_images(sample, output, worker)
         padded.append(await worker._agent_loop_postprocess(output, False, raw_prompt=sample.messages))
-    uids = np.array([group_name(sample) for sample in samples], dtype=object)
+    uids = np.array([comparison_name(sample) for sample in samples], dtype=object)
     return worker._postprocess(padded, input_non_tensor_batch={"uid": uids})
 
 
@@ -176,7 +175,7 @@ async def put_group(
     """Put the rows of one group into the TransferQueue of verl V1, and mark its prompt as finished.
 
     Args:
-        samples: all rollouts of one prompt, with their branches; of one seat, since verl compares rows of one ``uid``.
+        samples: all rollouts of one prompt, with their branches; of one comparison: verl compares rows of one ``uid``.
         worker: see :func:`worker`; of the class behind ``AgentLoopWorkerTQ``.
         uid: the prompt's key.
         global_steps: the step in which the prompt was first dispatched; verl drops or awaits groups by it
@@ -194,9 +193,9 @@ async def put_group(
 
     if "_" in uid:
         raise ConfigError.of("uid", uid, "a key without an underscore: verl would find no rows of it")
-    seats = sorted({sample.seat for sample in samples})
-    if len(seats) > 1:
-        raise ConfigError.of("put_group(samples)", f"seats {seats}", "samples of one seat: a uid for each seat")
+    compared = sorted({comparison_name(sample) for sample in samples})
+    if len(compared) > 1:
+        raise ConfigError.of("put_group(samples)", compared, "one comparison: a uid for each, such as each seat")
     of_verl = worker.rollout_config.val_kwargs if partition == "val" else worker.rollout_config
     options = {"version": version, "temperature": of_verl.temperature}
     rollouts = [to_outputs(branches, **options) for branches in by_conversation(samples)]

@@ -10,6 +10,9 @@ import attrs
 
 __all__ = ["GuestNames"]
 
+_WITH_TEXT_OF_CLIENTS = ("unknown_route/", "unknown_field/", "server_tool/", "not_enforced/include/")
+"""The kinds of counts that clients name. Every other name stands in this package, and is counted as it is."""
+
 
 @attrs.define
 class GuestNames:
@@ -24,8 +27,11 @@ class GuestNames:
 
     def of(self, name: str) -> str:
         """The name to count under: ``name`` without control characters, or ``KIND/other``."""
+        kind = next((kind for kind in _WITH_TEXT_OF_CLIENTS if name.startswith(kind)), None)
+        if kind is None:
+            return name
         name = "".join(letter if " " <= letter <= "~" else "?" for letter in name)
         if name not in self._known and len(self._known) >= self.most:
-            return f"{name.partition('/')[0]}/other"
+            return f"{kind}other"
         self._known.add(name)
         return name

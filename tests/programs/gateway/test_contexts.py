@@ -73,6 +73,18 @@ async def test_two_equal_replies_are_not_taken_for_one() -> None:
     assert sorted(children) == [1, 2]
 
 
+async def test_of_replies_with_equal_calls_the_one_with_this_text_is_meant() -> None:
+    """Also where other ids have named it: the text is the model's, the id is the program's."""
+    script = replies(calling("sun", text="Left."), calling("sun", text="Right."))
+    async with session_of(ScriptedPolicy(script)) as session:
+        left = await ask(session, "Hi")
+        await ask(session, "Hi")
+        for name in ("a", "b"):
+            await ask(session, "Hi", renamed(left, name), Message("tool", f"S{name}", tool_call_id=name))
+        children = [len(root.children) for root in session.tree.roots]
+    assert children == [2, 0]
+
+
 @pytest.mark.parametrize("change", ["name", "arguments", "place"])
 async def test_another_call_with_an_unknown_id_is_a_root(change: str) -> None:
     """Calls that the model did not write there are the program's."""

@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest
 from rollouts.programs.gateway.connections import Listener
 from rollouts.programs.gateway.guest_names import GuestNames
-from rollouts.programs.gateway.server import Gateway
+from rollouts.programs.gateway.server import WIRES, Gateway
 from rollouts.programs.gateway.types import ApiError, CallRequest
 from rollouts.testing.policy import ScriptedPolicy
 from tests.fuzzing import fuzz, mutated_json, odd_values
@@ -234,6 +234,34 @@ async def test_the_names_that_clients_make_are_limited_for_all_sessions_together
         assert len(names) == 31
         assert "unknown_route/other" in names
         assert all(name.isprintable() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("path", "googles"),
+    [
+        ("/v1beta/models/m:generateContent", True),
+        ("/v1beta/models", True),
+        ("/v1alpha/models/m:countTokens", True),
+        ("/v1beta1/projects/p/models/m:predict", True),
+        ("/v1/models/m:streamGenerateContent?alt=sse", True),
+        ("/v1/models/m:batchEmbedContents", True),
+        ("/v1/models/m:free", False),
+        ("/v1/moderations", False),
+    ],
+)
+async def test_a_request_of_googles_api_is_answered_in_its_form(path: str, googles: bool) -> None:
+    """Its clients read ``error.status`` and send another header; a colon alone in a name does not make it Google's."""
+    async with serving() as client:
+        key = {"x-goog-api-key": client.session.key} if googles else {"authorization": f"Bearer {client.session.key}"}
+        async with client.http.post(f"{client.base}{path}", json={}, headers=key) as response:
+            assert response.status == 404
+            error = (await response.json())["error"]
+    if googles:
+        assert (error["code"], error["status"]) == (404, "NOT_FOUND")
+        assert all(api in error["message"] for api in WIRES)
+        assert sum(client.session.counts.values()) == 1
+    else:
+        assert "status" not in error
 
 
 async def test_a_websocket_is_refused() -> None:
