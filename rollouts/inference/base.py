@@ -143,6 +143,11 @@ class PolicyWrapper:
         """Whether requests may have images."""
         return bool(getattr(self.inner, "takes_images", False))
 
+    @property
+    def minimum_delays_stops(self) -> bool:
+        """Whether no stop string ends a reply within its ``min_new_tokens``."""
+        return bool(getattr(self.inner, "minimum_delays_stops", False))
+
     async def describe(self) -> ServerInfo:
         return await self.inner.describe()
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 import attrs
 
 from rollouts.dtypes import Completion
-from rollouts.inference.base import CompletionRequest, PolicyWrapper, PriorityOrder
+from rollouts.inference.base import CompletionRequest, PolicyWrapper, PriorityOrder, describe_as
 from rollouts.inference.resumable import InterruptiblePolicy
 
 __all__ = ["RolloutPriority", "behind_training"]
@@ -51,6 +51,7 @@ class RolloutPriority(PolicyWrapper):
         super().__init__(inner)
         self._urgency = urgency
         self._order = order
+        describe_as(self, inner)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         order = await self._order()

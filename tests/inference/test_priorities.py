@@ -106,3 +106,12 @@ def test_vllm_gets_it_in_the_body() -> None:
     assert msgspec.json.decode(body)["priority"] == -2
     body, _ = vllm_wire.request_body("r", ids, options)
     assert "priority" not in msgspec.json.decode(body)
+
+
+async def test_the_policy_of_a_rollout_stops_as_its_servers_do() -> None:
+    """With priorities as without: vLLM ends no reply within ``min_new_tokens``, and a reply is cut by the same rule."""
+    for kind in (SGLangPolicy, VLLMPolicy):
+        for wanted in (False, True):
+            async with kind(Endpoint(base_url="http://127.0.0.1:1", priority=wanted)) as policy:
+                found = getattr(policy.of_rollout(behind_training), "minimum_delays_stops", None)
+                assert found == (kind is VLLMPolicy)

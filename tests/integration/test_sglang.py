@@ -487,16 +487,25 @@ async def test_priorities(python: Path, tmp_path: Path, report_line: Callable[[s
 
 
 async def test_calls_of_strict_tools_fit_their_schemas(
-    server: SGLangServer, report_line: Callable[[str], None]
+    python: Path, tmp_path: Path, report_line: Callable[[str], None]
 ) -> None:
     """The server holds them to it, and leaves the rest free; the record says that the logprobs are under the form."""
+    server = SGLangServer(python, DEMO_MODEL, tmp_path / "server.log", "--grammar-backend", "xgrammar")
+    await anyio.to_thread.run_sync(server.start)
+    try:
+        await check_strict_tools(server.endpoint, report_line)
+    finally:
+        await anyio.to_thread.run_sync(server.stop)
+
+
+async def check_strict_tools(endpoint: Endpoint, report_line: Callable[[str], None]) -> None:
     one = {"enum": [1]}
     schema = {"type": "object", "properties": {"a": one, "b": one}, "required": ["a", "b"]}
     add, *others = CalculatorEnvironment().tools
     tools = (attrs.evolve(add, parameters={**schema, "additionalProperties": False}), *others)
     found: dict[bool, list[object]] = {True: [], False: []}
     sampling = SamplingParams(max_new_tokens=96)
-    async with SGLangPolicy(server.endpoint) as policy:
+    async with SGLangPolicy(endpoint) as policy:
         assert (await policy.describe()).has_structural_tags
         for strict, calls in found.items():
             async with session_of(policy, sampling=sampling, max_context=1024) as session:
