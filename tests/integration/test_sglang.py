@@ -57,6 +57,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 TOLERANCE = 2e-5  # rounding of float32: in runs of some 21,000 tokens the largest difference was 7e-6 to 1.0e-5
 """Largest difference of a logprob in float32."""
 proven = functools.partial(proven_within, tolerance=TOLERANCE)
+ADAPTER_TOLERANCE = 3e-5  # base and adapter are rounded separately: the largest of 930 tokens was 2.0e-5
 OUTAGE_SECONDS = 90.0
 SOAK_SECONDS, MAX_SOAK_SECONDS = 40.0, 600.0
 SOAK_TOLERANCE = 1e-4  # random prompts have rare tokens, which round more: the largest of 10,000 tokens was 2.5e-5
@@ -452,7 +453,7 @@ async def test_adapters_are_updated_under_load(
         server.stop()
         pytest.skip("SGLang 0.5.23 pins memory for LoRA also on a CPU, where torch cannot (lora/layers.py)")
     try:
-        await check_adapters(server.endpoint, tmp_path, while_running, TOLERANCE)
+        await check_adapters(server.endpoint, tmp_path, while_running, ADAPTER_TOLERANCE)
     finally:
         server.stop()
 
