@@ -398,7 +398,7 @@ async def _session(
         raise ConfigError.of("context_window", None, "a number of tokens: the server does not report its context")
     window = min(size for size in (known, context_window) if size is not None)
     session = ProgramSession(
-        resuming(client, renderer.decode),
+        resuming(client, renderer.decode, prompt.urgency),
         renderer,
         sampling or endpoint.sampling,
         name=f"{prompt.group_index}/{prompt.index}/{prompt.replacement}",
@@ -596,7 +596,7 @@ async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
 
 
 def _without_log(prompt: Prompt) -> Prompt:
-    return prompt if prompt.turn_log is None else attrs.evolve(prompt, turn_log=None)
+    return attrs.evolve(prompt, turn_log=None, urgency=None)
 
 
 def _returned(value: Any, name: str) -> dict[str, Any]:

@@ -270,6 +270,7 @@ class AllOptions(RecipeOptions, RendererOptions, total=False):
     json_schema: str | None
     regex: str | None
     ebnf: str | None
+    structural_tag: str | None
     seed: int | None
     """Of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one."""
     shuffled: bool
