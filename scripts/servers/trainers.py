@@ -135,7 +135,7 @@ TRAINERS: dict[str, Trainer] = {
         stubs=("torchaudio",),
     ),
     "dumps": Trainer(
-        tests=("tests/audit/readers",),
+        tests=("-s", "tests/audit/readers"),
         packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow", "verifiers==0.4.0"),
     ),
     "environments": Trainer(

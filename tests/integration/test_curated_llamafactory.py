@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 from rollouts.curation import Selection, curate, write_folder
 from tests.integration.curated_runs import MODEL, store_run
 
-os.environ["DISABLE_VERSION_CHECK"] = "1"  # it refuses newer transformers and datasets at its import
 pytest.importorskip("llamafactory", reason="llamafactory is not installed")
 
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]  # of llamafactory and its dependencies
@@ -23,6 +23,14 @@ SELECTION = Selection(where="pass_rate in 0.01..0.99")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(autouse=True)
+def newer_packages() -> Iterator[None]:
+    """LLaMA-Factory refuses the transformers and datasets of this environment without this variable."""
+    os.environ["DISABLE_VERSION_CHECK"] = "1"
+    yield
+    del os.environ["DISABLE_VERSION_CHECK"]
 
 
 def loaded(out: Path, **options: Any) -> Any:

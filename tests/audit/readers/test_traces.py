@@ -7,6 +7,7 @@ import importlib
 import itertools
 import operator
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,15 @@ def test_traces_that_verifiers_writes_raise_no_alarm(rewritten: bool, tmp_path: 
     assert report.judged["roles"] == report.judged["text"] // (1 if rewritten else 2) == report.rows
 
 
-def test_traces_of_an_environment_raise_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_of_an_environment_raise_no_alarm(tmp_path: Path) -> None:
     """Environment, interception server, train client and renderer of verifiers; three turns with tool calls each."""
     from verifiers.v1.utils.trace_store import write_episode
 
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benches"))  # verifiers finds plug-ins by the name of a module
-    module = importlib.import_module("peers_verifiers")
+    sys.path.insert(0, str(ROOT / "scripts" / "benches"))  # verifiers finds plug-ins by the name of a module
+    try:
+        module = importlib.import_module("peers_verifiers")
+    finally:
+        sys.path.pop(0)
     job = Job.of(str(DEMO_MODEL))
     prompts = [prompt for prompt in job.prompts(0)[:4] for _ in range(4)]
     with canned_server(job.canned) as url:
