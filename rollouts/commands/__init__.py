@@ -163,8 +163,21 @@ class _MainParser(_Parser):
         if verb is not None and not unknown:
             names = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
             known = [option for option in verb._option_string_actions if option.startswith("--")]
-            message += "".join(did_you_mean(name, known) for name in names)
+            hints = "".join(_of_recipe(name, known) or did_you_mean(name, known) for name in names)
+            if not hints and "--set" in known:
+                hints = " (options of the recipe are --set NAME=VALUE)"
+            message += hints
         super().error(message)
+
+
+def _of_recipe(argument: str, known: Sequence[str]) -> str:
+    """A hint for an argument that is an option of every recipe; empty for others, and for verbs without ``--set``."""
+    from rollouts.recipe import OPTION_DEFAULTS  # here: only an error needs it
+
+    option = argument.removeprefix("--").replace("-", "_")
+    if "--set" not in known or option not in OPTION_DEFAULTS:
+        return ""
+    return f" (an option of the recipe: --set {option}=VALUE)"
 
 
 def _with_present_name(arguments: Sequence[str]) -> list[str]:

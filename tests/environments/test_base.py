@@ -133,6 +133,57 @@ def test_an_argument_without_a_type_is_refused() -> None:
         _ = Vague().tools
 
 
+def test_an_argument_of_a_type_without_a_schema_is_refused() -> None:
+    """By method, argument and type: a model writes JSON."""
+
+    class Place:
+        pass
+
+    class Vague(ToolEnvironment):
+        @tool
+        def look(self, where: str, place: Place) -> str:
+            return ""
+
+    Vague.look.__annotations__["place"] = Place
+    Vague.look.__annotations__["where"] = str
+    with pytest.raises(ConfigError, match=r"look\(place\): got <class '.*Place'>; expected a type of JSON"):
+        _ = Vague().tools
+
+
+@pytest.mark.parametrize("kind", ["function", "static", "empty"])
+def test_a_tool_without_self_is_refused(kind: str) -> None:
+    """Its first argument would get the environment, and the model would not see that argument."""
+
+    class Selfless(ToolEnvironment):
+        if kind == "function":
+
+            @tool
+            def look(at: str, near: int) -> str:  # type: ignore[misc]  # noqa: N805
+                return ""
+
+        elif kind == "static":
+
+            @tool
+            @staticmethod
+            def look(at: str, near: int) -> str:
+                return ""
+
+        else:
+
+            @tool
+            def look() -> str:  # type: ignore[misc]
+                return ""
+
+    with pytest.raises(ConfigError, match=r"look: got '\(.*\)'; expected self as the first argument"):
+        _ = Selfless().tools
+
+
+def test_a_description_in_the_decorator_is_refused() -> None:
+    """The docstring of the method is the description."""
+    with pytest.raises(ConfigError, match=r"@tool: got 'Look\.'; expected no arguments"):
+        tool("Look.")  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize("kind", ["positional", "keyword"])
 def test_arguments_without_names_are_refused(kind: str) -> None:
     """A schema cannot describe ``*args`` and ``**kwargs``; otherwise each call of the tool would crash."""
