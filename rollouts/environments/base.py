@@ -10,7 +10,7 @@ import functools
 import inspect
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
 import anyio.to_thread
@@ -375,7 +375,8 @@ class ToolEnvironment:
 
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
-            return await self.answer(reply)
+            answer: StepResult | Awaitable[StepResult] = self.answer(reply)
+            return answer if isinstance(answer, StepResult) else await answer
         messages: list[Message] = []
         rewards: list[float] = []
         times: list[Span] = []

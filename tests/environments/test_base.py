@@ -114,6 +114,16 @@ async def test_a_reply_without_calls_ends_the_episode() -> None:
     assert not (await Patient().step(Message("assistant", "bye"))).done
 
 
+async def test_an_answer_may_be_sync() -> None:
+    """As ``start``, ``step`` and the tools may."""
+
+    class Patient(Shop):
+        def answer(self, reply: Message) -> StepResult:  # type: ignore[override]
+            return StepResult(done=False)
+
+    assert not (await Patient().step(Message("assistant", "bye"))).done
+
+
 async def test_the_system_prompt_opens_once() -> None:
     """The prompt's own system message wins."""
     own = Prompt([Message("system", "Be long."), Message("user", "hi")])
