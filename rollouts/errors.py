@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
@@ -41,13 +42,12 @@ __all__ = [
     "shortened",
     "source_line",
     "text_of",
+    "without_password",
 ]
-
 
 CAUSES = ("endpoint", "environment_start", "environment_step", "verifier", "reward", "filter", "generate", "deadline")
 """Why rollouts fail, by the boundary in which the error was raised. The model is never the cause: a malformed tool call
 is answered with an error message, and a limit is a stop reason."""
-
 
 _OfUsers = Literal["environment_start", "environment_step", "verifier", "reward", "filter"]
 Kind: TypeAlias = (
@@ -251,3 +251,8 @@ def is_of_users(filename: str) -> bool:
 
 _RECIPES = str(Path(__file__).parent / "recipes")
 _NOT_OF_USERS = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
+
+
+def without_password(text: str) -> str:
+    """Text for printing, without the user names and passwords of its URLs."""
+    return re.sub(r"//[^/@\s]*@", "//", text)

@@ -258,7 +258,7 @@ class Trajectory:
         self._check_not_sealed()
         start, stop = self._length, self._length + len(tokens)
         if stop > len(self._tokens):
-            grown = np.empty(stop + stop // 8, np.int32)
+            grown = np.empty(stop + stop // 2, np.int32)
             grown[:start] = self._tokens[:start]
             self._tokens, self._readable = grown, frozen(grown.view())
         self._tokens[start:stop] = tokens

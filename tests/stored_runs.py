@@ -15,7 +15,7 @@ import numpy as np
 from rollouts.dtypes import Completion, Message, Prompt, StopReason, VersionSpan
 from rollouts.errors import RolloutsError
 from rollouts.runs.checksums import CHECKSUM, sealed
-from rollouts.runs.resume import begin
+from rollouts.runs.start import begin
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, trajectory_to_sample
 from rollouts.trajectory import Trajectory, digest

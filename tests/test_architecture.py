@@ -33,14 +33,12 @@ FLOORS: dict[str, int] = {
     "rollouts.environments": 5,
     "rollouts.inference": 5,
     "rollouts.agent": 6,
-    "rollouts.conformance": 6,
     "rollouts.testing": 7,
     "rollouts.training": 7,
     "rollouts.observability": 8,
     "rollouts.recipe": 8,
     "rollouts.rewards": 8,
     "rollouts.programs": 9,
-    "rollouts.recipe_files": 9,
     "rollouts.runs": 9,
     "rollouts.audit": 10,
     "rollouts.chat_api": 10,
@@ -187,8 +185,8 @@ MOST_PHRASES: dict[str, int] = {
     "scripts": 11,
     "tests": 21,
     "tests/agent": 2,
-    "tests/base": 2,
-    "tests/distributed": 3,
+    "tests/base": 1,
+    "tests/distributed": 2,
     "tests/environments": 4,
     "tests/inference": 1,
     "tests/integration": 20,
@@ -200,6 +198,14 @@ MOST_PHRASES: dict[str, int] = {
     "tests/training": 5,
 }
 """The most ``PHRASES`` of each folder; 0 without an entry. The numbers only go down."""
+
+
+MOST_CLASS_LINES: dict[str, int] = {
+    "rollouts.integrations.slime.pipeline.Pipeline": 476,
+    "rollouts.integrations.slime.session.TrainerRollouts": 383,
+}
+"""The most lines of a class, where it is more than ``CLASS_LINES``. The numbers only go down."""
+CLASS_LINES = 350
 
 
 @attrs.frozen
@@ -420,6 +426,18 @@ def raw_prints(root: Path) -> list[str]:
     return found
 
 
+def long_classes(root: Path) -> list[str]:
+    """Classes that cannot be held in the head: of more than ``CLASS_LINES`` lines, docstrings included."""
+    return [
+        f"{module}.{node.name}: {lines} lines, at most {most}"
+        for module, path in modules_of(root).items()
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.ClassDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1)
+        > (most := MOST_CLASS_LINES.get(f"{module}.{node.name}", CLASS_LINES))
+    ]
+
+
 def stray_tests(root: Path) -> list[str]:
     """Test files that mirror no module and are on no list. ``tests/integration`` is free."""
     tests = root / "tests"
@@ -486,6 +504,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     loose_tasks,
     context_variables,
     raw_prints,
+    long_classes,
     stray_tests,
     old_words,
     phrases,
@@ -563,6 +582,11 @@ PLANTED: list[tuple[Callable[[Path], list[str]], dict[str, str], str]] = [
     (raw_prints, {"rollouts/runs/a.py": "x = 1\nprint(x)"}, "rollouts.runs.a, line 2: print; expected say"),
     (raw_prints, {"rollouts/runs/a.py": "from rich.console import Console\nConsole()"}, "line 2: Console"),
     (raw_prints, {"rollouts/runs/a.py": "import sys\nsys.stdout.write('x')"}, "line 2: sys.stdout.write"),
+    (
+        long_classes,
+        {"rollouts/runs/a.py": "class A:\n" + "    x = 1\n" * 350},
+        "rollouts.runs.a.A: 351 lines, at most 350",
+    ),
     (stray_tests, {"tests/training/test_attic.py": ""}, "mirrors no module"),
     *(
         (old_words, {"rollouts/renderer/a.py": f"x = 1\n{text}\n"}, f"rollouts/renderer/a.py, line 2: {hit!r}")
@@ -628,14 +652,37 @@ def test_a_tidy_tree_passes(tmp_path: Path) -> None:
 
 
 CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "rollouts.training": (175, ("base",)),
-    "rollouts.training.filters": (700, ("base", "errors")),
+    "rollouts.training": (173, ("base",)),
+    "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7377,
+        7163,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
+    "rollouts.commands.run": (
+        24_719,
+        (
+            "agent",
+            "base",
+            "concurrency",
+            "dtypes",
+            "engine",
+            "environments",
+            "errors",
+            "http",
+            "inference",
+            "recipe",
+            "renderer",
+            "runs",
+            "testing",
+            "training",
+            "trajectory",
+            "views",
+        ),
+    ),
 }
-"""For each core module: the most lines that its import may load, and the packages. The lines only go down."""
+"""For each core module, and the command of a run: the most lines that its import may load, and the packages.
+
+The lines only go down."""
 
 
 @pytest.mark.parametrize("module", CLOSURES)

@@ -33,12 +33,11 @@ from rollouts.integrations.slime import close_rollouts
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import load_function
-from rollouts.programs import function_recipe
+from rollouts.programs import claude_code, function_recipe
 from rollouts.programs.gateway.session import SessionLimits
-from rollouts.programs.launchers import claude_code
 from rollouts.programs.launchers.workspace import RepositoryWorkspace
 from rollouts.programs.reward import repository_reward
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.recipes.environments.repositories.tasks import TASKS
 from rollouts.renderer import load_tokenizer
 from rollouts.sandboxes import NamespaceSandbox

@@ -469,3 +469,11 @@ def test_a_reader_of_text_refuses_images_by_name() -> None:
         Message("tool", ["plot: ", image]).only_text("the model X")
     assert str(caught.value) == f"content of a tool message: got {image!r}; expected text: the model X has no images"
     assert Message("tool", "plot").only_text("the model X") == "plot"
+
+
+def test_content_is_plain_text() -> None:
+    """Also where a data set has a subclass of ``str``, such as NumPy's."""
+    message = Message("user", np.str_("One?"))
+    assert type(message.content) is str
+    assert message == Message("user", "One?")
+    assert message.to_chat() == {"role": "user", "content": "One?"}

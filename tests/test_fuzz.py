@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Endpoint, Message, ToolCall
 from rollouts.errors import ConfigError, EndpointError, JournalError, RolloutsError, TokenMismatchError
+from rollouts.http.answers import message_of
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.generate_wire import read_completion
 from rollouts.inference.token_json import SequenceCache
-from rollouts.inference.wire_errors import error_of, message_of
-from rollouts.recipe_files import read_options
+from rollouts.inference.wire_errors import error_of
+from rollouts.recipe.files import read_options
 from rollouts.renderer.dialects import DIALECTS
 from rollouts.runs.journal import Columns, Journal, read_journal
 from rollouts.training.data_buffer import DataBuffer

@@ -45,7 +45,7 @@ from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import build, load_recipe, read_options, recipe_options
+from rollouts.recipe.files import build, load_recipe, read_options, recipe_options
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
 from rollouts.training.evaluation import (
     TaskScore,
@@ -115,7 +115,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     Raises:
         RolloutsError: an invalid recipe, an unreachable server, or the end of the prompts.
     """
-    began = time.monotonic()
+    entered = time.monotonic()
     source = lesson.checkpoint if lesson.resume else lesson.model
     async with contextlib.AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(_endpoint(lesson, source))
@@ -128,6 +128,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         board = stack.enter_context(Board(lesson.out / "steps.csv", console, steps=lesson.steps, resume=lesson.resume))
         if lesson.resume:
             _load_buffer(lesson, recipe)
+        if recipe.lifetime is not None:
+            await stack.enter_async_context(recipe.lifetime)
         before = await _evaluate(lesson, recipe, held_out, board, "before")
         started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:
@@ -173,7 +175,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             "after": {kind: scores.describe() for kind, scores in after.items()},
             "steps": step,
             "sampled_tokens": manager.run_metrics.sampled_tokens,
-            "seconds": {"total": ended - began, "learning": learned - started},
+            "seconds": {"total": ended - entered, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
             "lesson": {
                 "recipe": recipe.describe(),

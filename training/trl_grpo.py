@@ -28,7 +28,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.integrations.trl import RolloutFunc, dataset_rows, env_reward
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.views.terminal.transcript import visible
 
 __all__ = ["Job", "train"]

@@ -13,7 +13,7 @@ from rollouts.dtypes import Limits, SamplingParams, StopReason
 from rollouts.inference.base import CompletionRequest
 from rollouts.trajectory import CompletionRecord
 
-__all__ = ["Budget", "ReplyRequest"]
+__all__ = ["Budget", "ReplyRequest", "room_for_reply"]
 
 
 @attrs.frozen(eq=False)
@@ -48,15 +48,7 @@ class Budget:
 
         ``length``: number of tokens of the current branch.
         """
-        limits, limit = self.limits, StopReason.MAX_TOKENS
-        budget = self._of_reply
-        if limits.max_tokens is not None:
-            budget = min(budget, limits.max_tokens - length)
-        if limits.max_sampled_tokens is not None:
-            budget = min(budget, limits.max_sampled_tokens - self.sampled)
-        if self.max_context is not None and self.max_context - length < budget:
-            budget, limit = self.max_context - length, StopReason.CONTEXT_OVERFLOW
-        return budget, limit
+        return room_for_reply(self.limits, self._of_reply, length, self.sampled, self.max_context)
 
     def sampling_of(self, budget: int, seed: int | None) -> SamplingParams:
         """The parameters of a request of at most ``budget`` tokens."""
@@ -103,3 +95,25 @@ class Budget:
     def _of_reply(self) -> int:
         """How many tokens the reply may have without the limits of the episode."""
         return self.sampling.max_new_tokens - self.spent_tokens
+
+
+def room_for_reply(
+    limits: Limits, most: int, length: int, sampled: int, max_context: int | None
+) -> tuple[int, StopReason]:
+    """How many tokens the limits allow the next reply, and the stop reason if that is too few.
+
+    Args:
+        limits: those of the episode.
+        most: the most tokens of a reply.
+        length: number of tokens of the current branch.
+        sampled: number of sampled tokens, over all branches.
+        max_context: context length of the model in tokens; ``None``: unlimited.
+    """
+    room, limit = most, StopReason.MAX_TOKENS
+    if limits.max_tokens is not None:
+        room = min(room, limits.max_tokens - length)
+    if limits.max_sampled_tokens is not None:
+        room = min(room, limits.max_sampled_tokens - sampled)
+    if max_context is not None and max_context - length < room:
+        room, limit = max_context - length, StopReason.CONTEXT_OVERFLOW
+    return room, limit

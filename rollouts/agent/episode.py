@@ -27,7 +27,6 @@ from rollouts.dtypes import Completion, Message, OnRewrite, Prompt, StopReason, 
 from rollouts.environments.base import EnvironmentFactory, bad_step
 from rollouts.errors import ConfigError, Failure, GenerateFailure, HistoryRewritten, ReplyRefused
 from rollouts.inference.base import CompletionRequest, Policy, check_takes_images
-from rollouts.inference.reply_parts import until_stop
 from rollouts.renderer import BridgeMemory, Renderer
 from rollouts.renderer.in_threads import bridged, in_thread, rendered
 from rollouts.trajectory import Trajectory
@@ -261,6 +260,8 @@ class Episode:
         trajectory, budget = self.trajectory, self.budget
         cut = budget.cut_tokens
         if cut:
+            from rollouts.inference.reply_parts import until_stop  # here: few replies continue a cut one
+
             stop, stop_token_ids = budget.sampling.stop, self.renderer.stop_token_ids
             completion = until_stop(trajectory.tokens[-cut:], completion, stop, stop_token_ids, self.renderer.decode)
         _add_times(trajectory, completion, request.began)

@@ -25,9 +25,10 @@ import numpy as np
 from rollouts.audit.model_tokens import ModelTokens
 from rollouts.audit.rows import CHECKS, AuditedRow, Check, Finding, Reader, Span
 from rollouts.audit.weights import TrainerLogprobs, Weights
+from rollouts.dtypes import digest
 from rollouts.errors import ConfigError
-from rollouts.training.sample_laws import Stored, StoredCompletion, check_stored, column_digests, reply_key
-from rollouts.trajectory import digest
+from rollouts.training.sample_columns import column_digests
+from rollouts.training.sample_laws import Stored, StoredCompletion, check_stored, reply_key
 
 __all__ = ["MOST_FINDINGS", "AuditReport", "audit"]
 

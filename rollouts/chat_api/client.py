@@ -32,10 +32,10 @@ from rollouts.chat_api.account import Account
 from rollouts.chat_api.endpoint import ChatEndpoint
 from rollouts.chat_api.wire import Answer, ReplyWithheld, Usage, answer_of, code_of, error_of
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.dtypes import SamplingParams, without_password
-from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable
+from rollouts.dtypes import SamplingParams
+from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable, without_password
+from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
-from rollouts.inference.wire_errors import message_of
 
 __all__ = ["ChatClient", "client_of"]
 

@@ -21,9 +21,9 @@ from rollouts.chat_api.client import client_of
 from rollouts.chat_api.endpoint import ChatEndpoint
 from rollouts.chat_api.episode import ChatEpisode
 from rollouts.chat_api.wire import check_sampling
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, TokenColumn, without_password
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, TokenColumn
 from rollouts.environments.base import EnvironmentFactory
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 from rollouts.inference.base import ServerInfo
 from rollouts.recipe import Recipe, check_environment
 from rollouts.training.agent_integration import check_limits, generate_all

@@ -22,7 +22,8 @@ import msgspec
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Message, SamplingParams, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, shortened
-from rollouts.inference.wire_errors import UNREADABLE, message_of, status_of
+from rollouts.http.answers import UNREADABLE, message_of
+from rollouts.inference.wire_errors import status_of
 from rollouts.programs.gateway import chat
 from rollouts.programs.gateway.types import ApiError
 from rollouts.programs.gateway.wire import arguments_text

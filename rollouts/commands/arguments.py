@@ -27,9 +27,9 @@ from rollouts.concurrency.interrupts import INTERRUPTED, handling_interrupts, wa
 from rollouts.dtypes import OnRewrite, Provider
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.recipe_files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
+from rollouts.recipe.files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
-from rollouts.runs.folder import check_files
+from rollouts.runs.layout import check_files
 
 __all__ = [
     "BAD_INPUT",

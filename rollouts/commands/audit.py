@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from rollouts.audit import Finding, ModelTokens, Weights, audit, names, reader_of
-from rollouts.base.extras import install_command
+from rollouts.base.extras import check_installed
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, above_0, add_verb
 from rollouts.errors import ConfigError
 from rollouts.runs.logprobs import TOLERANCES
 
 _MAX_FINDINGS = 20
-_PACKAGES = ("torch", "safetensors")
 
 __all__ = ["add"]
 
@@ -65,9 +63,7 @@ def _audit(args: argparse.Namespace) -> int:
 def _weights(args: argparse.Namespace) -> Weights:
     if not args.model.is_dir():
         raise ConfigError.of("--model", str(args.model), "a folder with a model")
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"--model needs {', '.join(missing)}: {install_command('engine')}")
+    check_installed("--model", ("torch", "safetensors"), "engine")
     return Weights(args.model, args.dtype, args.temperature)
 
 

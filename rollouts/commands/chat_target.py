@@ -15,7 +15,7 @@ from rollouts.dtypes import Prompt
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
-from rollouts.recipe_files import RecipeFunction, build
+from rollouts.recipe.files import RecipeFunction, build
 from rollouts.testing.environment_check import Finding, Verdict
 
 __all__ = [

@@ -27,7 +27,7 @@ from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
-from rollouts.recipe_files import build, import_file
+from rollouts.recipe.files import build, import_file
 from rollouts.testing.environment_check import CheckOptions, Finding, Verdict, examine
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible

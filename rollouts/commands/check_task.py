@@ -18,7 +18,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.programs.task_check import TaskCheck, TaskReport, checks_of, reports
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible
 

@@ -32,10 +32,11 @@ from rollouts.commands.arguments import (
 from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Endpoint, Tool
 from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
+from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference.shared import shared_policy
-from rollouts.inference.wire_errors import error_of, message_of
-from rollouts.recipe_files import build, load_recipe
+from rollouts.inference.wire_errors import error_of
+from rollouts.recipe.files import build, load_recipe
 from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible

@@ -11,11 +11,11 @@ import msgspec
 
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_provider, add_verb, in_loop
-from rollouts.conformance.points import Report, read_report, table
-from rollouts.conformance.sglang import conformance_of
-from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
+from rollouts.inference.conformance.points import Report, read_report, table
+from rollouts.inference.conformance.sglang import conformance_of
+from rollouts.inference.conformance.vllm import vllm_conformance_of
 
 __all__ = ["add"]
 

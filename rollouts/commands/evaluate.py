@@ -33,8 +33,8 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
-from rollouts.runs.folder import check_outside
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.layout import check_outside
 from rollouts.runs.run import observe
 from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.evaluation import (

@@ -26,8 +26,8 @@ from rollouts.commands.arguments import (
     positive,
 )
 from rollouts.commands.serve import serve_until_stopped
-from rollouts.dtypes import Endpoint, Prompt, SamplingParams, without_password
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.dtypes import Endpoint, Prompt, SamplingParams
+from rollouts.errors import ConfigError, RolloutsError, without_password
 from rollouts.inference.base import describe_once
 from rollouts.inference.shared import shared_policy
 from rollouts.programs.gateway.session import ProgramSession

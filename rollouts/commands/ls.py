@@ -20,7 +20,8 @@ from rich.text import Text
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import METRICS, batches_written, read_info
+from rollouts.runs.info import batches_written, read_info
+from rollouts.runs.layout import METRICS
 from rollouts.runs.writer import check_idle
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible

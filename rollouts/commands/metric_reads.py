@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rollouts.base.nearest import did_you_mean
-from rollouts.training.metric_names import OF_SAMPLES, is_counted
-
 __all__ = ["ReadNames"]
 
 
@@ -34,15 +31,23 @@ class ReadNames:
 
     def known(self) -> list[str]:
         """The names that some sample of the rehearsal has, and the names that this package counts."""
+        from rollouts.training.metric_names import OF_SAMPLES  # here: most recipes misspell no name
+
         return sorted({*self._seen, *OF_SAMPLES})
 
     def doubts(self) -> list[str]:
         """A line for each name that was read and that nothing is known to count."""
-        names = [name for name in self._read if name not in self._seen and not is_counted(name)]
+        unseen = [name for name in self._read if name not in self._seen]
+        if not unseen:
+            return []
+        from rollouts.base.nearest import did_you_mean
+        from rollouts.training.metric_names import is_counted
+
         return [
             f"sample.metrics[{name!r}] is read{did_you_mean(name, self.known())}: no rollout of the rehearsal has it, "
             "and it is not a name of docs/metrics.md"
-            for name in names
+            for name in unseen
+            if not is_counted(name)
         ]
 
 
@@ -54,6 +59,8 @@ class _Noted(dict[str, float]):
         self._read = read
 
     def __missing__(self, name: str) -> float:
+        from rollouts.base.nearest import did_you_mean
+
         self._read.note(name)
         others = f"; it has {', '.join(self)}"
         raise KeyError(f"sample.metrics has no {name!r}{did_you_mean(str(name), self._read.known()) or others}")

@@ -18,7 +18,7 @@ from rollouts.concurrency.boundary import boundary, function_name
 from rollouts.dtypes import Prompt
 from rollouts.errors import GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe, preflight
-from rollouts.rewards import score
+from rollouts.training.scoring import score
 from rollouts.training.types import Sample
 from rollouts.trajectory import Trajectory
 from rollouts.views.terminal.console import SafeConsole

@@ -10,7 +10,7 @@ from typing import Any
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, recipe_help, tell
 from rollouts.errors import ConfigError
-from rollouts.recipe_files import RecipeFunction, load_recipe, recipe_names, recipe_options, summary_of
+from rollouts.recipe.files import RecipeFunction, load_recipe, recipe_names, recipe_options, summary_of
 
 __all__ = ["add"]
 

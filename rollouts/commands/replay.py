@@ -9,7 +9,8 @@ from typing import Any
 
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run, in_loop, options_of, tell
-from rollouts.commands.target import RunTarget, resumed_target, stored_recipe
+from rollouts.commands.stored_target import resumed_target, stored_recipe
+from rollouts.commands.target import RunTarget
 from rollouts.errors import ReplayDiverged
 from rollouts.runs.replay import replay
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_options, add_verb, check_run, in_loop, options_of
-from rollouts.commands.target import RunTarget, stored_recipe
+from rollouts.commands.stored_target import stored_recipe
+from rollouts.commands.target import RunTarget
 from rollouts.runs.rescore import rescore
 from rollouts.runs.writer import check_free
 

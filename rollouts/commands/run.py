@@ -14,7 +14,7 @@ import functools
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import attrs
@@ -42,39 +42,43 @@ from rollouts.commands.target import (
     ENGINE_LOG,
     RunTarget,
     open_target,
-    resumed_target,
     weights_checksum,
     without_secrets,
 )
 from rollouts.concurrency.interrupts import handling_interrupts
+from rollouts.concurrency.stalls import StallWatch
 from rollouts.concurrency.task_groups import first_error
-from rollouts.concurrency.wait_report import reporting_on_signal
-from rollouts.dtypes import without_password
 from rollouts.engine.process import EngineProcess
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, RolloutsError, without_password
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
 from rollouts.inference.shared import shared_policies, shared_policy
-from rollouts.observability.run_logger import RunLogger
 from rollouts.recipe import Recipe, preflight
-from rollouts.recipe_files import absolute, file_of
-from rollouts.runs.folder import RECORDING, read_info
+from rollouts.recipe.files import absolute, file_of
+from rollouts.runs.info import read_info
 from rollouts.runs.journal import Journal
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.layout import RECORDING
 from rollouts.runs.run import RunResult, Stop, Watch, abandon, observe, run
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.settings import settings_of
+from rollouts.runs.start import begin
 from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
-from rollouts.testing.stalls import StallWatch
 from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.manager_state import ManagerState
 from rollouts.training.rows import NO_IDS
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import Progress, summary
+from rollouts.views.terminal.waiting import reporting_on_signal
 
-__all__ = ["Distribute", "Telemetry", "add", "launch", "recorded_server"]
+if TYPE_CHECKING:
+    from rollouts.observability.run_logger import RunLogger
+    from rollouts.training.manager_state import ManagerState
+
+if TYPE_CHECKING:
+    from rollouts.distributed.dispatch import Dispatcher, Workers
+
+__all__ = ["Distribute", "Telemetry", "add", "in_workers", "launch", "recorded_server"]
 
 _BLOCKED_SECONDS = 0.25
 """How long a callback may block the event loop before it is named."""
@@ -131,6 +135,8 @@ async def launch(
     """
     if resume:
         check_idle(out, "--resume")
+        from rollouts.commands.stored_target import resumed_target  # here: most runs are new
+
         target = resumed_target(target, out, allow_changes=allow_changes)
     else:
         check_free(out, overwrite=overwrite)
@@ -304,6 +310,8 @@ def _resumed(
     recipe: Recipe, out: Path, description: Mapping[str, Any], allow_changes: bool, progress: Progress
 ) -> tuple[RunWriter, RunJournal, ManagerState | None]:
     """Open the files of a resumed run; print the restored groups and the changes of settings."""
+    from rollouts.runs.resume import reopen  # here: most runs are new
+
     stored = read_info(out).get("vocab_size")
     if stored is not None and stored != description["vocab_size"]:
         expected = f"{stored}: a resumed run needs the vocabulary that it began with"
@@ -468,15 +476,23 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _in_workers(count: int | tuple[int, int]) -> Distribute:
-    from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
-
+def _in_workers(count: Workers) -> Distribute:
     @contextlib.asynccontextmanager
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
-        assert target.recipe is not None, "the recipe was built from a file"
-        async with in_processes(
-            RecipeConfig(absolute(target.recipe), recipe.endpoint, target.options), count
-        ) as workers:
-            yield workers.config(recipe.config)
+        async with in_workers(count, target, recipe) as (config, _):
+            yield config
 
     return distribute
+
+
+@contextlib.asynccontextmanager
+async def in_workers(
+    count: Workers, target: RunTarget, recipe: Recipe
+) -> AsyncIterator[tuple[RolloutConfig, Dispatcher]]:
+    """Start processes of this machine that play a recipe; yields the config that sends rollouts to them."""
+    from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
+
+    assert target.recipe is not None, "the recipe was built from a file"
+    factory = RecipeConfig(absolute(target.recipe), recipe.endpoint, target.options)
+    async with in_processes(factory, count) as workers:
+        yield workers.config(recipe.config), workers

@@ -13,7 +13,7 @@ from rollouts.commands.arguments import add_options, add_recipe, add_verb, all_o
 from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 
 __all__ = ["add"]
 

@@ -17,11 +17,13 @@ from rich.text import Text
 from rollouts.commands.arguments import add_verb, check_run, positive
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
-from rollouts.runs.folder import Row, Which, note_of_calls, read_info, read_rows
+from rollouts.runs.folder import Row, read_rows
+from rollouts.runs.info import note_of_calls, read_info
+from rollouts.runs.layout import Which
 from rollouts.runs.reading import reading
 from rollouts.training.types import Sample
 from rollouts.views.terminal.console import SafeConsole
-from rollouts.views.terminal.progress import failure_kinds, failures_table, first_failed, groups_table, samples_table
+from rollouts.views.terminal.tables import failure_kinds, failures_table, first_failed, groups_table, samples_table
 from rollouts.views.terminal.transcript import transcript, visible
 
 __all__ = ["add", "show_run"]

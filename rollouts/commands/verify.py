@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.base.extras import install_command
+from rollouts.base.extras import check_installed
 from rollouts.base.peft import CONFIG
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
@@ -18,7 +17,6 @@ from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.verify import verify_run
 
 _MAX_VIOLATIONS = 20
-_PACKAGES = ("torch", "safetensors")
 
 __all__ = ["add"]
 
@@ -84,9 +82,8 @@ def _models(texts: Sequence[str]) -> dict[str | None, Path]:
         if not path.is_dir():
             raise ConfigError.of("--model", text, "a folder with a model, or VERSION=folder")
         models[name] = path
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if models and missing:
-        raise ConfigError(f"--model needs {', '.join(missing)}: {install_command('engine')}")
+    if models:
+        check_installed("--model", ("torch", "safetensors"), "engine")
     return models
 
 

@@ -14,7 +14,7 @@ from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, check_run
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
-from rollouts.runs.folder import check_output
+from rollouts.runs.layout import check_output
 from rollouts.views.page import open_source, write_view
 from rollouts.views.page.live import LiveView, serving_view
 from rollouts.views.page.payload import build_payload

@@ -351,7 +351,7 @@ def _unwrapped(function: Any) -> Any:
 
 def _is_async(function: Any) -> bool:
     code = getattr(function, "__code__", None)
-    if isinstance(code, CodeType) and code.co_flags & inspect.CO_COROUTINE:
+    if type(code) is CodeType and code.co_flags & inspect.CO_COROUTINE:
         return True
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -89,9 +89,13 @@ class Timeline:
             self._names.append(key)
         self._numbers.extend((number, began, seconds))
 
-    def ended(self, activity: Activity, name: str, began: float) -> None:
-        """Append a span that ends now."""
-        self.add(activity, name, began, now() - began)
+    def after(self, span: Span) -> Timeline:
+        """A timeline with a span before these."""
+        longer = Timeline()
+        longer._names = list(self._names)
+        longer.add(*span)
+        longer._numbers.extend(self._numbers)
+        return longer
 
     def to_list(self, first: int = 0) -> list[list[Any]]:
         """Plain data, to the tenth of a millisecond; the inverse of the constructor."""
@@ -110,7 +114,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
     Raises:
         ConfigError: a value is not a span.
     """
-    return tuple([_checked(span) for span in spans])
+    return tuple([_checked(span) for span in spans]) if spans else ()
 
 
 def _checked(span: Iterable[Any]) -> Span:

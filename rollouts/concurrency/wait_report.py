@@ -1,28 +1,24 @@
 """The wait report: global pauses first, then all waits with their start time and source line.
 
-Invariant: a report changes nothing, and works while the event loop is blocked: it needs only the interpreter. An error
-while a signal is answered is never raised. This module knows the list of :func:`rollouts.concurrency.boundary.waits`,
-but not the code inside a boundary.
+Invariant: a report changes nothing, and works while the event loop is blocked: it needs only the interpreter. This
+module knows the list of :func:`rollouts.concurrency.boundary.waits`, but not the code inside a boundary.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import rollouts
-from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import Wait, abandoned, waits
 from rollouts.concurrency.cancellation import CancellationGuard, left_behind
 from rollouts.concurrency.deadlines import pauses
-from rollouts.errors import is_of_users, shortened
+from rollouts.errors import is_of_users
 
-__all__ = ["report", "reporting_on_signal", "standing", "where", "where_of_users"]
+__all__ = ["longest", "report", "standing", "where", "where_of_users"]
 
 _MACHINERY = (
     "/anyio/",
@@ -66,6 +62,12 @@ def _frames(wait: Wait) -> list[types.FrameType]:
     return frames
 
 
+def longest(count: int) -> list[str]:
+    """The first ``count`` lines of a report without counts: global pauses, then the longest waits."""
+    paused = [str(pause) for pause in pauses()[:count]]
+    return paused + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(paused)]]
+
+
 def standing(frame: types.FrameType) -> str:
     """The innermost source line outside of the machinery of a thread whose current frame is ``frame``."""
     return _describe(list(_outwards(frame))[::-1])
@@ -87,28 +89,6 @@ def report(frame: types.FrameType | None = None) -> str:
     if frame is not None:
         lines.append(f"rollouts: the main thread is in {standing(frame)}")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextIO | None = None) -> Iterator[None]:
-    """Write a :func:`report` to standard error at each signal ``number``, also while the event loop is blocked."""
-    if not number:  # the platform has no such signal
-        yield
-        return
-
-    def write_report(_: int, frame: types.FrameType | None) -> None:
-        try:
-            text = report(frame)
-        except Exception as error:  # noqa: BLE001 - it would be raised in an arbitrary line of the main thread
-            text = f"rollouts: the report raised {shortened(error)}"
-        with contextlib.suppress(Exception, SystemExit):  # the file is closed, or writing another line
-            say(text, file=file or sys.stderr, flush=True)
-
-    before = signal.signal(number, write_report)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
 
 
 def _inwards(awaitable: Any) -> Iterator[types.FrameType]:

@@ -20,7 +20,8 @@ from rollouts.base.validators import finite
 from rollouts.curation.duplicates import digest_of
 from rollouts.dtypes import hashes_in
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import Row, read_info, read_rows
+from rollouts.runs.folder import Row, read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.reading import reading
 from rollouts.runs.tools import ToolFolder
 from rollouts.training.evaluation import task_key

@@ -31,7 +31,6 @@ from rollouts.dtypes.inference import (
     SamplingParams,
     StopReason,
     VersionSpan,
-    without_password,
 )
 from rollouts.dtypes.messages import (
     ChatDict,
@@ -94,5 +93,4 @@ __all__ = [
     "packed_logprobs",
     "packed_tokens",
     "with_images",
-    "without_password",
 ]

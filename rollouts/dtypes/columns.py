@@ -77,7 +77,7 @@ def is_frozen(column: npt.NDArray[Any]) -> bool:
     base: object = column.base
     if column.flags.writeable or base is None:
         return not column.flags.writeable
-    return isinstance(base, bytes) or (isinstance(base, np.ndarray) and not base.flags.writeable)
+    return not base.flags.writeable if isinstance(base, np.ndarray) else isinstance(base, bytes)
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

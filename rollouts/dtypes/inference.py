@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
@@ -16,7 +16,7 @@ import numpy as np
 
 from rollouts.base.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 from rollouts.dtypes.columns import LogprobColumn, TokenColumn, are_logprobs, packed_logprobs, packed_tokens
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 
 __all__ = [
     "CONSTRAINTS",
@@ -33,7 +33,6 @@ __all__ = [
     "SamplingParams",
     "StopReason",
     "VersionSpan",
-    "without_password",
 ]
 
 
@@ -93,7 +92,7 @@ class VersionSpan:
     stop: int
 
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf")
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 """The sampling parameters that constrain a reply."""
 
 
@@ -108,6 +107,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _checked(default: Any, expected: str, valid: Callable[[Any], bool]) -> Any:
+    return attrs.field(default=default, validator=check(expected, valid, optional=default is None))
+
+
 @attrs.frozen
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
@@ -117,15 +120,9 @@ class SamplingParams:
     """
 
     temperature: float = attrs.field(default=1.0, validator=number(least=0))
-    top_p: float = attrs.field(
-        default=1.0, validator=check("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
-    )
-    top_k: int = attrs.field(
-        default=-1, validator=check("-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
-    )
-    min_p: float = attrs.field(
-        default=0.0, validator=check("a number in [0, 1]", lambda v: is_number(v) and 0 <= v <= 1)
-    )
+    top_p: float = _checked(1.0, "a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
+    top_k: int = _checked(-1, "-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
+    min_p: float = _checked(0.0, "a number in [0, 1]", lambda v: is_number(v) and 0 <= v <= 1)
     max_new_tokens: int = attrs.field(default=1024, validator=integer(1))
     """Budget of one reply, in tokens."""
     stop: tuple[str, ...] = attrs.field(
@@ -134,34 +131,37 @@ class SamplingParams:
         validator=check("a string or several, at most 32", lambda v: are_texts(v) and len(v) <= 32),
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
-    seed: int | None = attrs.field(default=None, validator=check("an integer", is_int, optional=True))
+    seed: int | None = _checked(None, "an integer", is_int)
     min_new_tokens: int = attrs.field(default=0, validator=integer(0))
-    repetition_penalty: float = attrs.field(
-        default=1.0, validator=check("a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
-    )
+    repetition_penalty: float = _checked(1.0, "a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
     """Logprobs belong to the penalised distribution."""
-    json_schema: str | None = attrs.field(
-        default=None, validator=check("a JSON schema, as text", _is_json_object, optional=True)
-    )
-    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the three.
+    json_schema: str | None = _checked(None, "a JSON schema, as text", _is_json_object)
+    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the four.
     Logprobs belong to the distribution over the ids that it allows, and a trainer computes others."""
-    regex: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
-    ebnf: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
+    regex: str | None = _checked(None, "a non-empty string", _is_text)
+    ebnf: str | None = _checked(None, "a non-empty string", _is_text)
+    structural_tag: str | None = _checked(None, "a structural tag, as JSON", _is_json_object)
+    """Constrains the parts of a reply that begin with one of its triggers, such as tool calls; the rest is free."""
 
     def __attrs_post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError.of("SamplingParams", " and ".join(given), "at most one of json_schema, regex and ebnf")
+            raise ConfigError.of("SamplingParams", " and ".join(given), f"at most one of {', '.join(CONSTRAINTS)}")
 
     @property
     def constrained(self) -> bool:
         """Whether a grammar limits the ids of a reply."""
-        return self.json_schema is not None or self.regex is not None or self.ebnf is not None
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def greedy(self) -> bool:
         """Whether each token is the most probable one."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def tempered(self) -> bool:
+        """Whether logprobs before and after the temperature differ."""
+        return not self.greedy and self.temperature != 1
 
     @property
     def sent_temperature(self) -> float:
@@ -171,11 +171,6 @@ class SamplingParams:
         request in it is not greedy, else raw (SGLang 0.5.23, layers/sampler.py: Sampler.forward).
         """
         return 0.0 if self.greedy else self.temperature
-
-
-def without_password(text: str) -> str:
-    """Text for printing, without the user names and passwords of its URLs."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def _printed_urls(urls: Any) -> str:
@@ -246,6 +241,9 @@ class Endpoint:
     )
     """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
     without queueing or running out of KV cache, as its load report says. ``None``: no limit."""
+
+    priority: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    """Send priorities where the server schedules by them: evaluations last, the last rollouts of a group first."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):
@@ -329,9 +327,7 @@ class Completion:
     """Sampled ids, shape ``(n,)``, including the stop id if one was sampled."""
     logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
     """Natural-log probability of each sampled id, shape ``(n,)``."""
-    finish_reason: FinishReason = attrs.field(
-        validator=check(f"one of {_FINISH_REASONS}", lambda v: v in _FINISH_REASONS)
-    )
+    finish_reason: FinishReason
     versions: Sequence[VersionSpan]
     """The policy versions of the tokens; they cover ``0..n`` without gap or overlap."""
     prompt_tokens: int
@@ -349,12 +345,14 @@ class Completion:
     """URL of the server that answered."""
     extras: Extras | None = attrs.field(default=None, eq=False, repr=False)
     """Further columns and numbers; ``None`` unless the caller asked for them."""
-    logprobs_of: LogprobsOf | None = attrs.field(
-        default=None, validator=check(f"one of {_LOGPROBS_OF}", lambda v: v in _LOGPROBS_OF, optional=True)
-    )
+    logprobs_of: LogprobsOf | None = None
     """The distribution of the logprobs; ``None`` if the policy does not say."""
 
     def __attrs_post_init__(self) -> None:
+        if self.finish_reason not in _FINISH_REASONS:
+            raise ConfigError.of("Completion.finish_reason", self.finish_reason, f"one of {_FINISH_REASONS}")
+        if self.logprobs_of is not None and self.logprobs_of not in _LOGPROBS_OF:
+            raise ConfigError.of("Completion.logprobs_of", self.logprobs_of, f"one of {_LOGPROBS_OF}")
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} sampled tokens came with {len(self.logprobs)} logprobs")
         if not np.logical_and.reduce(are_logprobs(self.logprobs)):

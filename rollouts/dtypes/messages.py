@@ -134,9 +134,11 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 def _content(value: str | Sequence[str | Image]) -> Content:
-    """Content in its one form: a sequence without images is joined, and empty texts are dropped."""
-    if isinstance(value, str) or not isinstance(value, list | tuple):
-        return value  # type: ignore[return-value]  # refused when the message is created
+    """Content in its one form: plain ``str``; a sequence without images is joined, and empty texts are dropped."""
+    if type(value) is str:
+        return value
+    if not isinstance(value, list | tuple):  # a subclass, e.g. of NumPy; others are refused when the message is created
+        return str.__str__(value) if isinstance(value, str) else value  # type: ignore[return-value]
     parts = tuple(part for part in value if part != "")
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else parts
@@ -160,7 +162,7 @@ class Message:
     def __attrs_post_init__(self) -> None:  # one call for all fields: messages are created several times a turn
         if self.role not in _ROLES:
             raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
-        if not isinstance(self.content, str) and not _are_parts(self.content):
+        if type(self.content) is not str and not _are_parts(self.content):
             raise ConfigError.of("Message.content", self.content, "a string, or a sequence of strings and Images")
         if not _OPTIONAL_TEXTS.issuperset(map(type, (self.tool_call_id, self.name, self.reasoning))):
             self._check_texts()
@@ -182,7 +184,7 @@ class Message:
     @property
     def images(self) -> tuple[Image, ...]:
         """The images of the content, in their order."""
-        if isinstance(self.content, str):
+        if type(self.content) is str:
             return ()
         return tuple(part for part in self.content if isinstance(part, Image))
 
@@ -206,7 +208,7 @@ class Message:
 
     def to_chat(self) -> ChatDict:
         """The message in chat format, images as ``image_url`` parts with ``data:`` URLs; absent fields are left out."""
-        content = self.content if isinstance(self.content, str) else [_part_to_chat(part) for part in self.content]
+        content = self.content if type(self.content) is str else [_part_to_chat(part) for part in self.content]
         chat: ChatDict = {"role": self.role, "content": content}
         if self.reasoning is not None:
             chat["reasoning_content"] = self.reasoning
@@ -220,7 +222,7 @@ class Message:
 
     def to_record(self) -> ChatDict:
         """As :meth:`to_chat`, with hash and size in the place of each image; :func:`with_images` restores them."""
-        if isinstance(self.content, str):
+        if type(self.content) is str:
             return self.to_chat()
         return {**attrs.evolve(self, content="").to_chat(), "content": [_part_to_record(part) for part in self.content]}
 
@@ -454,6 +456,8 @@ class Prompt:
     turn_log: Any = attrs.field(default=None, eq=False, repr=False)
     """The log of the turns of this rollout's episode, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
     for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""
+    urgency: Any = attrs.field(default=None, eq=False, repr=False)
+    """Returns how many rollouts of the group have finished, -1 for an evaluation. The environment does not get it."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

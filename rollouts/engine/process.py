@@ -7,7 +7,6 @@ standard input, a pipe from this process. A Ctrl-C at the terminal does not reac
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,8 +15,8 @@ import anyio
 import anyio.abc
 import attrs
 
-from rollouts.base.extras import install_command
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.base import extras
+from rollouts.errors import EndpointUnavailable
 
 __all__ = ["READY", "EngineProcess", "check_installed", "engine_process"]
 
@@ -54,10 +53,7 @@ def check_installed() -> None:
     Raises:
         ConfigError: one is not; the message has the command that installs them.
     """
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        install = f"{install_command('engine')}, or --endpoint URL of a server"
-        raise ConfigError(f"the embedded engine needs {', '.join(missing)}: {install}")
+    extras.check_installed("the embedded engine", _PACKAGES, "engine", ", or --endpoint URL of a server")
 
 
 @contextlib.asynccontextmanager

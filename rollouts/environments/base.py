@@ -36,6 +36,7 @@ __all__ = [
     "sound_step",
     "sound_tools",
     "tool",
+    "with_system_prompt",
 ]
 
 
@@ -113,7 +114,7 @@ def sound_tools(tools: Any, what: str) -> tuple[Tool, ...]:
     Raises:
         EnvironmentFailure: it is not a sequence of :class:`Tool`, or two have the same name.
     """
-    if not isinstance(tools, Iterable) or isinstance(tools, str):
+    if type(tools) is not tuple and (not isinstance(tools, Iterable) or isinstance(tools, str)):
         raise EnvironmentFailure(f"{what}: got {shortened(tools)}; expected a sequence of Tools, empty for none")
     sound = tuple(tools)
     names: set[str] = set()
@@ -216,17 +217,21 @@ def bad_step(what: str, text: str) -> EnvironmentFailure:
 
 def _reward_of(step: StepResult) -> float | tuple[float, ...] | None:
     reward: Any = step.reward
+    if reward is None:
+        return None
     if isinstance(reward, Sequence) and not isinstance(reward, str | bytes | bytearray):
         return tuple([_number(f"reward[{index}]", value) for index, value in enumerate(reward)])
-    return None if reward is None else _number("reward", reward)
+    return _number("reward", reward)
 
 
 def _metrics_of(step: StepResult) -> dict[str, float]:
     raw: Any = step.metrics
-    if not isinstance(raw, Mapping) or not all(isinstance(name, str) for name in raw):
+    if type(raw) is not dict and not isinstance(raw, Mapping):
         raise ConfigError.of("StepResult.metrics", raw, "a mapping of names to finite numbers")
     metrics: dict[str, float] = {}
     for name, value in raw.items():
+        if not isinstance(name, str):
+            raise ConfigError.of("StepResult.metrics", raw, "a mapping of names to finite numbers")
         if type(value) is int and -(2**53) < value < 2**53:
             metrics[name] = value
             continue
@@ -347,6 +352,13 @@ def tool(method: Method) -> Method:
     return method
 
 
+def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> Sequence[Message]:
+    """The messages behind a system prompt, unless they begin with one or ``system_prompt`` is empty."""
+    if system_prompt and (not messages or messages[0].role != "system"):
+        return (Message("system", system_prompt), *messages)
+    return messages
+
+
 class ToolEnvironment:
     """An environment whose tools are its methods marked with :func:`tool`.
 
@@ -368,10 +380,7 @@ class ToolEnvironment:
         return tuple(entry.tool for entry in self._methods.values())
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        messages = prompt.messages
-        if self.system_prompt and (not messages or messages[0].role != "system"):
-            messages = (Message("system", self.system_prompt), *messages)
-        return messages
+        return with_system_prompt(prompt.messages, self.system_prompt)
 
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
@@ -388,7 +397,8 @@ class ToolEnvironment:
             times.append(Span("tool", call.name, began, now() - began))
             messages.append(Message("tool", result.text, tool_call_id=call.id, name=call.name))
             rewards += [] if result.reward is None else [result.reward]
-            for name, amount in {"tool_errors": int(failed), **result.metrics}.items():
+            metrics["tool_errors"] += failed
+            for name, amount in result.metrics.items():
                 number = _number(f"metrics[{name!r}]", amount)
                 metrics[name] = metrics.get(name, 0) + (int(number) if isinstance(amount, int) else number)
             done = result.done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollouts.dtypes import Message, Prompt, Tool
-from rollouts.environments.base import StepResult
+from rollouts.environments.base import StepResult, with_system_prompt
 
 __all__ = ["SingleTurnEnvironment"]
 
@@ -21,10 +21,7 @@ class SingleTurnEnvironment:
         return ()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
-        messages = prompt.messages
-        if self.system_prompt and (not messages or messages[0].role != "system"):
-            messages = (Message("system", self.system_prompt), *messages)
-        return messages
+        return with_system_prompt(prompt.messages, self.system_prompt)
 
     async def step(self, reply: Message) -> StepResult:
         return StepResult(done=True)

@@ -20,8 +20,7 @@ import anyio
 import anyio.lowlevel
 import attrs
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointUnavailable, without_password
 from rollouts.http.connection import DATA, END_OF_MESSAGE, HEADERS, MAX_RESPONSE_BYTES, Connection
 from rollouts.http.pool import Pool
 from rollouts.http.request import request_head

@@ -12,8 +12,7 @@ import re
 from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 
 __all__ = ["Origin", "request_head"]
 
@@ -44,7 +43,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], cl
     Raises:
         ConfigError: invalid URL or header.
     """
-    origin, head = _cached_head(method, url, tuple([name.lower() for name, _ in headers]), close)
+    origin, head = _cached_head(method, url, tuple([name for name, _ in headers]), close)
     for name, value in headers:
         if _UNSENDABLE.search(value):
             raise ConfigError(f"header {name}: its value contains characters that are not allowed in a header")
@@ -54,6 +53,7 @@ def request_head(method: str, url: str, headers: tuple[tuple[str, str], ...], cl
 @functools.lru_cache(maxsize=256)
 def _cached_head(method: str, url: str, names: tuple[str, ...], close: bool) -> tuple[Origin, bytes]:
     """Build the part without header values: those contain keys, and a session id that differs for each rollout."""
+    names = tuple([name.lower() for name in names])
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port

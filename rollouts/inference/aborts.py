@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.dtypes import Endpoint
+from rollouts.errors import ConfigError, EndpointUnavailable, without_password
+from rollouts.http.answers import loads, message_of
 from rollouts.http.client import ConnectFailed, HttpClient
-from rollouts.inference.limiter import Load, read_load
-from rollouts.inference.wire_errors import loads, message_of
+
+if TYPE_CHECKING:
+    from rollouts.inference.limiter import Load
 
 __all__ = ["SGLANG_ABORTS", "AbortRoutes", "abort_generation", "abort_until_idle", "headers_of", "workers_behind"]
 
@@ -47,13 +49,19 @@ class AbortRoutes:
     """Parse the load; ``None`` if the response is something else."""
 
 
+def _sglang_load(payload: bytes) -> Load | None:
+    from rollouts.inference.limiter import read_load  # here: only an update of weights and an adaptive limit ask
+
+    return read_load(loads(payload))
+
+
 SGLANG_ABORTS = AbortRoutes(
     one="/abort_request",
     body=lambda rid: {"rid": rid},
     all="/abort_request",
     all_body={"rid": "", "abort_all": True},
     load="/v1/loads?include=core",
-    read_load=lambda payload: read_load(loads(payload)),
+    read_load=_sglang_load,
 )
 
 

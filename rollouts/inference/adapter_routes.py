@@ -16,12 +16,12 @@ import anyio
 import attrs
 import msgspec
 
-from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.dtypes import Endpoint
+from rollouts.errors import EndpointError, EndpointRefused, EndpointUnavailable, without_password
+from rollouts.http.answers import loads, message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
 from rollouts.inference.discovery import Routes
-from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["AdapterRoutes"]
 

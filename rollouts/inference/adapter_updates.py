@@ -23,8 +23,8 @@ import anyio.to_thread
 
 from rollouts.base.peft import PeftAdapter, checksum_of, read_adapter
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.dtypes import Endpoint
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import abort_generation, headers_of
 from rollouts.inference.adapter_routes import AdapterRoutes

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -27,7 +27,7 @@ from rollouts.dtypes import (
     VersionSpan,
     are_logprobs,
 )
-from rollouts.errors import EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.token_json import EncodedIds
 
@@ -43,6 +43,7 @@ __all__ = [
     "completion_of",
     "max_response_bytes",
     "packed_logprobs",
+    "rare_params",
     "version_spans",
 ]
 
@@ -180,12 +181,14 @@ def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def version_spans(spans: Sequence[Span] | None, unnamed: str) -> tuple[VersionSpan, ...]:
+def version_spans(spans: Sequence[Span], unnamed: str) -> tuple[VersionSpan, ...]:
     """The spans that have tokens; ``unnamed`` is the version of a span without a name."""
     return tuple(
-        VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
-        for span in spans or ()
-        if span.start != span.end
+        [
+            VersionSpan(unnamed if span.version is None else sys.intern(str(span.version)), span.start, span.end)
+            for span in spans
+            if span.start != span.end
+        ]
     )
 
 
@@ -225,3 +228,26 @@ def completion_of(
     except ValueError as error:
         _check_logprobs(logprobs, logprobs_name)
         raise EndpointRefused(f"weight_versions: {str(error)[:300]}") from None
+
+
+def rare_params(sampling: SamplingParams, *, minimum: str, seed: str) -> dict[str, Any]:
+    """The sampling parameters that most requests lack, under the names of a server.
+
+    Args:
+        sampling: the parameters.
+        minimum: the server's name of ``min_new_tokens``.
+        seed: its name of the seed.
+
+    Raises:
+        ConfigError: the seed does not fit 64 bits.
+    """
+    params: dict[str, Any] = {}
+    if sampling.min_new_tokens:
+        params[minimum] = sampling.min_new_tokens
+    if sampling.repetition_penalty != 1.0:
+        params["repetition_penalty"] = sampling.repetition_penalty
+    if sampling.seed is not None:
+        if not -(2**63) <= sampling.seed < 2**63:
+            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
+        params[seed] = sampling.seed
+    return params

@@ -15,14 +15,13 @@ from typing import Any
 
 import anyio
 
-from rollouts.dtypes import without_password
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
-from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, without_password
+from rollouts.http.answers import RETRIED_STATUSES, loads, message_of
 from rollouts.http.client import ConnectFailed, HttpClient, ProtocolError
 from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
-from rollouts.inference.generate_probe import VERSION_PROBE, replied_version
-from rollouts.inference.wire_errors import RETRIED_STATUSES, error_of, loads, message_of
+from rollouts.inference.wire_errors import error_of
 
 __all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "served_version", "text_of"]
 
@@ -76,7 +75,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
     else:
         weights = text_of(model.get("weight_version")) or text_of(server.get("weight_version"))
     skips_tokenizer = server.get("skip_tokenizer_init")
-    deterministic = server.get("enable_deterministic_inference")
+    deterministic, grammars = server.get("enable_deterministic_inference"), server.get("grammar_backend")
     return ServerInfo(
         version=_version(server),
         model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
@@ -84,11 +83,14 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         max_context=_max_context(models, server),
         http_workers=workers,
         has_tokenizer=not skips_tokenizer if isinstance(skips_tokenizer, bool) else None,
-        has_grammars=None
-        if not isinstance(server.get("grammar_backend"), str)
-        else server["grammar_backend"] != "none",
+        has_grammars=grammars != "none" if isinstance(grammars, str) else None,
+        has_structural_tags=grammars in _WITH_TAGS if isinstance(grammars, str) else None,
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
+
+
+_WITH_TAGS = ("xgrammar", "llguidance")
+"""The grammar backends with structural tags (SGLang 0.5.23, constrained/)."""
 
 
 def _version(server: Mapping[str, Any]) -> str | None:
@@ -125,6 +127,11 @@ async def served_version(transport: HttpClient, url: str, headers: Mapping[str, 
 
 
 async def _replied_version(transport: HttpClient, url: str, headers: Mapping[str, str]) -> str | None:
+    from rollouts.inference.generate_probe import (  # here: few servers have several workers
+        VERSION_PROBE,
+        replied_version,
+    )
+
     status, payload = await transport.post(url + "/generate", VERSION_PROBE, headers)
     if status != 200:
         raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}/generate)")
@@ -157,6 +164,7 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         http_workers=max((info.http_workers for info in infos if info.http_workers is not None), default=None),
         has_tokenizer=_all_of(info.has_tokenizer for info in infos),
         has_grammars=_all_of(info.has_grammars for info in infos),
+        has_structural_tags=_all_of(info.has_structural_tags for info in infos),
         honours_seeds=_all_of(info.honours_seeds for info in infos),
     )
 

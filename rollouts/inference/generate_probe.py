@@ -18,15 +18,15 @@ import msgspec
 
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
+from rollouts.http.answers import UNREADABLE
 from rollouts.inference.completions import Span, Version
-from rollouts.inference.wire_errors import UNREADABLE, error_in_200
+from rollouts.inference.wire_errors import error_in_200
 
 __all__ = [
     "PROBES",
     "VERSION_PROBE",
     "ReportedLogprobs",
     "check_reported",
-    "needs_probe",
     "replied_version",
     "reported_by",
     "top_logprobs",
@@ -68,11 +68,6 @@ class _Meta(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     meta_info: _Meta
-
-
-def needs_probe(sampling: SamplingParams) -> bool:
-    """Whether the two kinds of logprobs differ for these parameters."""
-    return not sampling.greedy and sampling.temperature != 1
 
 
 def replied_version(payload: bytes) -> str | None:
@@ -138,7 +133,7 @@ def check_reported(reported: ReportedLogprobs, sampling: SamplingParams, where: 
     Raises:
         ConfigError: they are not for these parameters.
     """
-    if reported == "raw" and needs_probe(sampling):
+    if reported == "raw" and sampling.tempered:
         expected = (
             "temperature 0 or 1: the server reports logprobs before the temperature. Start it without"
             " SGLANG_RETURN_ORIGINAL_LOGPROB"

@@ -31,7 +31,8 @@ from rollouts.dtypes import (
     frozen,
     packed_tokens,
 )
-from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.errors import EndpointRefused
+from rollouts.http.answers import UNREADABLE
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.completions import (
     BrokenNumbers,
@@ -43,10 +44,11 @@ from rollouts.inference.completions import (
     check_ids,
     completion_of,
     packed_logprobs,
+    rare_params,
     version_spans,
 )
 from rollouts.inference.token_json import EncodedIds
-from rollouts.inference.wire_errors import UNREADABLE, error_in_200, error_of, status_of
+from rollouts.inference.wire_errors import error_in_200, error_of, status_of
 
 __all__ = [
     "MissingField",
@@ -152,14 +154,7 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         params["stop"] = sampling.stop
     if stop_token_ids:
         params["stop_token_ids"] = [int(token) for token in stop_token_ids]
-    if sampling.min_new_tokens:
-        params["min_new_tokens"] = sampling.min_new_tokens
-    if sampling.repetition_penalty != 1.0:
-        params["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.seed is not None:
-        if not -(2**63) <= sampling.seed < 2**63:
-            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
-        params["sampling_seed"] = sampling.seed
+    params |= rare_params(sampling, minimum="min_new_tokens", seed="sampling_seed")
     params |= {name: value for name in CONSTRAINTS if (value := getattr(sampling, name)) is not None}
     if top_p_sets:
         params["custom_params"] = {"return_top_p_token_ids": True}
@@ -178,6 +173,7 @@ def request_body(
     extras: ExtrasRequest | None = None,
     images: Sequence[bytes] = (),
     adapter: str = "",
+    priority: int | None = None,
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
@@ -192,6 +188,8 @@ def request_body(
         extra = b'%b"return_prompt_token_ids":true,"image_data":[%b],' % (extra, b",".join(images))
     if adapter:
         extra = b'%b"lora_path":%b,' % (extra, msgspec.json.encode(adapter))
+    if priority is not None:
+        extra = b'%b"priority":%d,' % (extra, priority)
     head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 
@@ -222,8 +220,8 @@ def read_completion(payload: bytes, request: SentRequest) -> Completion:
     if reply.error or meta.finish_reason is None:
         raise error_in_200(payload, None)
     finish = meta.finish_reason
-    status = status_of(finish.status_code)
-    if finish.type == "abort" and status is not None and status >= 400:
+    status = status_of(finish.status_code) if finish.type == "abort" else None
+    if status is not None and status >= 400:
         raise error_of(status, finish.message if isinstance(finish.message, str) else "aborted")
     if finish.type not in ("stop", "length", "abort"):
         raise EndpointRefused(f"finish_reason.type: got {finish.type[:80]!r}; expected stop, length or abort")
@@ -375,5 +373,5 @@ def _check_same(output_ids: msgspec.Raw, sampled: list[int], meta: _Meta) -> Non
 
 def _versions(meta: _Meta, count: int) -> tuple[VersionSpan, ...]:
     last = "default" if meta.weight_version is None else sys.intern(str(meta.weight_version))
-    spans = version_spans(meta.weight_versions, last) if count else ()
+    spans = version_spans(meta.weight_versions, last) if count and meta.weight_versions else ()
     return spans or ((VersionSpan(last, 0, count),) if count else ())

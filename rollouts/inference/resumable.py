@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import attrs
@@ -30,7 +30,9 @@ from rollouts.inference.base import (
     PolicyWrapper,
     describe_as,
 )
-from rollouts.inference.reply_parts import Decode, rest_of, until_stop
+
+if TYPE_CHECKING:
+    from rollouts.inference.reply_parts import Decode
 
 __all__ = ["InterruptiblePolicy", "ResumablePolicy", "SessionRecorder"]
 
@@ -147,6 +149,8 @@ class ResumablePolicy(PolicyWrapper):
         sampled, empty = 0, 0
         while sampled < sampling.max_new_tokens:
             if parts:
+                from rollouts.inference.reply_parts import rest_of  # here: few replies have several parts
+
                 ids = np.concatenate([tokens, *(part.tokens for part in parts)])
                 request = attrs.evolve(
                     request, tokens=ids, sampling=rest_of(sampling, sampled), extras=self._extras_of(request)
@@ -188,6 +192,8 @@ class ResumablePolicy(PolicyWrapper):
     def _until_stop(
         self, before: TokenColumn, part: Completion, sampling: SamplingParams, stop_token_ids: tuple[int, ...]
     ) -> Completion:
+        from rollouts.inference.reply_parts import until_stop
+
         unstopped = sampling.min_new_tokens if getattr(self.inner, "minimum_delays_stops", False) else 0
         return until_stop(before, part, sampling.stop, stop_token_ids, self.decode, unstopped=unstopped)
 

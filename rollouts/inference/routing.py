@@ -13,12 +13,15 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
-from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.pauses import Pause
+
+if TYPE_CHECKING:
+    from rollouts.inference.limiter import AdaptiveLimit
 
 __all__ = ["Worker", "Workers"]
 

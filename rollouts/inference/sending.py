@@ -21,6 +21,7 @@ import anyio.to_thread
 from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.dtypes import Completion
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.http.answers import message_of
 from rollouts.http.client import ConnectFailed, ConnectionLost
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest, check_obeyed, max_response_bytes
@@ -28,7 +29,7 @@ from rollouts.inference.routing import Worker
 from rollouts.inference.servers import Servers
 from rollouts.inference.totals import Totals
 from rollouts.inference.unreachable import Reachability
-from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
+from rollouts.inference.wire_errors import MayStillRun, error_of
 
 __all__ = ["Sender"]
 
@@ -174,7 +175,8 @@ class Sender:
         worker.suspect_until, worker.answered = 0.0, time.monotonic()
         if len(worker.unanswered) > worker.in_flight:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
-        worker.versions |= dict.fromkeys(span.version for span in completion.versions)
+        for span in completion.versions:
+            worker.versions[span.version] = None
         self.reachability.answered()
         self.totals.add(completion)
         if self.on_completion is not None:

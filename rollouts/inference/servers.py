@@ -17,14 +17,13 @@ from typing import ClassVar
 import anyio
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams, without_password
-from rollouts.errors import EndpointError, EndpointUnavailable
+from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams
+from rollouts.errors import EndpointError, EndpointUnavailable, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.limiter import AdaptiveLimit
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.routing import Worker, Workers
 
@@ -72,6 +71,10 @@ class ServerProtocol(abc.ABC):
     @abc.abstractmethod
     async def describe(self, worker: Worker) -> ServerInfo:
         """Query the description of one server."""
+
+    @abc.abstractmethod
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        """Query how a server schedules by priority; ``None`` if it does not, or does not say."""
 
     @abc.abstractmethod
     async def is_ready(self, url: str) -> bool | None:
@@ -165,9 +168,9 @@ class Servers:
 
 def _worker(url: str, concurrency: Concurrency) -> Worker:
     limiter = anyio.CapacityLimiter(concurrency if isinstance(concurrency, int) else math.inf)
-    return Worker(
-        url,
-        without_password(url),
-        limiter=limiter,
-        adaptive_limit=AdaptiveLimit(limiter) if concurrency == "adaptive" else None,
-    )
+    worker = Worker(url, without_password(url), limiter=limiter)
+    if concurrency == "adaptive":
+        from rollouts.inference.limiter import AdaptiveLimit  # here: most limits are fixed
+
+        worker.adaptive_limit = AdaptiveLimit(limiter)
+    return worker

@@ -10,23 +10,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import anyio
 
-from rollouts.dtypes import Completion, SamplingParams, without_password
+from rollouts.dtypes import Completion, SamplingParams
+from rollouts.errors import without_password
+from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
-from rollouts.inference import generate_probe, generate_wire
+from rollouts.inference import generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import describe_server
-from rollouts.inference.generate_probe import ReportedLogprobs
+from rollouts.inference.discovery import Routes, describe_server
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
-from rollouts.inference.wire_errors import error_of, message_of
+from rollouts.inference.wire_errors import error_of
+
+if TYPE_CHECKING:
+    from rollouts.inference.generate_probe import ReportedLogprobs
 
 __all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
 
@@ -51,7 +56,14 @@ class SGLangProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         return generate_wire.request_body(
-            rid, call.ids, call.options, call.namespace, call.request.extras, call.images, call.adapter
+            rid,
+            call.ids,
+            call.options,
+            call.namespace,
+            call.request.extras,
+            call.images,
+            call.adapter,
+            call.request.priority,
         )
 
     def session_headers(self, session: str) -> dict[str, str]:
@@ -63,12 +75,20 @@ class SGLangProtocol(ServerProtocol):
     async def describe(self, worker: Worker) -> ServerInfo:
         return await describe_server(self._transport, worker.url, self._headers)
 
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        server = await Routes(self._transport, worker.url, self._headers, "an SGLang server").first("/server_info")
+        if server.get("enable_priority_scheduling") is not True:
+            return None
+        return "lower first" if server.get("schedule_low_priority_values_first") is True else "higher first"
+
     async def is_ready(self, url: str) -> bool | None:
         return await is_ready(self._transport, url, self._headers)
 
     async def check_server(self, worker: Worker, sampling: SamplingParams) -> None:
-        if not generate_probe.needs_probe(sampling):
+        if not sampling.tempered:
             return
+        from rollouts.inference import generate_probe  # here: most runs sample at temperature 1
+
         if worker.url not in self._reported:
             async with self._probing[worker.url]:
                 if worker.url not in self._reported:
@@ -93,6 +113,8 @@ async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[st
         EndpointUnavailable: no answer, or it was aborted.
         EndpointRefused: the answers do not show it.
     """
+    from rollouts.inference import generate_probe
+
     found = []
     for body in generate_probe.PROBES:
         status, payload = await transport.post(url + ROUTE, body, headers)

@@ -21,6 +21,7 @@ import numpy as np
 
 from rollouts.dtypes import Completion, Extras, SamplingParams, VersionSpan, packed_tokens
 from rollouts.errors import ConfigError, EndpointRefused
+from rollouts.http.answers import UNREADABLE
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.completions import (
     BrokenNumbers,
@@ -31,10 +32,11 @@ from rollouts.inference.completions import (
     check_ids,
     completion_of,
     packed_logprobs,
+    rare_params,
     version_spans,
 )
 from rollouts.inference.token_json import EncodedIds
-from rollouts.inference.wire_errors import UNREADABLE, error_in_200
+from rollouts.inference.wire_errors import error_in_200
 
 __all__ = [
     "PROBES",
@@ -87,16 +89,14 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
     if sampling.stop:
         params["stop"] = sampling.stop
-    if sampling.min_new_tokens:
-        params["min_tokens"] = sampling.min_new_tokens
-    if sampling.repetition_penalty != 1.0:
-        params["repetition_penalty"] = sampling.repetition_penalty
-    if sampling.seed is not None:
-        if not -(2**63) <= sampling.seed < 2**63:
-            raise ConfigError.of("SamplingParams.seed", sampling.seed, "an integer of 64 bits")
-        params["seed"] = sampling.seed
-    grammars = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
+    params |= rare_params(sampling, minimum="min_tokens", seed="seed")
     if sampling.constrained:
+        grammars = {
+            "json": sampling.json_schema,
+            "regex": sampling.regex,
+            "grammar": sampling.ebnf,
+            "structural_tag": sampling.structural_tag,
+        }
         params["structured_outputs"] = {name: value for name, value in grammars.items() if value is not None}
     encoded = msgspec.json.encode(params)
     return b"".join((b'],"return_token_ids":true,"stream":false,"sampling_params":', encoded, b"}"))
@@ -109,6 +109,7 @@ def request_body(
     namespace: str = "",
     extras: ExtrasRequest | None = None,
     adapter: str = "",
+    priority: int | None = None,
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
@@ -125,6 +126,8 @@ def request_body(
     salt = b'"cache_salt":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if adapter:
         salt = b'%b"model":%b,' % (salt, msgspec.json.encode(adapter))
+    if priority is not None:
+        salt = b'%b"priority":%d,' % (salt, priority)
     head = b'{"request_id":"%b",%b"token_ids":[' % (rid.encode(), salt)
     return b"".join((head, *ids.pieces, options)), len(head)
 

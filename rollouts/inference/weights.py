@@ -37,14 +37,21 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ConfigError, EndpointError, EndpointRefused, EndpointUnavailable, RolloutsError
+from rollouts.dtypes import Endpoint
+from rollouts.errors import (
+    ConfigError,
+    EndpointError,
+    EndpointRefused,
+    EndpointUnavailable,
+    RolloutsError,
+    without_password,
+)
+from rollouts.http.answers import loads, message_of
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
 from rollouts.inference.discovery import Routes, http_workers, served_version, text_of
 from rollouts.inference.pauses import ordered
 from rollouts.inference.prefixes import isolated
-from rollouts.inference.wire_errors import loads, message_of
 
 __all__ = ["WhileRunning", "update_weights"]
 

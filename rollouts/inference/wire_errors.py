@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.http.answers import RETRIED_STATUSES, loads, message_of
 
 __all__ = [
-    "RETRIED_STATUSES",
-    "UNREADABLE",
     "MayStillRun",
     "Overloaded",
     "error_in_200",
     "error_of",
-    "loads",
-    "message_of",
     "status_of",
 ]
-
-RETRIED_STATUSES = frozenset({408, 425, 429})
-"""Retried statuses in addition to 5xx."""
 
 _OVERFLOWS = (
     ("longer than", "context length"),  # the prompt alone
@@ -35,10 +27,6 @@ _OVERFLOWS = (
     ("exceeds the kv memory budget",),  # the KV pool, which may be smaller than the context
 )
 """Parts of messages about a request that does not fit; SGLang's unless a comment names another server."""
-
-_ANY = msgspec.json.Decoder()
-UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
-"""Exceptions of the decoder for bytes that are not the expected JSON."""
 
 
 class MayStillRun(EndpointUnavailable):
@@ -66,34 +54,6 @@ def error_of(status: int, message: str) -> EndpointError:
     refused = EndpointRefused(text)
     refused.of_content = status in (400, 422)
     return refused
-
-
-def message_of(payload: bytes) -> str:
-    """Extract the message from an error body of any known format; else return its beginning."""
-    value = loads(payload)
-    message = _message(value)
-    if message is None:
-        message = " ".join(payload[:400].decode(errors="replace").split())[:200]
-    return message[:1000] or "(empty body)"
-
-
-def loads(payload: bytes) -> Any:
-    """Decode any JSON; ``None`` for invalid JSON."""
-    try:
-        return _ANY.decode(payload)
-    except UNREADABLE:
-        return None
-
-
-def _message(value: Any) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    error = value.get("error")
-    inner = error.get("message") if isinstance(error, dict) else error
-    for candidate in (inner, value.get("message"), value.get("detail")):
-        if isinstance(candidate, str) and candidate:
-            return candidate
-    return None
 
 
 def error_in_200(payload: bytes, problem: BaseException | None, route: str = "SGLang's /generate") -> EndpointError:

@@ -20,7 +20,7 @@ from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.inference.base import Policy
 from rollouts.recipe import Recipe
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.training.agent_integration import agent_rollout_to_samples
 from rollouts.training.rows import trimmed
 from rollouts.training.scoring import score

@@ -19,7 +19,8 @@ import attrs
 
 from rollouts.base.plugins import plugins
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import batch_name, check_outside, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.layout import batch_name, check_outside
 from rollouts.training.rows import check_has_ids
 
 __all__ = ["EXPORTERS", "Exporter", "export_batches", "exporter_of", "exporters"]

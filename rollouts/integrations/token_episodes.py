@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
+from rollouts.agent.budget import room_for_reply
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
@@ -108,7 +109,8 @@ async def token_rollout_to_samples(
     client = shared_policy(endpoint, None) if policy is None else policy
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     context = (await describe_once(client)).max_context
-    episode = _Episode(prompt, resuming(client, decode), decode, sampling or endpoint.sampling, limits, context)
+    continuing = resuming(client, decode, prompt.urgency)
+    episode = _Episode(prompt, continuing, decode, sampling or endpoint.sampling, limits, context)
     name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
     try:
         with deadline(limits.episode_seconds):
@@ -190,15 +192,8 @@ class _Episode:
 
     def _budget(self) -> tuple[int, StopReason]:
         """The maximum length of the next reply, and the stop reason if it is below 1."""
-        limits, length = self.limits, len(self.branches[-1])
-        budget, limit = self.sampling.max_new_tokens, StopReason.MAX_TOKENS
-        if limits.max_tokens is not None:
-            budget = min(budget, limits.max_tokens - length)
-        if limits.max_sampled_tokens is not None:
-            budget = min(budget, limits.max_sampled_tokens - self.sampled)
-        if self.max_context is not None and self.max_context - length < budget:
-            budget, limit = self.max_context - length, StopReason.CONTEXT_OVERFLOW
-        return budget, limit
+        most, length = self.sampling.max_new_tokens, len(self.branches[-1])
+        return room_for_reply(self.limits, most, length, self.sampled, self.max_context)
 
     async def _reply(self, seen: Observation, turn: int, budget: int) -> Completion:
         """Sample one reply, and append it."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 
-from rollouts.base.extras import install_command
+from rollouts.base.extras import imported
 from rollouts.errors import ConfigError
 
 __all__ = ["MetricsServer", "prometheus_client", "serving_metrics"]
@@ -49,15 +49,8 @@ class MetricsServer:
 
 
 def prometheus_client() -> Any:
-    """The package, imported.
-
-    Raises:
-        ConfigError: it is not installed; the message has the command that installs it.
-    """
-    try:
-        return importlib.import_module("prometheus_client")
-    except ImportError as error:
-        raise ConfigError(f"prometheus-client is not installed: {install_command('prometheus')}") from error
+    """The package, imported; raises as :func:`~rollouts.base.extras.imported`."""
+    return imported("prometheus_client", "prometheus-client", "prometheus")
 
 
 @contextmanager

@@ -7,16 +7,14 @@ text of prompts or replies. The calling process configures the exporter: this mo
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import attrs
 
-from rollouts.base.extras import install_command
+from rollouts.base.extras import imported
 from rollouts.dtypes import Completion, Prompt
-from rollouts.errors import ConfigError
 from rollouts.inference.policy import ServerPolicy
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import GenerateFn, Sample
@@ -25,15 +23,8 @@ __all__ = ["trace_api", "trace_completions", "traced"]
 
 
 def trace_api() -> Any:
-    """The module ``opentelemetry.trace``, imported.
-
-    Raises:
-        ConfigError: it is not installed; the message has the command that installs it.
-    """
-    try:
-        return importlib.import_module("opentelemetry.trace")
-    except ImportError as error:
-        raise ConfigError(f"opentelemetry-api is not installed: {install_command('otel')}") from error
+    """The module ``opentelemetry.trace``, imported; raises as :func:`~rollouts.base.extras.imported`."""
+    return imported("opentelemetry.trace", "opentelemetry-api", "otel")
 
 
 def traced(config: RolloutConfig, name: str = "rollout") -> RolloutConfig:

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from rollouts.errors import ConfigError
 from rollouts.planning.simulation import SimulationResult, Speed, Workload, fill
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 
 __all__ = [
     "FACTORS",

@@ -19,21 +19,17 @@ if TYPE_CHECKING:
         generate_program_batch,
         program_rollout_to_samples,
     )
-    from rollouts.programs.launchers import (
-        Launch,
-        ModelServer,
-        Program,
-        aider,
-        claude_code,
-        cline,
-        codex,
-        mini_swe_agent,
-        opencode,
-        openhands,
-        pi,
-        qwen_code,
-        script,
-    )
+    from rollouts.programs.launchers.aider import aider
+    from rollouts.programs.launchers.base import Launch, ModelServer, Program
+    from rollouts.programs.launchers.claude_code import claude_code
+    from rollouts.programs.launchers.cline import cline
+    from rollouts.programs.launchers.codex import codex
+    from rollouts.programs.launchers.mini_swe_agent import mini_swe_agent
+    from rollouts.programs.launchers.opencode import opencode
+    from rollouts.programs.launchers.openhands import openhands
+    from rollouts.programs.launchers.pi import pi
+    from rollouts.programs.launchers.qwen_code import qwen_code
+    from rollouts.programs.launchers.script import script
     from rollouts.programs.recipe import function_recipe, program_recipe
     from rollouts.programs.reward import repository_reward
 
@@ -69,21 +65,21 @@ __getattr__, __dir__ = lazy_face(
             "generate_program_batch",
             "program_rollout_to_samples",
         ),
-        "rollouts.programs.launchers": (
+        "rollouts.programs.launchers.aider": ("aider",),
+        "rollouts.programs.launchers.base": (
             "Launch",
             "ModelServer",
             "Program",
-            "aider",
-            "claude_code",
-            "cline",
-            "codex",
-            "mini_swe_agent",
-            "opencode",
-            "openhands",
-            "pi",
-            "qwen_code",
-            "script",
         ),
+        "rollouts.programs.launchers.claude_code": ("claude_code",),
+        "rollouts.programs.launchers.cline": ("cline",),
+        "rollouts.programs.launchers.codex": ("codex",),
+        "rollouts.programs.launchers.mini_swe_agent": ("mini_swe_agent",),
+        "rollouts.programs.launchers.opencode": ("opencode",),
+        "rollouts.programs.launchers.openhands": ("openhands",),
+        "rollouts.programs.launchers.pi": ("pi",),
+        "rollouts.programs.launchers.qwen_code": ("qwen_code",),
+        "rollouts.programs.launchers.script": ("script",),
         "rollouts.programs.recipe": ("function_recipe", "program_recipe"),
         "rollouts.programs.reward": ("repository_reward",),
     },

@@ -16,14 +16,13 @@ import attrs
 from rollouts.dtypes import Image, Message, TokenColumn, packed_tokens
 from rollouts.errors import ConfigError
 from rollouts.renderer.dialects import DIALECTS, Dialect, dialect_of_template, get_dialect
-from rollouts.renderer.dialects.response_template import DeclaredDialect
-from rollouts.renderer.python_template import PythonTemplate, template_function
 from rollouts.renderer.special_text import GUARD, Marks, SpecialText
 from rollouts.renderer.switches import Switches
 from rollouts.renderer.template import ChatTemplate
-from rollouts.renderer.tokenizer import Codec, response_template_of, stop_ids_of
+from rollouts.renderer.tokenizer import RESPONSE_TEMPLATE, Codec, response_template_of, stop_ids_of
 
 if TYPE_CHECKING:
+    from rollouts.renderer.dialects.response_template import DeclaredDialect
     from rollouts.renderer.images import ImageProcessor
 
 __all__ = ["ModelFormat", "images_of"]
@@ -67,20 +66,11 @@ class ModelFormat:
             ConfigError: as ``Renderer``.
         """
         variables = {**tokenizer.special_tokens_map, **template_kwargs}
-        function = template_function(chat_template)
-        if function is not None:
-            template: ChatTemplate = PythonTemplate(
-                function, name=name, variables=variables, tells_tools=tells_tools, shows_images=bool(images)
-            )
-        else:
-            template = ChatTemplate(
-                _template_source(tokenizer, chat_template, name),
-                name=name,
-                variables=variables,
-                moment=moment,
-                tells_tools=tells_tools,
-                shows_images=bool(images),
-            )
+        shown: dict[str, Any] = {"variables": variables, "tells_tools": tells_tools, "shows_images": bool(images)}
+        template = _python_template(chat_template, name, shown)
+        if template is None:
+            source = _template_source(tokenizer, chat_template, name)
+            template = ChatTemplate(source, name=name, moment=moment, **shown)
         source = template.source
         _check_read(template, template_kwargs, tokenizer.special_tokens_map)
         codec = Codec(tokenizer)
@@ -88,14 +78,15 @@ class ModelFormat:
         if not stop_ids:
             raise ConfigError.of("stop_token_ids", (), f"at least one; the tokenizer {name!r} has no EOS token")
         stops = tuple(codec.decode([stop]) for stop in stop_ids)
-        declared = _declared_dialect(tokenizer)
+        read = _declared_dialect(tokenizer)
+        declared = None if isinstance(read, ConfigError) else read
         if dialect is None:
             found = dialect_of_template(source)
-            dialect = declared if found == "plain" and isinstance(declared, DeclaredDialect) else found
-        if dialect == DeclaredDialect.name:
-            if not isinstance(declared, DeclaredDialect):
+            dialect = declared if found == "plain" and declared is not None else found
+        if dialect == RESPONSE_TEMPLATE:
+            if declared is None:
                 expected = f"one of {', '.join(DIALECTS)}: {name!r} declares none"
-                raise declared or ConfigError.of("dialect", dialect, expected)
+                raise read if isinstance(read, ConfigError) else ConfigError.of("dialect", dialect, expected)
             dialect = declared
         if special_text not in get_args(SpecialText):
             raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
@@ -104,7 +95,7 @@ class ModelFormat:
             codec=codec,
             marks=Marks(_marks_of(tokenizer, source, stops), special_text),
             dialect=get_dialect(dialect) if isinstance(dialect, str) else dialect,
-            declared=declared if isinstance(declared, DeclaredDialect) else None,
+            declared=declared,
             stop_ids=tuple(stop_ids),
             stops=stops,
             special_ids=frozenset(stop_ids) | _special_ids(tokenizer),
@@ -141,8 +132,12 @@ class ModelFormat:
 def _declared_dialect(tokenizer: Any) -> DeclaredDialect | ConfigError | None:
     """The dialect of the tokenizer's ``response_template``, or why it cannot be read."""
     declared = response_template_of(tokenizer)
+    if declared is None:
+        return None
+    from rollouts.renderer.dialects.response_template import DeclaredDialect  # here: few tokenizers declare one
+
     try:
-        return None if declared is None else DeclaredDialect(declared)
+        return DeclaredDialect(declared)
     except ConfigError as error:
         return error
 
@@ -166,6 +161,16 @@ def _check_read(template: ChatTemplate, variables: Mapping[str, Any], special: M
         if name not in template.reads:
             switches = ", ".join(sorted(template.reads - special.keys())) or "none"
             raise ConfigError.of("template_kwargs", name, f"a variable that {template.name} reads: {switches}")
+
+
+def _python_template(chosen: str | Path | None, name: str, shown: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template that ``chat_template`` names as a function; ``None`` if it names none."""
+    if chosen is None:
+        return None
+    from rollouts.renderer.python_template import PythonTemplate, template_function  # here: few templates are functions
+
+    function = template_function(chosen)
+    return None if function is None else PythonTemplate(function, name=name, **shown)
 
 
 def _template_source(tokenizer: Any, chosen: str | Path | None, name: str) -> str:

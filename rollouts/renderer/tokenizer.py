@@ -23,6 +23,7 @@ from rollouts.renderer.fast_encoder import FastEncoder, loader
 from rollouts.renderer.special_text import plain_encoder
 
 __all__ = [
+    "RESPONSE_TEMPLATE",
     "Codec",
     "declared_vocab_size",
     "load_tokenizer",
@@ -31,6 +32,9 @@ __all__ = [
     "stop_ids_of",
     "vocab_size_of",
 ]
+
+RESPONSE_TEMPLATE = "response_template"
+"""The entry of tokenizer_config.json with the publisher's way to read replies, and the name of that dialect."""
 
 _IMPORTING = threading.Lock()
 _NO_OWN_CODE = (
@@ -113,10 +117,10 @@ def response_template_of(tokenizer: Any) -> Any:
 
     The tokenizers of older versions of transformers do not have it as an attribute.
     """
-    declared = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "init_kwargs", {}).get(
-        "response_template"
+    declared = getattr(tokenizer, RESPONSE_TEMPLATE, None) or getattr(tokenizer, "init_kwargs", {}).get(
+        RESPONSE_TEMPLATE
     )
-    return declared or _model_file(_source_of(tokenizer), "tokenizer_config.json").get("response_template")
+    return declared or _model_file(_source_of(tokenizer), "tokenizer_config.json").get(RESPONSE_TEMPLATE)
 
 
 def vocab_size_of(tokenizer: Any) -> int:

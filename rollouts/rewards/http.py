@@ -16,10 +16,9 @@ from anyio.lowlevel import RunVar
 
 from rollouts.base.validators import is_int
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, RewardFailure
+from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, RewardFailure, without_password
+from rollouts.http.answers import RETRIED_STATUSES, UNREADABLE, message_of
 from rollouts.http.client import HttpClient
-from rollouts.inference.wire_errors import RETRIED_STATUSES, UNREADABLE, message_of
 
 __all__ = ["Poster"]
 

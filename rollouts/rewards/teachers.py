@@ -20,8 +20,7 @@ import numpy.typing as npt
 from rollouts.base.validators import is_number
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.task_groups import first_error
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError, FilterFailure, RewardFailure
+from rollouts.errors import ConfigError, FilterFailure, RewardFailure, without_password
 from rollouts.rewards.http import Poster
 from rollouts.training.types import FilterFn, Sample
 

@@ -15,8 +15,9 @@ from typing import Any
 from rollouts.errors import JournalError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
-from rollouts.runs.folder import CHECKED, METRICS, RECORDING, run_files, whole_size
+from rollouts.runs.folder import whole_size
 from rollouts.runs.journal import JournalReader
+from rollouts.runs.layout import CHECKED, METRICS, RECORDING, run_files
 
 __all__ = ["find_damage", "is_covered"]
 

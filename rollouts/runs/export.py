@@ -28,8 +28,10 @@ from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.columns import columns_table, plain_row
-from rollouts.runs.folder import Row, Which, check_output, check_outside, read_info, read_rows
+from rollouts.runs.folder import Row, read_rows
 from rollouts.runs.images import IMAGES, ImageFolder, hashes_of_row
+from rollouts.runs.info import read_info
+from rollouts.runs.layout import Which, check_output, check_outside
 from rollouts.runs.reading import reading
 from rollouts.runs.tools import ToolFolder
 

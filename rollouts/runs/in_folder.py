@@ -11,9 +11,10 @@ from typing import Any
 import anyio.to_thread
 
 from rollouts.recipe import Recipe
-from rollouts.runs.resume import Reopened, begin, reopen
+from rollouts.runs.resume import Reopened, reopen
 from rollouts.runs.run import RunResult, run
 from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 
 __all__ = ["open_in", "run_in"]

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.samplings import Samplings
 from rollouts.runs.slope import Slope, slope_of
 from rollouts.training.sample_laws import LAWS, Violation

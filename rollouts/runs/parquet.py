@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import mmap
 import zlib
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from rollouts.base.extras import install_command
+from rollouts.base.extras import install_command, is_installed
 from rollouts.base.storable import to_plain
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import COLUMNS, IMAGE, SPAN, TIME, Type
@@ -48,7 +47,7 @@ _UNSEALED = b"00000000"
 
 def available() -> bool:
     """Whether pyarrow is installed."""
-    return importlib.util.find_spec("pyarrow") is not None
+    return is_installed("pyarrow")
 
 
 class RowWriter:

@@ -18,21 +18,10 @@ import msgspec
 
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
-from rollouts.runs.folder import (
-    JOURNAL,
-    Row,
-    StoredOutcome,
-    Which,
-    is_growing,
-    journal_rows,
-    read_file,
-    read_info,
-    read_rows,
-    read_waiting,
-    run_files,
-    whole_size,
-)
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.folder import Row, journal_rows, read_file, read_rows, read_waiting, whole_size
+from rollouts.runs.info import is_growing, read_info
+from rollouts.runs.layout import JOURNAL, StoredOutcome, Which, run_files
+from rollouts.runs.run_history import RunHistory
 from rollouts.training.types import Sample
 
 __all__ = ["StoredSamples", "load_run"]

@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rollouts.errors import ConfigError, RolloutsError, text_of
 
-__all__ = ["check_file", "reading", "unreadable"]
+__all__ = ["check_file", "decoded_object", "reading", "unreadable"]
 
 _SPARSE = 64
 """A file that is this many times as large as its blocks on disk is sparse; file systems that compress stay below."""
@@ -68,3 +71,18 @@ def _has_data(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def decoded_object(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in a line or a file.
+
+    Raises:
+        ConfigError: it is not JSON, or not an object; the message begins with ``where``.
+    """
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where}: corrupted, not JSON ({error})") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError.of(where, value, "an object")
+    return dict(value)

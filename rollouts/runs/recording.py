@@ -31,6 +31,7 @@ from rollouts.dtypes import (
     Prompt,
     Tool,
     VersionSpan,
+    digest,
 )
 from rollouts.environments.base import (
     Environment,
@@ -51,11 +52,11 @@ from rollouts.errors import (
     ReplayDiverged,
 )
 from rollouts.inference.base import CompletionRequest, Policy, PolicyWrapper, ServerInfo, describe_once
-from rollouts.runs.folder import RECORDING, is_growing
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.info import is_growing
 from rollouts.runs.journal import Columns, Entry, Journal, JournalReader, Offset, read_entry
+from rollouts.runs.layout import RECORDING
 from rollouts.training.types import GenerateFn, Sample
-from rollouts.trajectory import digest
 
 __all__ = ["RECORDING", "Recording", "Tape", "check_recordable", "recorded", "replayed_from"]
 

@@ -17,11 +17,12 @@ import msgspec
 from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError, ReplayDiverged
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import JOURNAL, check_output, read_info
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.info import read_info
+from rollouts.runs.layout import JOURNAL, check_output
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import Recording, Tape, replayed_from
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.types import Sample

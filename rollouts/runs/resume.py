@@ -19,21 +19,22 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import is_sound
-from rollouts.runs.folder import JOURNAL, METRICS, batch_name, batches_written, check_files, read_info, run_files
+from rollouts.runs.info import batches_written, read_info
 from rollouts.runs.journal import Journal, TornTail
+from rollouts.runs.layout import JOURNAL, METRICS, batch_name, check_files, run_files
 from rollouts.runs.reading import reading
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.settings import Change, changes, recorded_settings
+from rollouts.runs.start import SETTINGS, identity_of, settings_in
 from rollouts.runs.writer import RunWriter, now
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Group, Sample
 
-__all__ = ["Reopened", "begin", "reopen", "state_of_history"]
+__all__ = ["Reopened", "reopen", "state_of_history"]
 
-SETTINGS = "settings"
-"""The entry of a description, of a record of a start, and of ``run.json`` with the settings."""
 CHANGED = "changed"
 
 
@@ -53,19 +54,6 @@ class Reopened:
     """The settings that the run does not have, so that they were not compared."""
     torn: TornTail | None = None
     """The end of the journal that was cut."""
-
-
-def begin(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> RunJournal:
-    """Start the journal of a new run.
-
-    Raises:
-        JournalError: it cannot be written.
-    """
-    journal = Journal(path / JOURNAL)
-    run_journal = RunJournal(journal)
-    run_journal.began({**_identity(description, buffer), **_settings(description)})
-    journal.flush()
-    return run_journal
 
 
 def reopen(path: Path, description: Mapping[str, Any], buffer: DataBuffer, *, allow_changes: bool = False) -> Reopened:
@@ -101,7 +89,7 @@ def _reopened(
     journal = Journal(path / JOURNAL, batches=batches_written(info))
     try:
         history = RunHistory.read(path / JOURNAL)
-        identity, settings = _identity(description, buffer), _settings(description)
+        identity, settings = identity_of(description, buffer), settings_in(description)
         if history.runs:
             _check_identity(history.runs[0], identity)
         changed, unrecorded = _compared(info, history, settings.get(SETTINGS, {}), allow_changes=allow_changes)
@@ -125,10 +113,6 @@ def _reopened(
     return Reopened(writer, run_journal, state, history, tuple(restored), changed, unrecorded, journal.torn)
 
 
-def _settings(description: Mapping[str, Any]) -> dict[str, Any]:
-    return {SETTINGS: description[SETTINGS]} if SETTINGS in description else {}
-
-
 def _compared(
     info: Mapping[str, Any], history: RunHistory, settings: Mapping[str, Any], *, allow_changes: bool
 ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
@@ -148,13 +132,6 @@ def _compared(
         )
     unrecorded = tuple(sorted(settings.keys() - then.keys()))
     return changed, unrecorded
-
-
-def _identity(description: Mapping[str, Any], buffer: DataBuffer) -> dict[str, Any]:
-    """The sizes and data that a resumed run must keep, whatever is allowed to change."""
-    config = description["config"]
-    sizes = {name: config[name] for name in ("batch_size", "n_samples_per_prompt")}
-    return {"recipe": description.get("recipe"), **sizes, "data": buffer.fingerprint}
 
 
 def _check_identity(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import JOURNAL, Row, read_info
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.folder import Row
+from rollouts.runs.info import read_info
+from rollouts.runs.layout import JOURNAL
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.settings import recorded_settings
 from rollouts.training.types import Sample
 

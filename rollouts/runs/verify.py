@@ -28,25 +28,16 @@ from rollouts.base.validators import finite
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage, is_covered
-from rollouts.runs.folder import (
-    JOURNAL,
-    METRICS,
-    METRICS_CRC,
-    Row,
-    StoredOutcome,
-    batch_name,
-    batches_written,
-    note_of_calls,
-    read_file,
-    read_info,
-    run_files,
-    whole_size,
-)
+from rollouts.runs.folder import Row, read_file, whole_size
+from rollouts.runs.hashed_files import HashedFiles
 from rollouts.runs.images import ImageFolder, hashes_of_row
+from rollouts.runs.info import batches_written, note_of_calls, read_info
+from rollouts.runs.layout import JOURNAL, METRICS, METRICS_CRC, StoredOutcome, batch_name, run_files
 from rollouts.runs.reading import reading
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
+from rollouts.runs.tree_records import check_tree
 from rollouts.training.rows import CHAT_API
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
@@ -128,6 +119,25 @@ class _Entry:
         return f"{self.row} (group {self.stored.group_index} · index {self.stored.index})"
 
 
+class _NamedFiles:
+    """The files that samples name by the hash of their bytes: images and lists of tools."""
+
+    def __init__(self, run: Path) -> None:
+        self._images = ImageFolder(run)
+        self._tools = ToolFolder(run)
+        self._checked: set[tuple[str, str]] = set()
+
+    def check(self, row: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+        """Check each file that no earlier row names; yields its kind, and its problem if it has one."""
+        tools = row.get("tools")
+        named: list[tuple[str, HashedFiles, Any]] = [("images", self._images, one) for one in hashes_of_row(row)]
+        named += [("lists of tools", self._tools, tools)] if tools is not None else []
+        for kind, folder, sha256 in named:
+            if (kind, str(sha256)) not in self._checked:
+                self._checked.add((kind, str(sha256)))
+                yield kind, folder.problem(sha256)
+
+
 class _Verification:
     def __init__(self, run: Path, info: dict[str, Any]) -> None:
         self.report = Report()
@@ -145,14 +155,9 @@ class _Verification:
         self.groups: dict[int, str] = {}
         self.counts: Counter[StoredOutcome] = Counter()
         self.batches = 0
-        self.folder = ImageFolder(run)
+        self.named_files = _NamedFiles(run)
         self.texts = 0
         """The number of samples without token ids, of a chat API."""
-        self.images: set[str] = set()
-        """The hashes of the images that were checked."""
-        self.tool_folder = ToolFolder(run)
-        self.tools: set[str] = set()
-        """The hashes of the lists of tools that were checked."""
         if (note := note_of_calls(info)) is not None:
             self.report.notes.append(note)
         self._check_bits()
@@ -295,6 +300,8 @@ class _Verification:
             rows = [(entry.stored, entry.row.data.get("metadata"), entry.place) for entry in branches]
             if seated := check_seats(rows, self._broken):
                 self.report.checked[4]["conversations of seats"] += seated
+            if shared := check_tree([(entry.stored, entry.place) for entry in branches], self._broken):
+                self.report.checked[3]["branches"] += shared
             for _, of_one in itertools.groupby(
                 branches, key=lambda entry: (entry.stored.seat, entry.stored.conversation)
             ):
@@ -463,8 +470,10 @@ class _Verification:
         checked[4].update(samples=1)
         checked[5].update(samples=1)
         self.report.violations += check_stored(stored, entry.place, self.vocab_size)
-        self._check_images(entry)
-        self._check_tools(entry)
+        for kind, problem in self.named_files.check(entry.row.data):
+            checked[4][kind] += 1
+            if problem is not None:
+                self._broken(4, entry.place, problem, "every bit as it was written")
         row = str(entry.row)
         repeated = None
         for call in stored.completions:
@@ -476,28 +485,6 @@ class _Verification:
         if (stored.outcome, stored.batch) != (outcome, batch):
             got = f"outcome {stored.outcome!r}, batch {stored.batch}"
             self._broken(4, entry.place, got, f"outcome {outcome!r}, batch {batch}, as the file is named")
-
-    def _check_images(self, entry: _Entry) -> None:
-        """Check law 4: the file of each image that a sample names has the bytes of its hash; each file once."""
-        for sha256 in hashes_of_row(entry.row.data):
-            if sha256 in self.images:
-                continue
-            self.images.add(sha256)
-            self.report.checked[4]["images"] += 1
-            problem = self.folder.problem(sha256)
-            if problem is not None:
-                self._broken(4, entry.place, problem, "every bit as it was written")
-
-    def _check_tools(self, entry: _Entry) -> None:
-        """Check law 4: the file of the tools that a sample names has the bytes of its hash; each file once."""
-        sha256 = entry.row.data.get("tools")
-        if sha256 is None or str(sha256) in self.tools:
-            return
-        self.tools.add(str(sha256))
-        self.report.checked[4]["lists of tools"] += 1
-        problem = self.tool_folder.problem(sha256)
-        if problem is not None:
-            self._broken(4, entry.place, problem, "every bit as it was written")
 
 
 def _differing(sample: Sample, copy: Sample) -> Iterator[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""The writer of a run's folder (layout: ``folder.py``).
+"""The writer of a run's folder (layout: ``layout.py``).
 
 Invariant: each group is stored exactly once. Dropped and failed groups are appended as they settle; accepted ones stay
 in memory until their batch is sealed or the run ends, and are then written whole. ``run.json`` and batches appear
@@ -26,28 +26,18 @@ import attrs
 import msgspec
 
 from rollouts import __version__
-from rollouts.base.extras import install_command
+from rollouts.base.extras import install_command, is_installed
 from rollouts.base.storable import to_json
 from rollouts.errors import ConfigError
-from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, sealed
-from rollouts.runs.folder import (
-    CHECKED,
-    JOURNAL,
-    METRICS,
-    METRICS_CRC,
-    RUN_FILES,
-    batch_name,
-    check_outside,
-    read_info,
-    run_files,
-)
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.info import read_info
 from rollouts.runs.journal import LOCK
+from rollouts.runs.layout import CHECKED, JOURNAL, METRICS, METRICS_CRC, RUN_FILES, batch_name, check_outside, run_files
 from rollouts.runs.locks import is_locked, take_lock
 from rollouts.runs.tools import ToolFolder, named
 from rollouts.training.metrics import Accounting
-from rollouts.training.sample_laws import column_digests
+from rollouts.training.sample_columns import column_digests
 from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle", "now", "versions"]
@@ -57,6 +47,7 @@ Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 
 RunStatus: TypeAlias = Literal["running", "finished", "stopped", "failed"]
 
+PYARROW = "pyarrow"
 _LOCK = ".lock"
 """Not in RUN_FILES, which a new run removes: the lock of a removed file excludes no other writer."""
 
@@ -122,11 +113,11 @@ class RunWriter:
     ) -> None:
         if format not in ("jsonl", "parquet", "auto"):
             raise ConfigError.of("--format", format, '"jsonl", "parquet" or "auto"')
-        if format == "parquet" and not parquet.available():
+        if format == "parquet" and not is_installed(PYARROW):
             raise ConfigError.of("--format", format, f'pyarrow, or "jsonl": {install_command("parquet")}')
         check_free(path, overwrite=overwrite)
         self.path = Path(path)
-        self.format = "parquet" if format != "jsonl" and parquet.available() else "jsonl"
+        self.format = "parquet" if format != "jsonl" and is_installed(PYARROW) else "jsonl"
         self.batches = 0
         self.finished = False
         """Whether :meth:`finish` has written the end of the run."""
@@ -229,7 +220,7 @@ class RunWriter:
         rows = self._rows(samples, "kept", "", number)
         path = self.path / "batches" / f"{batch_name(number)}.{self.format}"
         path.parent.mkdir(exist_ok=True)
-        _write_atomically(path, parquet.encode(rows, to_json) if self.format == "parquet" else _lines(rows))
+        _write_atomically(path, _parquet(rows) if self.format == "parquet" else _lines(rows))
         return path
 
     def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> bool:
@@ -302,6 +293,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    from rollouts.runs import parquet  # here: pyarrow is an extra
+
+    return parquet.encode(rows, to_json)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:

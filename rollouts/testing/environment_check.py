@@ -25,6 +25,7 @@ import msgspec
 import rollouts
 from rollouts.agent import run_agent
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.stalls import StallWatch
 from rollouts.dtypes import MAX_MESSAGE_BYTES, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import (
@@ -40,7 +41,6 @@ from rollouts.errors import ConfigError, EnvironmentFailure, shortened, source_l
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.random_replies import RandomModel, schema_problems
-from rollouts.testing.stalls import StallWatch
 
 __all__ = ["CheckOptions", "Finding", "Verdict", "examine"]
 

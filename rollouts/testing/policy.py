@@ -18,11 +18,11 @@ from rollouts.dtypes import (
     ImageSpan,
     TokenColumn,
     VersionSpan,
+    digest,
     packed_tokens,
 )
 from rollouts.errors import EndpointRefused
 from rollouts.inference.base import CompletionRequest, ServerInfo
-from rollouts.trajectory import digest
 
 __all__ = ["Reply", "ScriptedPolicy"]
 

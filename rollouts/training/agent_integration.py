@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, Required, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Never, Required, Unpack, get_args
 
 import anyio
 import anyio.to_thread
@@ -28,13 +28,15 @@ from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Policy, describe_once
 from rollouts.inference.policy import ServerPolicy
-from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import shared_policy
 from rollouts.renderer import Renderer, RendererOptions, renderer_for, with_prompt_options
 from rollouts.training.sample_validator import copied
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
+
+if TYPE_CHECKING:
+    from rollouts.inference.reply_parts import Decode
 
 __all__ = [
     "agent_rollout_to_sample",
@@ -111,12 +113,13 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    unedited = attrs.evolve(prompt, label=copied(prompt.label))  # an environment may change its label in place
+    label = copied(prompt.label)  # an environment may change its label in place
+    unedited = prompt if label is prompt.label else attrs.evolve(prompt, label=label)
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     episode = await begin_episode(
         prompt,
-        resuming(client, renderer.decode),
+        resuming(client, renderer.decode, prompt.urgency),
         renderer,
         sampling=sampling or endpoint.sampling,
         limits=check_limits(limits, max_turns),
@@ -191,12 +194,12 @@ async def generate_all(
     return list(itertools.chain.from_iterable(samples))
 
 
-def resuming(policy: Policy, decode: Decode) -> Policy:
+def resuming(policy: Policy, decode: Decode, urgency: Callable[[], int] | None = None) -> Policy:
     """The policy of one rollout; one of servers continues a reply that they abort, as an update of weights may order.
 
-    ``decode`` is the text of ids, special tokens included.
+    ``decode`` is the text of ids, special tokens included; ``urgency`` is that of the prompt.
     """
-    return ResumablePolicy(policy.of_rollout(), decode=decode) if isinstance(policy, ServerPolicy) else policy
+    return ResumablePolicy(policy.of_rollout(urgency), decode=decode) if isinstance(policy, ServerPolicy) else policy
 
 
 _DEFAULT_LIMITS = Limits()

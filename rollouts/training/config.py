@@ -136,6 +136,11 @@ class RolloutConfig:
         return rollouts if self.in_flight is None else min(self.in_flight, rollouts)
 
     @property
+    def spare_groups(self) -> int:
+        """Groups that are generated at once beyond those of a batch."""
+        return math.ceil(self.max_inflight_rollouts / self.n_samples_per_prompt) - self.batch_size
+
+    @property
     def rejections_allowed(self) -> int:
         """``patience``, or its default."""
         return self.patience if self.patience is not None else max(64, 8 * self.batch_size)

@@ -8,6 +8,8 @@ There are four cases, in this order:
 3. ``failure_budget`` is used up.
 4. ``patience`` groups in a row were rejected, by the filter or by a failure.
 
+A batch that cannot be filled, in time or from the data, also ends with an error of this module; the run may continue.
+
 Invariant: an error is reported once; the next call of the manager starts with full patience. This module decides, and
 the manager raises. It does not know prompts, tasks or the buffer.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.errors import FilterFailure, GenerateFailure
+from rollouts.errors import DataExhausted, FilterFailure, GenerateFailure
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats, same_cause
 from rollouts.training.metrics import Accounting
@@ -104,6 +106,16 @@ class FailFast:
             or self._over_budget(accounting)
             or self._out_of_patience(accounting, mean_reward)
         )
+
+    def out_of_time(self, accounting: Accounting) -> Exception:
+        """Return the error of a batch that was not filled within ``batch_seconds``."""
+        accepted = f"{accounting.ready} of {self._config.batch_size} groups were accepted"
+        return GenerateFailure(f"{accepted} within {self._config.batch_seconds:g} s; they are kept; {accounting}")
+
+    def out_of_data(self, accounting: Accounting, data: object) -> Exception:
+        """Return the error of a batch for which ``data`` has too few prompts."""
+        accepted = f"{accounting.ready} of {self._config.batch_size} groups are accepted"
+        return DataExhausted(f"{accepted} and no prompt is left: {data!r}; {accounting}")
 
     def _same_cause_from_the_first(self, accounting: Accounting) -> Exception | None:
         if not self.all_failed or accounting.in_flight:

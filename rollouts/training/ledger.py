@@ -7,16 +7,18 @@ waits, so that law 4 holds between any two calls. This module starts, records an
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import DataExhausted
 from rollouts.training.data_buffer import DataBuffer
-from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.types import Group, Sample
+
+if TYPE_CHECKING:
+    from rollouts.training.manager_state import ManagerState
 
 __all__ = ["Ledger"]
 
@@ -82,6 +84,16 @@ class Ledger:
         sampler = self.data_buffer.sampler
         return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
 
+    def is_scarce(self, spare: int) -> bool:
+        """Whether the filter has dropped as many groups for this batch as are generated beyond its size, ``spare``.
+
+        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        """
+        if max(self.dropped_for_batch, self.not_replaced) >= spare:
+            return True
+        self.not_replaced += 1
+        return False
+
     def put_back(self, prompt: Prompt) -> None:
         """Return the prompt of a group in flight to the buffer; finished rollouts of the group are kept."""
         self.data_buffer.put_back([prompt])
@@ -115,6 +127,8 @@ class Ledger:
 
     def state(self, batches: int) -> dict[str, Any]:
         """Return the state of the ledger and its buffer as plain values."""
+        from rollouts.training.manager_state import ManagerState  # here: most runs continue from their journal
+
         return ManagerState(
             accounting=attrs.evolve(self.accounting),
             batches=batches,

@@ -17,45 +17,39 @@ This module does not know models, the network or agents; it calls a ``generate_f
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-import anyio.lowlevel
 import attrs
 from anyio.abc import TaskGroup
 
-from rollouts.concurrency.boundary import abandoned, boundary, call_foreign, function_name, waits
-from rollouts.concurrency.cancellation import left_behind
+from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import deadline, pauses
 from rollouts.concurrency.times import now
-from rollouts.concurrency.wait_report import where
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, RolloutsError, at
+from rollouts.errors import ConfigError, DataExhausted, RolloutsError, at
+from rollouts.training.batch_report import BatchReport
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.fail_fast import FailFast
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
-from rollouts.training.length_bias import LengthBias
-from rollouts.training.manager_state import ManagerState
-from rollouts.training.metrics import Accounting, IdleClock, RunMetrics, batch_metrics
-from rollouts.training.rollout_log import RolloutLog
+from rollouts.training.metrics import Accounting, RunMetrics
+from rollouts.training.rollout_log import OnGroup, Recorder, RolloutLog
 from rollouts.training.running_groups import RunningGroups
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
 
+if TYPE_CHECKING:
+    from rollouts.training.manager_state import ManagerState
+
 __all__ = ["AsyncRolloutManager"]
 
-OnGroup = Callable[[Group], None]
-
-_RECORD_SECONDS = 60.0
-"""Deadline of recording one settled group; recording is shielded, so that record and accounting agree."""
 _BLOCKED_SECONDS = 1.0
 
 
@@ -103,19 +97,17 @@ class AsyncRolloutManager:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
-        self._length_bias = LengthBias()
         self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False
-        self._idle = IdleClock()
-        self._on_group = on_group
-        self._rollout_log = rollout_log
+        self._recorder = Recorder(rollout_log, on_group)
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_on_free_slot)
-        self._start_lock = anyio.Lock(fast_acquire=True)
         self._tasks: TaskGroup | None = None
+        self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
+        is_scarce = functools.partial(self._ledger.is_scarce, config.spare_groups)
         attempts = self._ledger.failed_attempts
-        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, self._is_scarce, self.slots)
+        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, is_scarce, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -175,8 +167,9 @@ class AsyncRolloutManager:
 
     def waiting_for(self, count: int = 1) -> list[str]:
         """Return global pauses first, then the longest waits with their start time and source line."""
-        paused = [str(pause) for pause in pauses()[:count]]
-        return paused + [f"{wait}, in {where(wait)}" for wait in waits()[: count - len(paused)]]
+        from rollouts.concurrency.wait_report import longest  # here: only a watched run asks for it
+
+        return longest(count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the manager and its buffer as plain values; may be called at any moment."""
@@ -188,6 +181,8 @@ class AsyncRolloutManager:
         Raises:
             ConfigError: the state is damaged or of other data, or this manager has already begun.
         """
+        from rollouts.training.manager_state import ManagerState  # here: most runs continue from their journal
+
         self._check_not_begun()  # before the buffer is restored
         self.restore(ManagerState.load(state, self.data_buffer))
 
@@ -225,10 +220,7 @@ class AsyncRolloutManager:
                 async with self:
                     await self._gather_groups(finish_restarted=True)
         if limit.caught:
-            raise GenerateFailure(
-                f"{self.accounting.ready} of {self.config.batch_size} groups were accepted within "
-                f"{self.config.batch_seconds:g} s; they are kept; {self.accounting}"
-            )
+            raise self._fail_fast.out_of_time(self.accounting)
         # No await from here on, so that a batch that is counted cannot be lost to a cancellation.
         return self._seal_batch(time.monotonic() - began)
 
@@ -302,10 +294,7 @@ class AsyncRolloutManager:
                 continue
             if not self.accounting.in_flight:
                 _raise(self._fail_fast.take_error())
-                raise DataExhausted(
-                    f"{self.accounting.ready} of {self.config.batch_size} groups are accepted and no prompt is left: "
-                    f"{self.data_buffer!r}; {self.accounting}"
-                )
+                raise self._fail_fast.out_of_data(self.accounting, self.data_buffer)
             await self._running.next_end()
             await self._drop_stale()
         _raise(self._fail_fast.take_error())
@@ -319,37 +308,21 @@ class AsyncRolloutManager:
             return
         for group in [group for group in self.ready_groups if self.staleness.too_old(self.staleness.age(group))]:
             with anyio.CancelScope(shield=True):
-                await self._record(attrs.evolve(group, outcome="dropped", reason="too old"))
+                await self._recorder.settled(attrs.evolve(group, outcome="dropped", reason="too old"))
                 self._ledger.drop_ready([group], "too old")
-                self._length_bias.dropped(group.samples)
+                self._report.length_bias.dropped(group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        numbers = batch_metrics(samples) | self.staleness.metrics(samples)
-        if self.staleness.drops:
-            self._length_bias.trained(len(groups), samples)
-            numbers |= self._length_bias.metrics()
-        if self._streaming:
-            numbers |= {"idle/trainer_seconds": seconds, "idle/generator_seconds": self._idle.take()}
+        numbers = self._report.of_samples(
+            samples, seconds if self._streaming else None
+        )  # raises: the groups stay ready
         self._ledger.seal(groups)
-        self.metrics = {
-            "batch": self.batches,
-            "seconds": seconds,
-            "ended": round(now(), 4),
-            **numbers,
-            **self.run_metrics.take_lengths(),
-            **self.failures.metrics(),
-            **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),
-            "abandoned_threads": len(abandoned()),
-            "abandoned_coroutines": len(left_behind()),
-            **{f"prompts/{name}": count for name, count in attrs.asdict(self.accounting).items()},
-            **self._ledger.sampler_metrics(),
-        }
-        if self._rollout_log is not None:
-            numbers_of_groups = [group.group_index for group in groups]
-            self._rollout_log.sealed(self.batches, numbers_of_groups, self.metrics, self.accounting)
+        head = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4)}
+        self.metrics = {**head, **numbers, **self._report.of_run()}
+        self._recorder.sealed(self.batches, groups, self.metrics, self.accounting)
         self.batches += 1
         return samples
 
@@ -373,7 +346,7 @@ class AsyncRolloutManager:
                 return
             finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
             self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
-            self._idle.stop()
+            self._report.idle.stop()
             self._tasks.start_soon(self._run_group, prompt)
 
     def _start_on_free_slot(self) -> None:
@@ -391,9 +364,9 @@ class AsyncRolloutManager:
     def _take(self) -> Prompt | None:
         """Take a prompt and record it in the same step, so that draws and outcomes have one order in the log."""
         prompt = self._ledger.take(self.staleness.current)
-        if prompt is not None and self._rollout_log is not None:
+        if prompt is not None:
             try:
-                self._rollout_log.taken(prompt, self.data_buffer.position_of(prompt))
+                self._recorder.taken(prompt, self.data_buffer)
             except Exception as error:  # noqa: BLE001 - generate_batch raises it
                 self._fail_fast.stop(error)
                 self._ledger.put_back(prompt)
@@ -408,12 +381,11 @@ class AsyncRolloutManager:
         scope = self._running.begin(group_index(prompt))
         try:
             with scope:  # put_back cancels it
-                async with self._start_lock:  # groups start one at a time: all at once would block the event loop
-                    await anyio.lowlevel.checkpoint()
+                await self._running.turn_to_start()
                 with at(f"group {prompt.group_index}"):
                     group = await self._runner.run(prompt, finished)
                     with anyio.CancelScope(shield=True):
-                        await self._record(group, functools.partial(self._ledger.observe, group))
+                        await self._recorder.settled(group, functools.partial(self._ledger.observe, group))
                         self._ledger.account_for(group)
                         settled = True
                         self._fail_fast.saw(group)
@@ -424,32 +396,11 @@ class AsyncRolloutManager:
                 self._ledger.put_back(prompt)
             self._ledger.landed(prompt)
             if not self.accounting.in_flight:
-                self._idle.start()
+                self._report.idle.start()
             self._running.end(group_index(prompt))
             self.slots.close(group_index(prompt))
         if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
             self._top_up()
-
-    async def _record(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
-        if self._rollout_log is None:
-            appended()
-        else:
-            await self._rollout_log.settled(group, appended)
-        if self._on_group is not None:
-            name = f"recording with {function_name(self._on_group)}"
-            await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
-
-    def _is_scarce(self) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are generated beyond its size.
-
-        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
-        """
-        at_once = math.ceil(self.config.max_inflight_rollouts / self.config.n_samples_per_prompt)
-        spare = at_once - self.config.batch_size
-        if max(self._ledger.dropped_for_batch, self._ledger.not_replaced) >= spare:
-            return True
-        self._ledger.not_replaced += 1
-        return False
 
 
 def _raise(error: Exception | None) -> None:

@@ -6,12 +6,13 @@ plain. This module does not know samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 __all__ = ["ReadOnlyDict", "ReadOnlyList", "read_only", "recently"]
 
 Value = TypeVar("Value")
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 def _refuse(self: ReadOnlyList | ReadOnlyDict, *_: Any, **__: Any) -> NoReturn:
@@ -39,7 +40,7 @@ class ReadOnlyDict(dict[Any, Any]):
 
     __slots__ = ("name",)
 
-    def __init__(self, values: Iterable[tuple[Any, Any]], name: str) -> None:
+    def __init__(self, values: Mapping[Any, Any], name: str) -> None:
         super().__init__(values)
         self.name = name
 
@@ -53,10 +54,10 @@ class ReadOnlyDict(dict[Any, Any]):
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
     if isinstance(value, dict):
-        entries = value.items()
-        return ReadOnlyDict([(key, one if type(one) is str else read_only(one, name)) for key, one in entries], name)
+        plain = {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
+        return ReadOnlyDict(plain, name)
     if isinstance(value, list):
-        return ReadOnlyList([entry if type(entry) is str else read_only(entry, name) for entry in value], name)
+        return ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value], name)
     return value
 
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from rollouts.concurrency.boundary import call_foreign, function_name
 from rollouts.dtypes import Prompt
+from rollouts.errors import RolloutsError
+from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Group, Sample
 
 if TYPE_CHECKING:
     from rollouts.agent.turn_log import TurnLog
 
-__all__ = ["RolloutLog"]
+__all__ = ["OnGroup", "Recorder", "RolloutLog"]
+
+OnGroup = Callable[[Group], None]
+
+_RECORD_SECONDS = 60.0
+"""Deadline of ``on_group`` for one settled group; the caller shields it, so that record and accounting agree."""
 
 
 class RolloutLog(Protocol):
@@ -41,3 +49,33 @@ class RolloutLog(Protocol):
 
     def sealed(self, number: int, groups: Sequence[int], metrics: Mapping[str, float], accounting: Accounting) -> None:
         """Batch ``number`` is handed to the caller."""
+
+
+class Recorder:
+    """Reports the events of groups to the log of a run, and settled groups to ``on_group``, where the run has them."""
+
+    def __init__(self, rollout_log: RolloutLog | None, on_group: OnGroup | None) -> None:
+        self._log = rollout_log
+        self._on_group = on_group
+
+    def taken(self, prompt: Prompt, data_buffer: DataBuffer) -> None:
+        """Report that a prompt was taken from its buffer."""
+        if self._log is not None:
+            self._log.taken(prompt, data_buffer.position_of(prompt))
+
+    async def settled(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
+        """Report that a group has its outcome; ``appended`` is called as the log calls it."""
+        if self._log is None:
+            appended()
+        else:
+            await self._log.settled(group, appended)
+        if self._on_group is not None:
+            name = f"recording with {function_name(self._on_group)}"
+            await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
+
+    def sealed(
+        self, number: int, groups: Sequence[Group], metrics: Mapping[str, float], accounting: Accounting
+    ) -> None:
+        """Report that a batch is handed to the caller."""
+        if self._log is not None:
+            self._log.sealed(number, [group.group_index for group in groups], metrics, accounting)

@@ -1,4 +1,4 @@
-"""The groups that run: how one is cancelled, and how the end of the next one is awaited.
+"""The groups that run: when one starts, how it is cancelled, and how the end of the next one is awaited.
 
 Invariant: a group is listed from its start until its prompt is accounted for. This module does not know accounts.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 import anyio
+import anyio.lowlevel
 
 __all__ = ["RunningGroups"]
 
@@ -18,6 +19,12 @@ class RunningGroups:
     def __init__(self) -> None:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._ended = anyio.Event()
+        self._start_lock = anyio.Lock(fast_acquire=True)
+
+    async def turn_to_start(self) -> None:
+        """Wait while another group starts: all at once would block the event loop."""
+        async with self._start_lock:
+            await anyio.lowlevel.checkpoint()
 
     def begin(self, index: int) -> anyio.CancelScope:
         """List a group; returns the scope in which it runs."""

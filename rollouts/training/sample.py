@@ -45,7 +45,7 @@ _NO_IMAGES: Mapping[str, Image] = {}
 
 def _status_of(value: Status | str) -> Status:
     try:
-        return Status(value)
+        return value if type(value) is Status else Status(value)
     except ValueError:
         raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
 
@@ -105,6 +105,9 @@ class Sample:
     """The agent that it is a conversation of, in a rollout of several; empty in a rollout of one."""
     conversation: int = 0
     """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
+    parent: int | None = None
+    shared: int = 0
+    """Of a branch: the conversation that it continues, and the number of its first tokens, which that one trains."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None
@@ -158,8 +161,7 @@ class Sample:
         where = f"group {self.group_index} · index {self.index}"
         where += f" · {self.seat} {self.conversation}" if self.seat else ""
         trained = np.count_nonzero(self._loss_mask)
-        counts = f"{len(self)} tokens, {trained} trained"
-        return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"
+        return f"<Sample {where}: {len(self)} tokens, {trained} trained, reward {self.reward}, {self.status.value}>"
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -254,13 +256,12 @@ class Sample:
     def compact(self) -> CompactRecord | None:
         """Compact storage of response, messages, completions and versions; ``None`` if one of the four has changed."""
         compact = self._compact
-        slots = (self._response, self._messages, self._completions, self._versions)
-        return compact if all(slot is compact for slot in slots) else None
+        return compact if self._response is self._messages is self._completions is self._versions is compact else None
 
     @property
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
-        return list(dict.fromkeys(span.version for span in self.versions))
+        return list(dict.fromkeys([span.version for span in self.read_record("versions")]))
 
     def read_record(self, name: str) -> Any:
         """Return the response, messages, completions or versions as assigned; a plain copy of packed values."""

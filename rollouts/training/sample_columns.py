@@ -7,6 +7,7 @@ only the names of its slots.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.read_only import ReadOnlyList, read_only, recently
 
-__all__ = ["as_column", "column", "pack_column", "record"]
+__all__ = ["as_column", "column", "column_digests", "pack_column", "record"]
 
 
 def column(name: str, doc: str) -> Any:
@@ -88,3 +89,14 @@ _CONTENTS: dict[type, str] = {
     np.bool_: "one list of 0 and 1",
     np.float32: "one list of finite numbers",
 }
+
+
+def column_digests(
+    tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
+) -> dict[str, int | None]:
+    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32)."""
+    return {
+        "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
+        "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),
+        "rollout_log_probs": None if logprobs is None else zlib.crc32(logprobs.astype("<f4").tobytes()),
+    }

@@ -53,10 +53,6 @@ _NUMBERS = {int, float}
 _HISTORIES = get_args(OnRewrite)
 
 
-def _is_history(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value in _HISTORIES)  # "==" of a foreign value may raise
-
-
 _are_messages = _all_are(Message | Mapping)
 _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
     ("prompt", lambda value: isinstance(value, str) or _are_messages(value), "a string, or messages", None),
@@ -64,13 +60,13 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("metrics", lambda value: isinstance(value, dict) and _are_numbers(value.values()), "a dict of numbers", None),
     ("stop_reason", _is(StopReason | None), "a StopReason, or None", StopReason),
     ("failure", _is(Failure | None), "a Failure, or None", lambda fields: Failure(**fields)),
-    ("history", _is_history, f"one of {_HISTORIES}", None),
+    ("history", lambda value: type(value) is str and value in _HISTORIES, f"one of {_HISTORIES}", None),
     ("times", _is(Timeline), "a Timeline", Timeline),
     ("images", _all_are(ImageSpan), "ImageSpans", None),
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
     ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
     ("seat", _is(str), "a string", None),
-    ("conversation", lambda value: is_int(value, 0), "an integer >= 0", None),
+    ("parent", lambda value: value is None or is_int(value, 0), "an integer >= 0, or None", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -92,7 +88,9 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "history": {type(None)},
     "times": {Timeline},
     "named_images": {dict},
+    "tools": {str, type(None)},
     "seat": {str},
+    "parent": {type(None)},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -112,6 +110,10 @@ def check_values(sample: Any) -> None:
     for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
         if type(value) not in sound_types and not good(value):
             raise ConfigError.of(f"Sample.{name}", value, expected)
+    conversation, shared = sample.conversation, sample.shared
+    if type(conversation) is not int or type(shared) is not int or conversation < 0 or shared < 0:
+        got = {"conversation": conversation, "shared": shared}
+        raise ConfigError.of("Sample.conversation, Sample.shared", got, "integers >= 0")
     for name in ("advantages", "teacher_log_probs"):
         column = getattr(sample, f"_{name}")
         if column is not None and len(column) != len(sample):
@@ -171,6 +173,8 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "tools": sample.tools,
         "seat": sample.seat,
         "conversation": sample.conversation,
+        "parent": sample.parent,
+        "shared": sample.shared,
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.base.validators import finite
-from rollouts.dtypes import are_logprobs
+from rollouts.dtypes import are_logprobs, digest
 from rollouts.errors import shortened
+from rollouts.training.sample_columns import column_digests
 from rollouts.training.types import Sample
-from rollouts.trajectory import digest
 
 __all__ = [
     "LAWS",
@@ -32,7 +31,6 @@ __all__ = [
     "Violation",
     "check_sample",
     "check_stored",
-    "column_digests",
     "reply_key",
 ]
 
@@ -89,6 +87,8 @@ class Stored(msgspec.Struct):
     images: list[tuple[str, int, int]] = []
     seat: str = ""
     conversation: int = 0
+    parent: int | None = None
+    shared: int = 0
 
 
 def check_sample(sample: Sample) -> list[Violation]:
@@ -258,14 +258,3 @@ def _covered(width: int, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.boo
     for start, stop in spans:
         covered[max(start, 0) : max(stop, 0)] = True
     return covered
-
-
-def column_digests(
-    tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
-) -> dict[str, int | None]:
-    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32)."""
-    return {
-        "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
-        "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),
-        "rollout_log_probs": None if logprobs is None else zlib.crc32(logprobs.astype("<f4").tobytes()),
-    }

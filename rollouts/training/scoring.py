@@ -31,7 +31,7 @@ async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds
     try:
         sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
     finally:
-        times.ended("reward", function_name(reward_fn), began)
+        times.add("reward", function_name(reward_fn), began, now() - began)
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
@@ -45,7 +45,7 @@ async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], 
         rewards = await rewards_of(samples, reward_fn, seconds=seconds)
     finally:
         for times in timelines:
-            times.ended("reward", function_name(reward_fn), began)
+            times.add("reward", function_name(reward_fn), began, now() - began)
     for sample, reward in zip(samples, rewards, strict=True):
         sample.reward = reward
 

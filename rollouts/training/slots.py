@@ -15,7 +15,6 @@ import heapq
 import math
 from collections.abc import Callable
 
-import anyio
 import attrs
 
 from rollouts.concurrency.boundary import boundary
@@ -64,7 +63,7 @@ class Slots:
         self._refused = False
         self._reserved: dict[int, int] = {}
         self._total_reserved = 0
-        self._waiting: dict[_Key, anyio.Event] = {}
+        self._waiting: dict[_Key, asyncio.Future[None]] = {}
         self._queue: list[_Key] = []  # a heap; keys that are not in ``_waiting`` were cancelled
         self._running, self._groups = _Mean(), _Mean()
         self._began = 0.0
@@ -123,18 +122,18 @@ class Slots:
         if self.running < self._most:
             self._running.add(1, _now())
             return None
-        began, key, granted = now(), (group, number), anyio.Event()
-        self._waiting[key] = granted
+        began, key = now(), (group, number)
+        granted = self._waiting[key] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, key)
         paused = limit.pause()
         try:
             with boundary(RolloutsError, f"a free slot of {self.count}", kind="a_pause", shown="a slot"):
-                await granted.wait()
+                await granted
         except BaseException:
-            if granted.is_set():
+            if granted.done() and not granted.cancelled():
                 self.release()
             else:
-                del self._waiting[key]
+                self._waiting.pop(key, None)
             raise
         finally:
             if paused:
@@ -145,8 +144,8 @@ class Slots:
         """Give a slot back: to the first rollout that waits, or to ``on_free``."""
         while self._queue:
             granted = self._waiting.pop(heapq.heappop(self._queue), None)
-            if granted is not None:
-                granted.set()  # the slot stays taken
+            if granted is not None and not granted.done():  # else its task is being cancelled
+                granted.set_result(None)  # the slot stays taken
                 return
         self._running.add(-1, _now())
         self._call_if_free()

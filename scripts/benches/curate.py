@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollouts.base.storable import to_json
+import msgspec
+
 from rollouts.runs.checksums import sealed
-from rollouts.runs.folder import CHECKED
+from rollouts.runs.layout import CHECKED
 from rollouts.training import Sample
 
 __all__ = ["bench_curate", "curate_options"]
@@ -52,12 +53,12 @@ def bench_curate(args: argparse.Namespace) -> list[dict[str, float | int | str]]
 def _store(run: Path, rollouts: int) -> None:
     (run / "batches").mkdir(parents=True)
     info = {"status": "finished", CHECKED: True, "batches": -(-rollouts // _ROWS)}
-    (run / "run.json").write_bytes(sealed(to_json(info)))
+    (run / "run.json").write_bytes(sealed(msgspec.json.encode(info)))
     rng = random.Random(0)
     for number, start in enumerate(range(0, rollouts, _ROWS)):
         with (run / "batches" / f"batch-{number:06d}.jsonl").open("wb") as file:
             for index in range(start, min(start + _ROWS, rollouts)):
-                file.write(sealed(to_json(_row(rng, index, number))))
+                file.write(sealed(msgspec.json.encode(_row(rng, index, number))))
 
 
 def _row(rng: random.Random, index: int, batch: int) -> dict[str, Any]:

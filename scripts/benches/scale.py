@@ -26,8 +26,8 @@ from rollouts.environments import SimulatedUser
 from rollouts.observability import LoopLag
 from rollouts.recipe import Recipe
 from rollouts.renderer import renderer_for
-from rollouts.runs.resume import begin
 from rollouts.runs.run import run
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import Request, StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch

@@ -36,7 +36,7 @@ STEPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Trajectory", ("trajectory.py",)),
     ("Sample", ("training/sample.py", "training/sample_columns.py", "training/samples.py")),
     ("Filters", ("training/filters.py",)),
-    ("Run journal", ("runs/run_journal.py",)),
+    ("Run journal", ("runs/run_journal.py", "runs/run_history.py")),
 )
 """The steps of the reading order, each with its files in the package."""
 

@@ -45,7 +45,7 @@ API = {
         "rollouts.training.evaluation",
         "rollouts.training.batch",
     ],
-    "recipe": ["rollouts.recipe", "rollouts.recipe_files"],
+    "recipe": ["rollouts.recipe.recipe", "rollouts.recipe.files"],
     "agent": ["rollouts.agent.loop", "rollouts.trajectory"],
     "environments": [
         "rollouts.environments.base",

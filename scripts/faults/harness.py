@@ -26,8 +26,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
 from rollouts.recipe import Recipe
 from rollouts.renderer import renderer_for
-from rollouts.runs.resume import begin
 from rollouts.runs.run import RunResult, run
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 

@@ -45,6 +45,7 @@ _EPISODE = (
     "tests/agent/test_images.py",
     "tests/training/test_continuation.py",
 )
+_RUN_JOURNAL = ("tests/runs/test_run_journal_laws.py", "tests/runs/test_run_journal.py")
 NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/trajectory.py": (
         "tests/test_trajectory.py",
@@ -58,10 +59,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/agent/turn_recorder.py": _EPISODE,
     "rollouts/renderer/bridge.py": ("tests/renderer/test_bridge_text.py", "tests/renderer/test_bridge.py"),
     "rollouts/renderer/bridge_forms.py": ("tests/renderer/test_bridge_text.py",),
-    "rollouts/runs/run_journal.py": (
-        "tests/runs/test_run_journal_laws.py",
-        "tests/runs/test_run_journal.py",
-    ),
+    "rollouts/runs/run_journal.py": _RUN_JOURNAL,
+    "rollouts/runs/run_history.py": _RUN_JOURNAL,
     "rollouts/runs/journal.py": ("tests/runs/test_journal.py", "tests/runs/test_damage.py"),
     "rollouts/training/manager.py": (
         "tests/training/test_fail_fast.py",
@@ -71,6 +70,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *_SEMANTICS,
     ),
     "rollouts/training/fail_fast.py": ("tests/training/test_fail_fast.py", *_SEMANTICS),
+    "rollouts/training/batch_report.py": ("tests/training/test_staleness.py", *_SEMANTICS),
+    "rollouts/training/rollout_log.py": ("tests/training/test_manager.py", *_SEMANTICS),
     "rollouts/training/ledger.py": ("tests/training/test_ledger.py", *_SEMANTICS),
     "rollouts/training/running_groups.py": ("tests/training/test_manager.py", *_SEMANTICS),
     "rollouts/training/sample_validator.py": ("tests/training/test_rollout_attempt.py",),

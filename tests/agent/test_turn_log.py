@@ -23,7 +23,8 @@ from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEn
 from rollouts.errors import EndpointRefused, TokenMismatchError
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.runs.journal import Journal
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
 

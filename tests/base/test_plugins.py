@@ -17,7 +17,7 @@ from rollouts.base.plugins import plugins
 from rollouts.commands import main
 from rollouts.errors import ConfigError
 from rollouts.integrations.exports import EXPORTERS, exporter_of, exporters
-from rollouts.recipe_files import absolute, built_in, file_of, load_recipe, recipe_names
+from rollouts.recipe.files import absolute, built_in, file_of, load_recipe, recipe_names
 from rollouts.runs.reader import load_run
 from tests.stored_runs import store_long_run
 

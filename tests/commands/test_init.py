@@ -19,7 +19,7 @@ from rollouts.commands import EARLIER, GROUPS, VERBS, main
 from rollouts.commands.arguments import tell
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import EndpointRefused
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from tests.stored_runs import edit_line, store_run
@@ -491,6 +491,7 @@ OPTIONS = {
     "--failures": "kinds of failures",
     "--format": "file format of batches",
     "--group": "a group of a run",
+    "--groups-in-work": "most groups that are ready or leased",
     "--help": "help",
     "--history": "what to do where the template rewrites the history",
     "--host": "address to listen on",
@@ -498,6 +499,7 @@ OPTIONS = {
     "--images": "messages may have images",
     "--in-flight": "rollouts that run at once",
     "--into": "the parent folder",
+    "--join": "URL of a service",
     "--json": "print the result as JSON",
     "--k": "the k of pass@k",
     "--latency": "seconds of a rollout",
@@ -506,6 +508,7 @@ OPTIONS = {
     "--lora": "adapters of a base model",
     "--max-context": "most tokens of a sequence",
     "--max-new-tokens": "most tokens of a reply",
+    "--max-staleness": "most versions between a token and the current weights",
     "--metrics-port": "port of the Prometheus endpoint",
     "--model": "a model",
     "--near": "similarity of near duplicates",
@@ -520,12 +523,15 @@ OPTIONS = {
     "--passing": "the reward of a rollout that passes",
     "--per-task": "most rollouts of a task",
     "--port": "port to listen on",
+    "--patience": "seconds without an answer",
+    "--per-worker": "rollouts of one worker",
     "--price-in": "dollars for prompt tokens",
     "--price-out": "dollars for sampled tokens",
     "--provider": "the protocol of the servers",
     "--quiet": "print no progress",
     "--recipe": "a recipe, for what is stored",
     "--record": "record what rollouts receive",
+    "--remote-workers": "number of workers of other machines",
     "--reply-seed": "seed of random replies",
     "--resume": "what to continue",
     "--rollouts": "rollouts of each prompt",

@@ -23,10 +23,10 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.slime import export_run
 from rollouts.recipe import Recipe
 from rollouts.runs.export import export_rows
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
-from rollouts.runs.resume import begin
 from rollouts.runs.run import run
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample

@@ -27,7 +27,7 @@ def test_spans_come_back_in_order() -> None:
 def test_a_span_that_ends_now_has_its_seconds() -> None:
     """The clock agrees with the machine's."""
     began, line = now(), Timeline()
-    line.ended("tool", "add", began)
+    line.add("tool", "add", began, now() - began)
     (span,) = line
     assert span.began == began
     assert 0 <= span.seconds == span.ended - began
@@ -41,3 +41,12 @@ def test_impossible_spans_are_refused(span: list[object]) -> None:
     """The error has the span."""
     with pytest.raises(ConfigError, match="times: got"):
         Timeline([span])
+
+
+def test_a_span_before_a_timeline() -> None:
+    """A wait that ended first comes first, whether its name is new or not; the timeline itself stays as it was."""
+    spans = [Span("generating", "a server", 2.0, 1.0), Span("tool", "ask", 3.0, 0.5)]
+    timeline = Timeline(spans)
+    for before in (Span("queued", "a slot", 0.5, 1.5), Span("generating", "a server", 1.0, 0.5)):
+        assert list(timeline.after(before)) == [before, *spans]
+    assert list(timeline) == spans

@@ -14,8 +14,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from rollouts.concurrency.boundary import Wait, abandoned, boundary, call_foreign, waits
-from rollouts.concurrency.wait_report import report, reporting_on_signal, where
+from rollouts.concurrency.wait_report import report, where
 from rollouts.errors import EnvironmentFailure, RewardFailure, at
+from rollouts.views.terminal.waiting import reporting_on_signal
 
 
 async def hanging_world(event: anyio.Event) -> None:

@@ -21,7 +21,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointAway
 from rollouts.recipe import Recipe
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.runs.journal import read_journal
 from rollouts.runs.reader import load_run, read_info
 from rollouts.runs.verify import verify_run

@@ -20,8 +20,8 @@ from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
 from rollouts.runs.journal import read_journal
-from rollouts.runs.resume import begin
 from rollouts.runs.run import run
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import DataBuffer

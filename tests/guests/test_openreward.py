@@ -20,7 +20,7 @@ from rollouts.environments.ors import CallRecord
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.integrations.ors_server.app import environment_server
 from rollouts.integrations.slime.buffer import TrainerBuffer
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.recipes.environments.openreward import (
     Trajectories,
     events_of,

@@ -13,7 +13,7 @@ import pytest
 from rollouts.dtypes import Endpoint, Message
 from rollouts.environments.python_tool import REQUIRED
 from rollouts.errors import ConfigError
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.recipes.environments.retool import CodeTagsEnvironment, RetoolEnvironment, load_maths
 from rollouts.rewards import boxed_math
 from rollouts.testing.playing import calling, play

@@ -12,7 +12,7 @@ import pytest
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EnvironmentFailure, RewardFailure
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.recipes.environments.search.index import Document
 from rollouts.recipes.environments.search_r1 import (
     RetrievalServer,

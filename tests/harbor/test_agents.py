@@ -20,8 +20,8 @@ from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.tasks import HarborTask, load_task, prompts_of
 from rollouts.harbor.trial import HarborAgent, api_of, secrets_of
+from rollouts.programs import ModelServer
 from rollouts.programs.gateway.session import SessionLimits
-from rollouts.programs.launchers import ModelServer
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import Sample, Status, function_rollout_to_samples
@@ -224,7 +224,7 @@ async def test_a_trial_that_is_cancelled_while_it_is_graded_leaves_no_box(mode: 
     server = ModelServer("http://127.0.0.1:9", "k" * 32, "m", 1000, "/")
     before = children()
     with anyio.move_on_after(8), anyio.fail_after(100):
-        await agent(server, prompts_of([task])[0], anyio.Event())
+        await agent(server, prompts_of([task])[0], anyio.Event(), lambda: None)
     assert children() == before
 
 

@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from rollouts.dtypes import without_password
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient, ProtocolError
 from rollouts.testing.replies import Fault
 from rollouts.testing.server import StubServer

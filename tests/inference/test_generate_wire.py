@@ -22,6 +22,7 @@ from rollouts.errors import (
     EndpointRefused,
     EndpointUnavailable,
 )
+from rollouts.http.answers import loads, message_of
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.completions import BrokenNumbers, SentRequest, max_response_bytes
 from rollouts.inference.generate_wire import (
@@ -31,7 +32,7 @@ from rollouts.inference.generate_wire import (
     request_options,
 )
 from rollouts.inference.token_json import EncodedIds
-from rollouts.inference.wire_errors import error_of, loads, message_of
+from rollouts.inference.wire_errors import error_of
 
 IDS = EncodedIds((b"1,2,", b"3,4,5"), 5, 0)
 TRIPLES = [[-0.5, 7, None], [-1.5, 8, "x"], [0, 9, None, "more"]]

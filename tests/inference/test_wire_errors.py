@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
-from rollouts.inference.wire_errors import MayStillRun, error_of, loads, message_of
+from rollouts.http.answers import loads, message_of
+from rollouts.inference.wire_errors import MayStillRun, error_of
 
 
 @pytest.mark.parametrize(

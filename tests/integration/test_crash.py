@@ -11,7 +11,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.recipes.configs.calculator_program import workspace_reward
 
 pytest.importorskip("torch")

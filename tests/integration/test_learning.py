@@ -25,7 +25,7 @@ from rollouts.environments.calculator import CalculatorEnvironment, calculator_p
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.evaluation import TaskScore
 

@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from rollouts.dtypes import Message, ToolCall
-from rollouts.programs.launchers import Launch, ModelServer, aider, cline, openhands, pi
+from rollouts.programs import Launch, ModelServer, aider, cline, openhands, pi
 from rollouts.programs.launchers.base import Program
 from tests.integration.test_programs import DONE, HELLO, INSTALLED, Guest, play, scripted
 from tests.programs.gateway.programs import check_laws

@@ -23,9 +23,9 @@ from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import EndpointUnavailable
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.sglang import SGLangPolicy
+from rollouts.programs import Launch, ModelServer, claude_code, codex, mini_swe_agent, opencode, qwen_code
 from rollouts.programs.gateway.server import Gateway
 from rollouts.programs.gateway.session import ProgramSession
-from rollouts.programs.launchers import Launch, ModelServer, claude_code, codex, mini_swe_agent, opencode, qwen_code
 from rollouts.programs.launchers.base import Program
 from rollouts.recipes.configs import repositories
 from rollouts.sandboxes import Exit, NamespaceSandbox, RunningSandbox, opened

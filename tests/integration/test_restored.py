@@ -18,7 +18,8 @@ import pytest
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.resume import Reopened, reopen
 from rollouts.runs.verify import verify_run
 from rollouts.training import DataBuffer, RolloutConfig

@@ -16,11 +16,11 @@ import attrs
 import pytest
 
 from rollouts.commands.check_template import echo
-from rollouts.conformance.sglang import conformance_of
 from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.engine.process import engine_process
 from rollouts.inference.base import CompletionRequest
+from rollouts.inference.conformance.sglang import conformance_of
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch

@@ -15,10 +15,12 @@ import pytest
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import GenerateFailure, JournalError
 from rollouts.planning.simulation import VirtualLoop
-from rollouts.runs.folder import JOURNAL
 from rollouts.runs.journal import read_journal
-from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.layout import JOURNAL
+from rollouts.runs.resume import reopen
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
 from rollouts.training.filters import check_reward_nonzero_std

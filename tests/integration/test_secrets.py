@@ -10,8 +10,8 @@ import pytest
 from rollouts.commands import main
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
-from rollouts.recipe_files import load_recipe
-from rollouts.runs.folder import read_info
+from rollouts.recipe.files import load_recipe
+from rollouts.runs.info import read_info
 from rollouts.training import AsyncRolloutManager
 
 KEY, PASSWORD, TOKEN = "sk-canary-key", "canary-password", "canary-of-the-world"

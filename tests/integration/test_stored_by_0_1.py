@@ -23,9 +23,10 @@ from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.runs.export import export_rows
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.verify import verify_run
 
 STORED = Path(__file__).parent / "stored_by_0_1"

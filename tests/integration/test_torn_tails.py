@@ -16,12 +16,13 @@ import pytest
 from rollouts.commands import main
 from rollouts.errors import JournalError
 from rollouts.runs.checksums import CHECKSUM, sealed
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.journal import Entry, Journal, read_journal
 from rollouts.runs.reader import load_run
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.resume import reopen
 from rollouts.runs.run import run as run_recipe
 from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, Prompt

@@ -13,8 +13,10 @@ from rollouts.dtypes import Completion, Endpoint, Prompt, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.inference.base import CompletionRequest
 from rollouts.runs.journal import Journal
-from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.resume import reopen
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch

@@ -21,17 +21,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollouts.conformance.vllm import vllm_conformance_of
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, ContextOverflow
 from rollouts.inference.base import CompletionRequest
+from rollouts.inference.conformance.vllm import vllm_conformance_of
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.vllm import VLLMPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from scripts.servers.widened_model import widen
 from tests.integration.real_adapters import check_adapters
 from tests.integration.real_servers import (

@@ -15,7 +15,7 @@ from rollouts.dtypes import Endpoint, Message, Prompt, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.prime_rl import MicroBatchFiles, to_training_samples, training_columns
-from rollouts.recipe_files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe
 from rollouts.renderer import Renderer
 from rollouts.renderer.images import ImageProcessor
 from rollouts.training import AsyncRolloutManager, Sample, Status, trajectory_to_samples

@@ -25,7 +25,7 @@ from rollouts.observability import MLflowLogger, RunLogger, TensorBoardLogger, T
 from rollouts.observability.loggers import logger_of
 from rollouts.observability.run_logger import LoggedRun
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.run import RunResult, run
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter

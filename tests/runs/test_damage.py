@@ -14,8 +14,8 @@ import pytest
 from rollouts.commands import main
 from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage
-from rollouts.runs.folder import CHECKED, RECORDING
 from rollouts.runs.journal import Journal
+from rollouts.runs.layout import CHECKED, RECORDING
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from tests.stored_runs import store_run

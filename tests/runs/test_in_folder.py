@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.commands.target import RunTarget, resumed_target
+from rollouts.commands.stored_target import resumed_target
+from rollouts.commands.target import RunTarget
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import read_info
 from rollouts.runs.in_folder import run_in
+from rollouts.runs.info import read_info
 from rollouts.runs.run import run
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter

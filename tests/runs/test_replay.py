@@ -24,8 +24,9 @@ from rollouts.runs.journal import Journal
 from rollouts.runs.reader import load_run
 from rollouts.runs.recording import RECORDING, recorded
 from rollouts.runs.replay import replay
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.resume import reopen
 from rollouts.runs.run import Stop, run
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.testing.policy import Reply, ScriptedPolicy

@@ -11,7 +11,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.rescore import rescore
 from rollouts.runs.verify import verify_run

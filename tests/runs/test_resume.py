@@ -26,11 +26,14 @@ from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
 from rollouts.runs.checksums import CHECKSUM, sealed
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.journal import Journal, read_journal
 from rollouts.runs.reader import load_run
-from rollouts.runs.resume import begin, reopen
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.resume import reopen
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
+from rollouts.runs.start import begin
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.testing.policy import ScriptedPolicy

@@ -17,10 +17,10 @@ from rollouts.dtypes import Endpoint
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import DataExhausted, EndpointUnavailable, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.run import RunResult, Stop, run
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
@@ -252,7 +252,8 @@ import resource, signal, sys
 from pathlib import Path
 import anyio
 from rollouts.runs.run import run
-from rollouts.runs.resume import begin, reopen
+from rollouts.runs.resume import reopen
+from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
 from tests.runs.test_run import a_recipe, generate
 

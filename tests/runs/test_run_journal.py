@@ -10,7 +10,8 @@ import pytest
 
 from rollouts.dtypes import Prompt
 from rollouts.runs.journal import Journal, read_journal
-from rollouts.runs.run_journal import RunHistory, RunJournal
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.run_journal import RunJournal
 from rollouts.training.types import Group, Sample
 from tests.stored_runs import some_sample
 

@@ -18,7 +18,8 @@ from rollouts.agent.turn_log import Turn, message_to_dict
 from rollouts.dtypes import Completion, Message, Prompt, StopReason, VersionSpan
 from rollouts.errors import Failure, GenerateFailure, JournalError
 from rollouts.runs.journal import Journal, read_journal
-from rollouts.runs.run_journal import Rollout, RunHistory, RunJournal
+from rollouts.runs.run_history import Rollout, RunHistory
+from rollouts.runs.run_journal import RunJournal
 from rollouts.training.metrics import Accounting
 from rollouts.training.samples import trajectory_to_sample
 from rollouts.training.types import Group, Outcome, Sample

@@ -22,7 +22,7 @@ from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.run import RunResult
 from rollouts.runs.verify import verify_run
 from rollouts.testing.server import StubServer
@@ -31,7 +31,7 @@ RECIPE = """
 from pathlib import Path
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment
 from rollouts.recipe import agent_recipe
-from rollouts.recipe_files import import_file
+from rollouts.recipe.files import import_file
 
 scores = import_file(Path(__file__).parent / "scores.py")
 

@@ -21,8 +21,8 @@ from rollouts.renderer import renderer_for
 from rollouts.runs.export import export_rows
 from rollouts.runs.folder import read_rows
 from rollouts.runs.reader import load_run
-from rollouts.runs.resume import begin
-from rollouts.runs.run_journal import RunHistory
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.start import begin
 from rollouts.runs.tools import TOOLS, ToolFolder
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import Format, RunWriter

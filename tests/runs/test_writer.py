@@ -13,7 +13,8 @@ import pytest
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import read_info, read_rows
+from rollouts.runs.folder import read_rows
+from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.writer import Format, RunWriter, check_free
 from rollouts.training import Group, Sample

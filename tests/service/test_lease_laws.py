@@ -20,7 +20,7 @@ from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError, DataExhausted, JournalError
 from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe import Recipe
-from rollouts.runs.folder import read_info
+from rollouts.runs.info import read_info
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.service import Lease, LeaseLost, Leases, leased_run

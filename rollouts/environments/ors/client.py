@@ -19,12 +19,12 @@ import attrs
 import msgspec
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.dtypes import Prompt, Tool, without_password
+from rollouts.dtypes import Prompt, Tool
 from rollouts.environments.ors.connection import Connection
 from rollouts.environments.ors.keepalive import EVERY
 from rollouts.environments.ors.session import ORSSession, create_session_id, delete_session_id
 from rollouts.environments.ors.wire import Listing, ORSError, Secret, read, tools_of
-from rollouts.errors import ConfigError, EnvironmentFailure
+from rollouts.errors import ConfigError, EnvironmentFailure, without_password
 
 __all__ = ["ORSServer", "ORSTask", "spec_digest"]
 

@@ -18,9 +18,8 @@ import anyio
 import attrs
 import msgspec
 
-from rollouts.dtypes import without_password
 from rollouts.environments.ors.wire import Events, ORSError, Secret, secrets_header
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointUnavailable, without_password
 from rollouts.http.client import ConnectFailed, ConnectionLost, HttpClient, Response
 
 __all__ = ["Connection"]

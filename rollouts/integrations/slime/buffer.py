@@ -15,7 +15,7 @@ import attrs
 
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
-from rollouts.integrations.slime.images import shown_prompt
+from rollouts.integrations.slime.given_samples import shown_prompt
 from rollouts.training.data_buffer import DataBuffer
 
 __all__ = ["Taken", "TrainerBuffer"]
@@ -55,7 +55,6 @@ class TrainerBuffer(DataBuffer):
 
     Args:
         source: has ``get_samples(n)``, as slime's data source.
-        n_samples_per_prompt: samples in each group.
         wave: groups of one request to the source; groups that are not needed yet wait here.
         kept: groups that the source did not take back, to come out first.
     """

@@ -52,8 +52,7 @@ class CustomCalls:
     """The calls of one trainer.
 
     Args:
-        abort_all: aborts the requests of everyone on all servers until none is left, within the given seconds; a server
-            that is idle after ``grace`` seconds gets no abort.
+        abort_all: :meth:`~rollouts.inference.policy.ServerPolicy.abort_all`.
         grace_seconds: time for functions to return after their requests were aborted: their tools may still run.
     """
 
@@ -71,11 +70,6 @@ class CustomCalls:
 
     async def run(self, policy: ResumablePolicy, call: Callable[[], Awaitable[T]], *, ends_requests: bool = False) -> T:
         """Await a call of a function when the policy is open and has a place for it.
-
-        Args:
-            policy: its pauses and its limit hold for the call.
-            call: the function with its arguments.
-            ends_requests: see :func:`ends_its_requests`.
 
         Raises:
             Stopped: :meth:`stop` cancelled the call.

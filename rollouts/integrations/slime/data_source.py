@@ -12,7 +12,6 @@ It reads no prompts itself: slime's data source, or the class of ``args.rollouts
 from __future__ import annotations
 
 import codecs
-import io
 import logging
 import os
 import pickle
@@ -25,30 +24,22 @@ import numpy as np
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import filters
 from rollouts.integrations.slime.convert import leaves
-from rollouts.integrations.slime.images import restored, stored
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.saved_values import SAFE, check_plain, only_plain
+from rollouts.integrations.slime.saved_values import SAFE, check_plain, only_plain, restored, stored
 from rollouts.integrations.slime.settings import load_function
 
 __all__ = ["CheckpointedDataSource"]
 
 _LOG = logging.getLogger(__name__)
-_PLAIN = "tensors, arrays and plain data only"
+_INNER = "{}.rollout.data_source.RolloutDataSource"
+_DTYPES = {type(np.dtype(code)) for code in np.typecodes["All"]}
+_REBUILT: Sequence[Any] = (np.empty(0).__reduce__()[0], np.float32(0).__reduce__()[0], codecs.encode)
+_ARRAYS: Sequence[Any] = (np.ndarray, np.dtype, *_REBUILT, *_DTYPES)
+"""The classes and functions by which a file of ``torch.save`` names arrays and NumPy's numbers."""
 _NAMED = 5
 """Values that a warning names."""
-_OF_DATA_SET = {
-    "group_index",
-    "index",
-    "rollout_id",
-    "prompt",
-    "multimodal_inputs",
-    "apply_chat_template_kwargs",
-    "label",
-    "metadata",
-    "generate_function_path",
-    "custom_rm_path",
-    "train_metadata",
-}
+_OF_DATA_SET = {"group_index", "index", "rollout_id", "prompt", "multimodal_inputs", "apply_chat_template_kwargs"}
+_OF_DATA_SET |= {"label", "metadata", "generate_function_path", "custom_rm_path", "train_metadata"}
 """The fields of a sample that is played again, since a column of its rollout is not plain data."""
 
 
@@ -63,7 +54,8 @@ class CheckpointedDataSource:
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.inner = load_function(getattr(args, "rollouts_inner_data_source_path", None) or family().data_source)(args)
+        inner = getattr(args, "rollouts_inner_data_source_path", None) or _INNER.format(family().package)
+        self.inner = load_function(inner)(args)
         path = getattr(args, "buffer_filter_path", None)
         self.buffer_filter = filters.pop_first if path is None else load_function(path)
         self.buffer: list[list[Any]] = []
@@ -125,7 +117,6 @@ class CheckpointedDataSource:
         groups = [*in_flight, *self.buffer]
         path = _path(self.args.save, rollout_id)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        written = io.BytesIO()
         images: dict[str, bytes] = {}
         left_out: list[str] = []
         columns = records().sample.__dataclass_fields__.keys() - _OF_DATA_SET
@@ -137,55 +128,31 @@ class CheckpointedDataSource:
                 data = {name: data[name] for name in _OF_DATA_SET if name in data} | {"status": "pending"}
             return data
 
-        torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, written)
+        temporary = f"{path}.writing"
+        torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, temporary)
+        os.replace(temporary, path)  # a process that is killed meanwhile leaves the last file complete
         if left_out:
             named = ", ".join(left_out[:_NAMED])
             more = len(left_out) - _NAMED
             _LOG.warning("%s: left out, since it is not plain data: %s%s", path, named, f", {more} more" * (more > 0))
-        written.seek(0)
-        try:
-            _read(written)  # what could not be loaded is found now
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{path}: the samples contain {_reason(error)}; expected {_PLAIN}") from error
-        temporary = f"{path}.writing"
-        with open(temporary, "wb") as file:
-            file.write(written.getbuffer())
-        os.replace(temporary, path)  # a process that is killed meanwhile leaves the last file complete
 
     def load(self, rollout_id: int | None = None) -> None:
         """Restore the state of :meth:`save`; groups that were in flight come out first."""
         self.inner.load(rollout_id)
         if self.args.load is None or not os.path.exists(path := _path(self.args.load, rollout_id)):
             return
+        import torch
+
         kind = records().sample
         try:
-            saved = _read(path)["groups"]
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{path}: got {_reason(error)}; expected {_PLAIN}") from error
+            with torch.serialization.safe_globals([*_ARRAYS, *SAFE]):  # loading runs no code of the file
+                saved = torch.load(path, weights_only=True)["groups"]
+        except pickle.UnpicklingError as error:  # torch names the object, or writes a message of several lines
+            found = re.search(r"(?:GLOBAL|class|allowlist) `?([\w.]+)", str(error))
+            reason = f"an object of {found[1]}" if found else str(error).partition("\n")[0]
+            raise ConfigError(f"{path}: got {reason}; expected tensors, arrays and plain data only") from error
         self.buffer = [[kind.from_dict(restored(sample)) for sample in group] for group in saved]
         self._out = []
-
-
-def _read(file: Any) -> Any:
-    """Load a file of ``torch.save`` that contains nothing but data: loading it runs no code of the file."""
-    import torch
-
-    dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
-    arrays: list[Any] = [
-        np.ndarray,
-        np.dtype,
-        np.empty(0).__reduce__()[0],
-        np.float32(0).__reduce__()[0],
-        codecs.encode,
-    ]
-    with torch.serialization.safe_globals([*arrays, *dtypes, *SAFE]):
-        return torch.load(file, weights_only=True)
-
-
-def _reason(error: Exception) -> str:
-    """The object that torch names, or else the first line of its message."""
-    found = re.search(r"(?:GLOBAL|class|allowlist) `?([\w.]+)", str(error))
-    return f"an object of {found[1]}" if found else str(error).partition("\n")[0]
 
 
 def _key(group: list[Any]) -> Any:

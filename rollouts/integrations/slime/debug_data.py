@@ -14,7 +14,8 @@ from typing import Any
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
-from rollouts.runs.folder import check_output, read_rows, run_files
+from rollouts.runs.folder import read_rows
+from rollouts.runs.layout import check_output, run_files
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import Sample
 
@@ -24,7 +25,7 @@ __all__ = ["export_run", "write_debug_data"]
 def export_run(
     run: str | Path, out: str | Path, *, overwrite: bool = False, temperature: float | None = None
 ) -> list[Path]:
-    """Write the batches of a run.
+    """Write the batches of a run; return the paths of the files.
 
     Args:
         run: the run's folder.
@@ -32,9 +33,6 @@ def export_run(
             with all batches, all in memory.
         overwrite: replace existing files.
         temperature: slime's ``--rollout-temperature``, by which its trainer divides logits.
-
-    Returns:
-        The paths of the files.
 
     Raises:
         ConfigError: the run is missing or has no batch, a sample cannot be trained on, or was sampled at another
@@ -44,20 +42,12 @@ def export_run(
     batch_count = sum(outcome == "kept" for outcome, _ in run_files(run))
     for number in range(max(1, batch_count)):
         check_output(template.replace("{rollout_id}", str(number)), "OUT", overwrite=overwrite)
-    batches = (
-        (number, [row.sample() for row in rows])
-        for number, rows in itertools.groupby(read_rows(run, "kept"), lambda row: row.data.get("batch") or 0)
-    )
-    if "{rollout_id}" in template:  # one batch at a time
-        paths = [
-            write_debug_data(
-                samples, Path(template.format(rollout_id=number)), rollout_id=number, temperature=temperature
-            )
-            for number, samples in batches
-        ]
-    else:
-        whole = [sample for _, samples in batches for sample in samples]
-        paths = [write_debug_data(whole, Path(template), temperature=temperature)] if whole else []
+    paths = []
+    rows = read_rows(run, "kept")
+    one_file = "{rollout_id}" not in template
+    for number, batch in itertools.groupby(rows, lambda row: 0 if one_file else row.data.get("batch") or 0):
+        path, samples = Path(template.replace("{rollout_id}", str(number))), [row.sample() for row in batch]
+        paths.append(write_debug_data(samples, path, rollout_id=number, temperature=temperature))
     if not paths:
         raise ConfigError.of("run", str(run), "a run with at least one batch")
     return paths

@@ -24,10 +24,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import engine_process
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.recipe import Recipe
-from rollouts.training.agent_integration import generate_rollout_batch
-from rollouts.training.config import RolloutConfig
-from rollouts.training.data_buffer import DataBuffer
+from rollouts.recipe import Recipe, agent_recipe
 from rollouts.training.types import Sample
 
 __all__ = ["args", "recipe"]
@@ -37,24 +34,8 @@ _GROUPS, _EVAL_ROWS, _REPLY = 2, 4, 48
 
 def recipe(endpoint: Endpoint) -> Recipe:
     """The recipe of the demo: calculator agents, scored by the exact final sentence."""
-    return Recipe(
-        name="demo",
-        config=RolloutConfig(
-            batch_size=_GROUPS,
-            generate_fn=functools.partial(
-                generate_rollout_batch,
-                environment_cls=CalculatorEnvironment,
-                endpoint=endpoint,
-                tokenizer=_tokenizer(),
-                max_turns=3,
-            ),
-            reward_fn=_answered,
-        ),
-        data_buffer=DataBuffer(islice(calculator_prompts(0), _EVAL_ROWS)),
-        endpoint=endpoint,
-        tokenizer=_tokenizer(),
-        environment_cls=CalculatorEnvironment,
-    )
+    options: dict[str, Any] = {"tokenizer": _tokenizer(), "reward_fn": _answered, "max_turns": 3}
+    return agent_recipe("demo", endpoint, CalculatorEnvironment, islice(calculator_prompts(0), _EVAL_ROWS), **options)
 
 
 def _answered(sample: Sample) -> float:

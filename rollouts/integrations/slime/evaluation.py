@@ -7,14 +7,16 @@ rollouts of its prompt are left out. If none is left, the evaluation raises.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -25,17 +27,17 @@ from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
+from rollouts.integrations.slime.buffer import TrainerBuffer
 from rollouts.integrations.slime.extras import add_spans
-from rollouts.integrations.slime.images import shown_prompt, shows_images
+from rollouts.integrations.slime.given_samples import shows_images
 from rollouts.integrations.slime.pipeline import Pipeline
-from rollouts.integrations.slime.records import family
+from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import NO_GROUP_RM, EvalSet, Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
-from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Group, Sample, Status
 
-__all__ = ["evaluate", "load_eval_prompts"]
+__all__ = ["evaluate", "load_eval_rows"]
 
 _LOG = logging.getLogger(__name__)
 _NAMED = 5
@@ -63,19 +65,19 @@ async def evaluate(
     metrics: dict[str, float] = {}
 
     async def play(entry: EvalSet) -> None:
-        played = pipeline.for_evaluation(entry, rollout_id)
         with at(f"evaluation {entry.name}"):
-            rows, skipped = await anyio.to_thread.run_sync(_read, entry.path)
-            if await anyio.to_thread.run_sync(_are_slimes, entry, settings, rows):
-                played.rows = await anyio.to_thread.run_sync(load_image_rows, entry, settings)
-                prompts = [_prompt_of(row, entry) for row in played.rows]
-            else:
-                prompts = await anyio.to_thread.run_sync(load_eval_prompts, entry, settings, rows)
-            samples, failed = await _play(entry, prompts, played)
-        finished = [played.finished(sample, data=entry) for sample in samples]
+            rows, skipped = await anyio.to_thread.run_sync(load_eval_rows, entry, settings)
+            groups = [
+                [_rollout_of(rows[index // entry.n_samples], index, entry)]
+                for index in range(len(rows) * entry.n_samples)
+            ]
+            buffer = TrainerBuffer(SimpleNamespace(get_samples=lambda count: []), 1, kept=groups)
+            played = pipeline.for_evaluation(entry, rollout_id, buffer.taken.__getitem__)
+            samples, failed = await _play(entry, buffer, len(groups), played)
+        finished = [played.finished(sample) for sample in samples]
         if family().traces:
             for sample, record in zip(samples, finished, strict=True):
-                add_spans([[record]], [played.started.get(sample.index or 0)], of_group=False)
+                add_spans([[record]], [buffer.taken[sample.group_index or 0].started.get(0)], of_group=False)
         data[entry.name] = {
             "rewards": [sample.reward for sample in samples],
             "truncated": [sample.status is Status.TRUNCATED for sample in samples],
@@ -91,17 +93,15 @@ async def evaluate(
     return data, metrics
 
 
-async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tuple[list[Sample], int]:
-    """Play the prompts; each rollout is its own group, so a failure costs only that rollout."""
-    repeated = [prompt for prompt in prompts for _ in range(entry.n_samples)]
+async def _play(entry: EvalSet, buffer: TrainerBuffer, rollouts: int, pipeline: Pipeline) -> tuple[list[Sample], int]:
+    """Play the rollouts; each is its own group, so a failure costs only that rollout."""
     failures: list[Group] = []
 
     def record(group: Group) -> None:
         if group.outcome == "failed":
             failures.append(group)
 
-    config = pipeline.evaluation(entry, len(repeated))
-    async with AsyncRolloutManager(config, DataBuffer(repeated, epochs=1), on_group=record) as manager:
+    async with AsyncRolloutManager(pipeline.evaluation(rollouts), buffer, on_group=record) as manager:
         try:
             samples = await manager.generate_batch()
         except DataExhausted:
@@ -110,95 +110,63 @@ async def _play(entry: EvalSet, prompts: list[Prompt], pipeline: Pipeline) -> tu
         incomplete = {(group.group_index or 0) // entry.n_samples for group in failures}
         samples = [sample for sample in samples if (sample.group_index or 0) // entry.n_samples not in incomplete]
     if not samples:
-        lost = "a rollout of each prompt" if pipeline.settings.whole_prompts else f"all {len(repeated)} rollouts"
+        lost = "a rollout of each prompt" if pipeline.settings.whole_prompts else f"all {rollouts} rollouts"
         raise GenerateFailure(f"evaluation {entry.name}: {lost} failed: {failures[0].reason}")
     return samples, len(failures)
 
 
-def load_eval_prompts(
-    entry: EvalSet, settings: Settings, rows: Sequence[Mapping[str, Any]] | None = None
-) -> list[Prompt]:
-    """The prompts of a data set, as slime's flags describe them; ``rows`` are those of its file.
-
-    Where slime applies the chat template, the prompt is the same text, or a message with a recipe.
-
-    Raises:
-        ConfigError: the file is missing or of another format, or a row has no prompt.
-    """
-    prompts = []
-    for number, row in enumerate(_read(entry.path)[0] if rows is None else rows):
-        for key in (entry.input_key, entry.label_key):
-            if key is not None and key not in row:
-                raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {key!r}")
-        prompt = row[entry.input_key]
-        if entry.apply_chat_template and isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        metadata, tools = row.get(entry.metadata_key) or {}, None
-        if entry.tool_key and entry.tool_key in row:
-            tools = row[entry.tool_key]
-            tools = msgspec.json.decode(tools) if isinstance(tools, str) else tools
-            metadata = {**metadata, "tools": tools}
-        if entry.apply_chat_template and settings.recipe is None:
-            options = {"tools": tools, "tokenize": False, "add_generation_prompt": True, **entry.chat_template_kwargs}
-            prompt = _tokenizer(settings.endpoint.model).apply_chat_template(prompt, **options)
-        if hasattr(entry.source, "inject_metadata"):
-            metadata = entry.source.inject_metadata(metadata)
-        prompts.append(Prompt(prompt, label=row[entry.label_key] if entry.label_key else None, metadata=metadata))
-    longest = settings.eval_max_prompt_len
-    if longest is not None and prompts and isinstance(prompts[0].prompt, str):
-        codec = Codec(_tokenizer(settings.endpoint.model))
-        prompts = [prompt for prompt in prompts if len(codec.encode(str(prompt.prompt))) <= longest]
-    if not prompts:
-        bound = "" if longest is None else f" of at most {longest} tokens (--eval-max-prompt-len)"
-        raise ConfigError.of(f"eval data set {entry.name}", entry.path, f"a file with at least one row{bound}")
-    return prompts
+def _rollout_of(row: Any, index: int, entry: EvalSet) -> Any:
+    """slime's sample of one rollout of a row (slime 0.3.1, rollout/sglang_rollout.py: eval_rollout_single_dataset)."""
+    sample = copy.copy(row)
+    sample.index, sample.metadata = index, dict(row.metadata or {})
+    for name in ("custom_rm_path", "generate_function_path"):
+        if hasattr(sample, name):  # miles has only one of them
+            setattr(sample, name, entry.function(name))
+    return sample
 
 
-def _are_slimes(entry: EvalSet, settings: Settings, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether slime's own class loads the rows: prompts of messages, with a model that has a processor.
+def load_eval_rows(entry: EvalSet, settings: Settings) -> tuple[list[Any], int]:
+    """slime's sample of each row of a data set, and the number of lines that are not JSON.
 
-    :func:`load_eval_prompts` loads rows of text: slime's class refuses them for a model with a processor
+    slime's own class loads prompts of messages for a model with a processor; it refuses text for such a model
     (slime 0.3.1, utils/data.py: Dataset).
 
     Raises:
-        ConfigError: rows have images inside their messages, and slime is not installed to load them.
+        ConfigError: the file is missing or of another format, a row has no prompt, or rows have images and slime is not
+            installed or the model has no processor.
     """
-    if entry.multimodal_keys:
-        return True
-    prompts = [row.get(entry.input_key) for row in rows]
-    if not entry.apply_chat_template and not any(isinstance(prompt, list) for prompt in prompts):
-        return False
-    try:
-        return _processor(family().package, settings.endpoint.model) is not None
-    except ImportError as error:
-        if not any(map(shows_images, prompts)):
-            return False
-        expected = f"no images inside messages without {family().package}, whose data set loads them ({error})"
-        raise ConfigError.of(f"eval data set {entry.name}", entry.path, expected) from None
-
-
-@functools.lru_cache(maxsize=2)
-def _processor(package: str, model: str) -> Any:
-    return importlib.import_module(f"{package}.utils.processing_utils").load_processor(model, trust_remote_code=True)
-
-
-def load_image_rows(entry: EvalSet, settings: Settings) -> list[Any]:
-    """Load a data set with images as slime's own class does; with a recipe, its prompts are messages.
-
-    Raises:
-        ConfigError: slime is not installed, or the model has no processor.
-    """
-    package = family().package
-    try:
-        data = importlib.import_module(f"{package}.utils.data")
-        processor = _processor(package, settings.endpoint.model)
-    except ImportError as error:
-        expected = f"none without {package}, whose data set reads images ({error})"
-        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected) from None
+    rows, skipped = _read(entry.path)
+    longest = settings.eval_max_prompt_len
+    prompts, model, processor = [row.get(entry.input_key) for row in rows], settings.endpoint.model, None
+    if entry.multimodal_keys or entry.apply_chat_template or any(isinstance(prompt, list) for prompt in prompts):
+        refused: Any = entry.multimodal_keys
+        try:
+            processor, expected = _processor(family().package, model), f"a model with a processor; {model} has none"
+        except ImportError as error:
+            expected = f"no images inside messages without {family().package}, whose data set loads them ({error})"
+            refused = refused or any(map(shows_images, prompts))
+        if processor is None and refused:
+            name = "multimodal_keys" if entry.multimodal_keys else "path"
+            raise ConfigError.of(f"eval data set {entry.name}.{name}", getattr(entry, name), expected)
     if processor is None:
-        expected = f"a model with a processor; {settings.endpoint.model} has none"
-        raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", entry.multimodal_keys, expected)
-    samples = data.Dataset(
+        loaded = [_text_row(number, row, entry, settings) for number, row in enumerate(rows)]
+        if longest is not None and loaded and isinstance(loaded[0].prompt, str):
+            codec = Codec(_tokenizer(model))
+            loaded = [row for row in loaded if len(codec.encode(row.prompt)) <= longest]
+    else:
+        loaded = _slimes_rows(entry, settings, processor)
+    if not loaded:
+        bound = "" if longest is None else f" of at most {longest} tokens (--eval-max-prompt-len)"
+        raise ConfigError.of(f"eval data set {entry.name}", entry.path, f"a file with at least one row{bound}")
+    if hasattr(entry.source, "inject_metadata"):
+        for row in loaded:
+            row.metadata = entry.source.inject_metadata(row.metadata)
+    return loaded, skipped
+
+
+def _slimes_rows(entry: EvalSet, settings: Settings, processor: Any) -> list[Any]:
+    """The rows as slime's own class loads them; with a recipe, its prompts are messages."""
+    dataset = importlib.import_module(f"{family().package}.utils.data").Dataset(
         entry.path,
         _tokenizer(settings.endpoint.model),
         processor,
@@ -210,15 +178,33 @@ def load_image_rows(entry: EvalSet, settings: Settings) -> list[Any]:
         metadata_key=entry.metadata_key,
         apply_chat_template=entry.apply_chat_template and settings.recipe is None,
         apply_chat_template_kwargs=dict(entry.chat_template_kwargs),
-    ).samples
-    return list(samples)
+    )
+    return list(dataset.samples)
 
 
-def _prompt_of(row: Any, entry: EvalSet) -> Prompt:
-    metadata = row.metadata
-    if hasattr(entry.source, "inject_metadata"):
-        metadata = entry.source.inject_metadata(metadata)
-    return Prompt(shown_prompt(row), label=row.label, metadata=metadata or {})
+@functools.lru_cache(maxsize=2)
+def _processor(package: str, model: str) -> Any:
+    return importlib.import_module(f"{package}.utils.processing_utils").load_processor(model, trust_remote_code=True)
+
+
+def _text_row(number: int, row: Mapping[str, Any], entry: EvalSet, settings: Settings) -> Any:
+    """slime's sample of a row: where slime applies the chat template, of that text, or of a message with a recipe."""
+    for key in (entry.input_key, entry.label_key):
+        if key is not None and key not in row:
+            raise ConfigError.of(f"{entry.path}, row {number}", sorted(row), f"the key {key!r}")
+    prompt = row[entry.input_key]
+    if entry.apply_chat_template and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    metadata, tools = Prompt("", metadata=row.get(entry.metadata_key) or {}).metadata, None  # it may be JSON text
+    if entry.tool_key and entry.tool_key in row:
+        tools = row[entry.tool_key]
+        tools = msgspec.json.decode(tools) if isinstance(tools, str) else tools
+        metadata = {**metadata, "tools": tools}
+    if entry.apply_chat_template and settings.recipe is None:
+        options = {"tools": tools, "tokenize": False, "add_generation_prompt": True, **entry.chat_template_kwargs}
+        prompt = _tokenizer(settings.endpoint.model).apply_chat_template(prompt, **options)
+    label = row[entry.label_key] if entry.label_key else None
+    return records().sample(prompt=prompt, label=label, metadata=metadata)
 
 
 @functools.lru_cache(maxsize=2)

@@ -9,7 +9,7 @@ This module knows no server and no schedule.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -21,7 +21,7 @@ from rollouts.inference.base import ExtrasRequest
 from rollouts.integrations.slime.records import family, records
 from rollouts.training.types import Sample
 
-__all__ = ["Replay", "add_extras", "add_spans", "length_with_routing"]
+__all__ = ["Replay", "add_extras", "add_spans"]
 
 _SPAN = "sglang_generate"
 """The name of a request's span (slime 0.3.1, observability/rollout_metrics.py: _iter_sglang_generate_attrs)."""
@@ -62,10 +62,14 @@ class Replay:
             speculative=bool(getattr(args, "sglang_speculative_algorithm", None)),
         )
 
-    def request(self, *, evaluation: bool = False) -> ExtrasRequest:
-        """The extras of each completion; an evaluation does not need the sets of ``top_p``."""
+    def in_evaluation(self) -> Replay:
+        """The same for an evaluation, which does not need the sets of ``top_p``."""
+        return attrs.evolve(self, top_p_sets=False)
+
+    def request(self) -> ExtrasRequest:
+        """The extras of each completion."""
         width = None if self.experts is None else self.experts[0] * self.experts[1]
-        return ExtrasRequest(experts_width=width, top_p_sets=self.top_p_sets and not evaluation)
+        return ExtrasRequest(experts_width=width, top_p_sets=self.top_p_sets)
 
     @property
     def fields(self) -> Mapping[str, str]:
@@ -74,24 +78,8 @@ class Replay:
         return {**experts, **({"rollout_top_p_token_offsets": "rollout_top_p"} if self.top_p_sets else {})}
 
 
-def length_with_routing(sample: Sample, replay: Replay) -> int:
-    """The number of tokens to train on: with replayed routing, those after the last reply are cut off.
-
-    Their routing is not known, because no request contained them.
-    """
-    if replay.experts is None or not sample.completions:
-        return len(sample)
-    return int(sample.completions[-1].stop)
-
-
-def add_extras(record: Any, sample: Sample, replay: Replay, *, evaluation: bool = False) -> None:
-    """Set the columns, counters and spans of slime's sample.
-
-    Args:
-        record: slime's sample, with its tokens and response length.
-        sample: ours, whose completions have the extras.
-        replay: the columns to set.
-        evaluation: whether the sample belongs to an evaluation.
+def add_extras(record: Any, sample: Sample, replay: Replay) -> None:
+    """Set the columns, counters and spans of slime's sample, which has its tokens and response length.
 
     Raises:
         ConfigError: a column does not cover the sample.
@@ -101,7 +89,7 @@ def add_extras(record: Any, sample: Sample, replay: Replay, *, evaluation: bool 
         return
     if replay.experts is not None:
         record.rollout_routed_experts = _experts(record, sample, [extras for _, extras in calls], replay.experts)
-    if replay.top_p_sets and not evaluation:
+    if replay.top_p_sets:
         record.rollout_top_p_token_ids, record.rollout_top_p_token_offsets = _sets(record, sample)
     requests = [request for _, extras in calls for request in extras.requests]
     if replay.speculative:
@@ -154,12 +142,8 @@ def _sets(record: Any, sample: Sample) -> tuple[Any, Any]:
 def add_spans(rollouts: Sequence[Sequence[Any]], started: Sequence[float | None], *, of_group: bool = True) -> None:
     """Put the spans of rollouts, and of their group, around the events of slime's samples, where they have a trace.
 
+    ``started`` is the unix time at which each began; ``None`` for a rollout of another process.
     (slime 0.3.1, rollout/sglang_rollout.py: generate_and_rm_group, generate_and_rm)
-
-    Args:
-        rollouts: the samples of each rollout.
-        started: the unix time at which each began; ``None`` for a rollout of another process.
-        of_group: whether they are a group; those of an evaluation are not.
     """
     traces = [[sample.trace for sample in rollout if getattr(sample, "trace", None)] for rollout in rollouts]
     times = [event["ts"] for rollout in traces for trace in rollout for event in trace["events"]]
@@ -178,39 +162,24 @@ def add_spans(rollouts: Sequence[Sequence[Any]], started: Sequence[float | None]
             trace["events"] = events
 
 
-def _around(trace: Mapping[str, Any], name: str, start: float, end: float, events: Sequence[Any]) -> list[Any]:
-    """The events inside a span of this name."""
+def _around(
+    trace: Mapping[str, Any], name: str, start: float, end: float, inside: Sequence[Any] = (), attributes: Any = None
+) -> list[Any]:
+    """Events inside a span of this name."""
     ids = {key: trace[key] for key in ("trace_id", "sample_id", "group_id", "attempt")}
     span = {**ids, "name": name, "span_id": uuid.uuid4().hex}
-    for event in events:
+    for event in inside:
         if event["type"] != "span_end":
             event.setdefault("parent_span_id", span["span_id"])
-    return [{"type": "span_start", "ts": start, **span}, *events, {"type": "span_end", "ts": end, **span}]
+    ended = {"type": "span_end", "ts": end, **span, **({} if attributes is None else {"attrs": attributes})}
+    return [{"type": "span_start", "ts": start, **span}, *inside, ended]
 
 
 def _trace(record: Any, requests: list[Mapping[str, float]]) -> dict[str, Any]:
     """slime's trace of a sample, with a span for each request."""
-    trace = uuid.uuid4().hex
-    return {
-        "version": 1,
-        "trace_id": trace,
-        "events": [event for request in requests for event in _span(record, trace, request)],
-        "sample_id": record.index,
-        "group_id": record.group_index,
-        "attempt": 0,
-    }
-
-
-def _span(record: Any, trace: str, request: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    span = uuid.uuid4().hex
-    common = {
-        "name": _SPAN,
-        "trace_id": trace,
-        "sample_id": record.index,
-        "group_id": record.group_index,
-        "attempt": 0,
-        "span_id": span,
-    }
-    yield {"type": "span_start", "ts": request["ended"] - request["seconds"], **common}
-    attributes = {name: request[name] for name in _TRACED if name in request}
-    yield {"type": "span_end", "ts": request["ended"], **common, "attrs": attributes}
+    ids = {"trace_id": uuid.uuid4().hex, "sample_id": record.index, "group_id": record.group_index, "attempt": 0}
+    events: list[Any] = []
+    for request in requests:
+        attributes = {name: request[name] for name in _TRACED if name in request}
+        events += _around(ids, _SPAN, request["ended"] - request["seconds"], request["ended"], attributes=attributes)
+    return {"version": 1, "events": events, **ids}

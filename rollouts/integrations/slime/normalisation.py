@@ -51,24 +51,20 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
         groups.setdefault(key, []).append(position)
     rewards = [0.0] * len(raw)
     for positions in groups.values():
-        kept = _kept([(samples[position], raw[position]) for position in positions])
-        if scale:
-            _check_alike(kept)
-        mean, spread = _statistics(kept)
+        rollouts: dict[Any, list[float]] = {}
         for position in positions:
-            centred = np.float32(raw[position]) - mean
-            rewards[position] = float(centred / (spread + np.float32(_EPSILON)) if scale else centred)
+            sample = samples[position]
+            if not sample.remove_sample:
+                key = ("alone", position) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
+                rollouts.setdefault(key, []).append(raw[position])
+        if scale:
+            _check_alike(rollouts)
+        means = np.array([float(np.mean(of_one)) for of_one in rollouts.values()] or [0.0], np.float32)
+        spread = means.std(ddof=1, dtype=np.float32) if len(means) > 1 else np.float32(1.0)
+        divisor = spread + np.float32(_EPSILON) if scale else np.float32(1.0)
+        for position in positions:
+            rewards[position] = float((np.float32(raw[position]) - means.mean(dtype=np.float32)) / divisor)
     return raw, rewards
-
-
-def _kept(group: Sequence[tuple[Any, float]]) -> dict[Any, list[float]]:
-    """The rewards of each rollout of a group, without those of removed samples."""
-    rollouts: dict[Any, list[float]] = {}
-    for number, (sample, reward) in enumerate(group):
-        if not sample.remove_sample:
-            key = ("alone", number) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
-            rollouts.setdefault(key, []).append(reward)
-    return rollouts
 
 
 def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
@@ -80,12 +76,3 @@ def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
                 " post-processing"
             )
             raise ConfigError.of(f"rollout_id {key[0]}: rewards", rewards, expected)
-
-
-def _statistics(rollouts: Mapping[Any, Sequence[float]]) -> tuple[np.float32, np.float32]:
-    """Mean and unbiased standard deviation over the rollouts of a group; the latter is 1 for a single rollout."""
-    if not rollouts:
-        return np.float32(0.0), np.float32(1.0)
-    values = np.array([np.mean(rewards) for rewards in rollouts.values()], np.float32)
-    spread = values.std(ddof=1, dtype=np.float32) if len(values) > 1 else np.float32(1.0)
-    return values.mean(dtype=np.float32), np.float32(spread)

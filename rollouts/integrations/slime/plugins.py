@@ -19,17 +19,17 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.shared import shared_policy
+from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.extras import Replay
-from rollouts.integrations.slime.given_ids import check_given
+from rollouts.integrations.slime.given_samples import check_given
 from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings
-from rollouts.recipe import Recipe
+from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, sampling_of
 from rollouts.rewards import score, score_group
+from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import ends, share_rewards
-from rollouts.training.types import Sample, Status
+from rollouts.training.types import Status
 
 __all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
 
@@ -45,20 +45,13 @@ def policy_for(args: Any) -> ServerPolicy:
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Play the recipe's agent for one of slime's samples.
 
-    Args:
-        args: slime's namespace.
-        sample: slime's sample from its data source; ``prompt``, ``label`` and ``metadata`` are read.
-        sampling_params: slime's; temperature, top_p, top_k, max_new_tokens, stop and sampling_seed are used.
-        evaluation: whether the sample belongs to an evaluation.
-
     Returns:
         One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
 
     Raises:
         ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids.
     """
-    pipeline = _pipeline(args)
-    config = _recipe(pipeline).config
+    pipeline, config = _pipeline(args)
     check_given(sample, recipe=True)
     await pipeline.check()
     prompt = Prompt(
@@ -69,11 +62,11 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         index=sample.index,
     )
     sample.metadata = dict(prompt.metadata)  # it may be JSON text
-    samples: list[Sample] = []
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):
         try:
-            play = pipeline.recipe_sampled_like(sampling_params, evaluation=evaluation)
+            sampling = sampling_of({**pipeline.settings.params, **sampling_params})
+            play = pipeline.recipe_generator(sampling, pipeline.policy, evaluation=evaluation)
             samples = list(await play([prompt]))
             lost = [entry for entry in samples if entry.status is Status.FAILED]
             if lost:
@@ -89,7 +82,15 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 for entry in ends(samples):
                     await score(entry, config.reward_fn, seconds=config.reward_seconds)
                 share_rewards(samples)
-            return _to_records(sample, samples, args, pipeline.settings.replay, evaluation=evaluation)
+            replay = pipeline.replay.in_evaluation() if evaluation else pipeline.replay
+            made = [to_slime(entry, template=sample, scored=False, replay=replay) for entry in samples]
+            if (key := pipeline.settings.reward_key) is not None:
+                for record in made:
+                    record.reward = None if record.reward is None else {key: record.reward}
+            if len(made) > 1:
+                return made
+            sample.__dict__.update(made[0].__dict__)  # slime's own object of the rollout: other code may reference it
+            return sample
         except ConfigError as error:
             failure = Failure.of(GenerateFailure(str(error)))
         except Exception as error:  # noqa: BLE001 - an exception would end slime's loop and every rollout in flight
@@ -109,7 +110,7 @@ async def reward(args: Any, sample: Any, **_: Any) -> Any:
 
 async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
     """The recipe's rewards for a group of slime's samples."""
-    config = _recipe(_pipeline(args)).config
+    config = _pipeline(args)[1]
     ours = [from_slime(sample) for sample in samples]
     if config.reward_fn is None:
         raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path names the recipe's reward")
@@ -124,37 +125,23 @@ async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
 _PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakref.WeakKeyDictionary()
 
 
-def _pipeline(args: Any) -> Pipeline:
-    """The pipeline of the launch, created once per event loop and set of flags."""
+def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
+    """The pipeline of the launch, created once per event loop and set of flags, and the config of its recipe."""
     if not hasattr(args, "sglang_router_ip"):
         from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
         args = demo.args(args)
     settings = Settings.from_args(args)
     pipelines = _PIPELINES.setdefault(get_running_loop(), [])
-    for pipeline in pipelines:
-        if pipeline.settings == settings:
-            return pipeline
-    client = shared_policy(settings.endpoint, settings.vocab_size)
-    policy = policy_of_launch(settings, client)
-    pipelines.append(Pipeline(args, settings, policy, CustomCalls(client.abort_all), lambda index: None))
-    return pipelines[-1]
-
-
-def _recipe(pipeline: Pipeline) -> Recipe:
+    pipeline = next((made for made in pipelines if made.settings == settings), None)
+    if pipeline is None:
+        client = shared_policy(settings.endpoint, settings.vocab_size)
+        policy, no_groups = policy_of_launch(settings, client), dict[int, Taken]().__getitem__
+        pipeline = Pipeline(args, settings, policy, CustomCalls(client.abort_all), no_groups)
+        pipelines.append(pipeline)
     if pipeline.recipe is None:
         raise ConfigError.of("args.rollouts_recipe", None, f"a recipe there, or in {RECIPE_VARIABLE}")
-    return pipeline.recipe
-
-
-def _to_records(sample: Any, samples: list[Sample], args: Any, replay: Replay, *, evaluation: bool) -> Any:
-    options: dict[str, Any] = {"replay": replay, "evaluation": evaluation, "scored": False}
-    options["reward_key"] = getattr(args, "reward_key", None)
-    converted = [to_slime(entry, template=sample, **options) for entry in samples]
-    if len(converted) > 1:
-        return converted
-    sample.__dict__.update(converted[0].__dict__)  # slime's own object of the rollout: other code may reference it
-    return sample
+    return pipeline, pipeline.recipe.config
 
 
 def removed_sample(sample: Any, failure: Failure | None) -> Any:

@@ -4,7 +4,7 @@ Invariant: :class:`Sample` here has slime's fields, defaults, ``to_dict`` and ``
 was written without it. Only a call of :func:`records` imports slime. All that differs between slime and miles is in
 :data:`FAMILIES`; one process serves one of them.
 
-The stand-in lacks the methods with which slime's own rollout extends a sample.
+The stand-in lacks the methods of slime's sample but these two.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import enum
 import functools
 import importlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import attrs
 
@@ -43,17 +43,7 @@ class _Status(enum.Enum):
 
 
 @dataclass
-class _Counters:
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> Self:
-        return cls(**{entry.name: data.get(entry.name, 0) for entry in fields(cls)})
-
-
-@dataclass
-class _SpecInfo(_Counters):
+class _SpecInfo:
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
     spec_verify_ct: int = 0
@@ -61,13 +51,9 @@ class _SpecInfo(_Counters):
 
 
 @dataclass
-class _PrefixCacheInfo(_Counters):
+class _PrefixCacheInfo:
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
-
-    @property
-    def prefix_cache_hit_rate(self) -> float:
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
 
 
 @dataclass
@@ -109,33 +95,18 @@ class Sample:
     spec_info: _SpecInfo = field(default_factory=_SpecInfo)
     prefix_cache_info: _PrefixCacheInfo = field(default_factory=_PrefixCacheInfo)
 
-    @property
-    def effective_response_length(self) -> int:
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
-
-    def get_reward_value(self, args: Any) -> Any:
-        key = getattr(args, "reward_key", None)
-        return self.reward[key] if key else self.reward
-
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain data, including attributes that are not fields."""
-        return {
-            **self.__dict__,
-            "status": self.status.value,
-            "spec_info": self.spec_info.to_dict(),
-            "prefix_cache_info": self.prefix_cache_info.to_dict(),
-        }
+        counters = {"spec_info": asdict(self.spec_info), "prefix_cache_info": asdict(self.prefix_cache_info)}
+        return {**self.__dict__, "status": self.status.value, **counters}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Sample:
         """The inverse of :meth:`to_dict`; ``status`` is required."""
-        known = {entry.name for entry in fields(cls)}
-        values = {name: value for name, value in data.items() if name in known}
-        values["status"] = _Status(data["status"])
-        values["spec_info"] = _SpecInfo.from_dict(data.get("spec_info", {}))
-        values["prefix_cache_info"] = _PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
-        sample = cls(**values)
-        sample.__dict__.update({name: value for name, value in data.items() if name not in known})
+        sample = cls()
+        sample.__dict__.update(data, status=_Status(data["status"]))
+        sample.spec_info = _SpecInfo(**data.get("spec_info", {}))
+        sample.prefix_cache_info = _PrefixCacheInfo(**data.get("prefix_cache_info", {}))
         return sample
 
 
@@ -183,20 +154,6 @@ class Family:
     """Whether ``--rollout-max-context-len`` bounds a rollout of one reply, too."""
     refused: Mapping[str, str] = attrs.field(factory=dict)
     """Flags of this trainer that are not served, with the expected value."""
-
-    @property
-    def data_source(self) -> str:
-        return f"{self.package}.rollout.data_source.RolloutDataSource"
-
-    @property
-    def generate(self) -> str:
-        """Its own function for one reply."""
-        return f"{self.package}.rollout.sglang_rollout.generate"
-
-    @property
-    def rewards(self) -> str:
-        """The module of its rewards by name."""
-        return f"{self.package}.rollout.rm_hub"
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -260,14 +217,7 @@ def _records(package: str) -> Records:
         filters = importlib.import_module(f"{package}.rollout.filter_hub.base_types")
     except ImportError as error:
         if package != "slime":
-            raise ConfigError.of(
-                package, f"not importable ({error})", "the trainer whose rollouts these are"
-            ) from error
+            raise ConfigError.of(package, f"not importable ({error})", "the trainer of these rollouts") from error
         return Records(Sample, RolloutFnTrainOutput, RolloutFnEvalOutput, DynamicFilterOutput, is_slime=False)
-    return Records(
-        types.Sample,
-        outputs.RolloutFnTrainOutput,
-        outputs.RolloutFnEvalOutput,
-        filters.DynamicFilterOutput,
-        is_slime=True,
-    )
+    outcomes = (outputs.RolloutFnTrainOutput, outputs.RolloutFnEvalOutput, filters.DynamicFilterOutput)
+    return Records(types.Sample, *outcomes, is_slime=True)

@@ -16,37 +16,18 @@ import attrs
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import (
+    Reading,
     check_shape,
     check_trainable,
     from_slime,
     leaves,
-    prompt_of,
-    reward_number,
-    trained_versions,
+    status_of,
     trains,
 )
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
-__all__ = ["Reading", "SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
-
-
-@attrs.frozen(kw_only=True)
-class Reading:
-    """The expectations of a launch for the samples of its functions."""
-
-    reward_key: str | None = None
-    """The entry of a dict reward that is trained on."""
-    any_reward: bool = False
-    """Whether a reward needs no number, because a function of the launch converts it later."""
-    needs_logprobs: bool = True
-    """Whether the trainer uses the logprobs of the rollouts; without them it computes its own."""
-    evaluation: bool = False
-    """Whether the samples belong to an evaluation, which trains nothing."""
-
-    def number(self, reward: Any) -> float | None:
-        """The trained number of a reward; see :func:`~rollouts.integrations.slime.convert.reward_number`."""
-        return reward_number(reward, self.reward_key, any_reward=self.any_reward)
+__all__ = ["SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
 
 
 @attrs.define(eq=False)
@@ -69,13 +50,7 @@ def slime_sample_of(sample: Sample) -> Any:
 
 
 def views_of_rollout(returned: Any, argument: Any, request: Prompt, reading: Reading) -> list[Sample]:
-    """Our views of the samples that a generate function of slime returned for one rollout.
-
-    Args:
-        returned: slime's sample, or a list of them.
-        argument: the argument of the generate function; its indices fill missing ones.
-        request: the prompt.
-        reading: the requirements of the launch.
+    """Our views of the samples that a generate function of slime returned for one rollout; ``argument`` was its own.
 
     Raises:
         ConfigError: an object is not a sample of slime, a sample is listed twice, there are several rollout ids, or
@@ -108,38 +83,20 @@ def view(record: Any, request: Prompt | None, reading: Reading, rollout: list[An
         ConfigError: slime could not train on it.
     """
     place = f"slime sample {record.index}"
-    if not isinstance(record.status, records().sample.Status):
-        raise ConfigError.of(f"{place}.status", record.status, "one of slime's Sample.Status")
-    status = Status(record.status.value)
+    status = status_of(record, place)
     handled = status is Status.ABORTED and record.remove_sample and record.reward is not None
     if status is Status.FAILED or handled:
         status = Status.COMPLETED  # it is not retried
     if reading.evaluation or status is Status.ABORTED:
-        ours = _untrained(record, request, [])
+        ours = from_slime(record, request, trained=False, tokens=())
     else:
         check_shape(record, place, needs_logprobs=reading.needs_logprobs)
+        ours = from_slime(record, request, trained=trains(record))
         if trains(record):
-            ours = from_slime(record, request)
             check_trainable(ours, needs_logprobs=reading.needs_logprobs)
-        else:
-            ours = _untrained(record, request, [int(token) for token in record.tokens])
-    ours.status = status
-    ours.reward = reading.number(record.reward)
+    ours.status, ours.reward = status, reading.number(record.reward)
     ours.trainer_record = SlimeRecord(record, rollout)
     return ours
-
-
-def _untrained(record: Any, request: Prompt | None, tokens: list[int]) -> Sample:
-    """A view without trained tokens."""
-    return Sample(
-        prompt=prompt_of(record, request),
-        response=record.response,
-        tokens=tokens,
-        metadata=dict(record.metadata or {}),
-        label=record.label,
-        group_index=None if request is None else request.group_index,
-        index=None if request is None else request.index,
-    )
 
 
 def versions_of(sample: Sample, *, mask_earlier_versions: bool) -> list[str]:
@@ -152,4 +109,4 @@ def versions_of(sample: Sample, *, mask_earlier_versions: bool) -> list[str]:
         return []
     if record is not None and not sample.versions:
         return [str(version) for version in record.weight_versions]
-    return trained_versions([sample], mask_earlier_versions=mask_earlier_versions)
+    return [span.version for span in sample.versions[-1 if mask_earlier_versions else 0 :]]

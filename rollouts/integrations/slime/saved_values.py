@@ -1,7 +1,7 @@
 """Which values of slime's samples a checkpoint can have: data whose loading runs no code.
 
-Invariant: the result of :func:`only_plain` can be saved and loaded, and the values that it left out are named. Values
-that are not plain are never converted. It writes no file.
+Invariant: the result of :func:`only_plain` can be saved and loaded, and the values that it left out are named. Only
+images are converted, to PNG and back. It writes no file.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import datetime
 import decimal
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from rollouts.dtypes import Image
 from rollouts.errors import ConfigError, shortened
 
-__all__ = ["SAFE", "check_plain", "only_plain"]
+__all__ = ["SAFE", "check_plain", "only_plain", "restored", "stored"]
 
 _TIMES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
 SAFE: tuple[type, ...] = (*_TIMES, decimal.Decimal)
@@ -33,7 +34,11 @@ def check_plain(record: Any) -> None:
     Raises:
         ConfigError: it names the sample, the first field with another value, and the value.
     """
-    for place, value in _others(_entries(record)):
+    entries: dict[str, Any] = record.to_dict()  # its images are saved as PNG, its status and counters as plain data
+    media = entries.get("multimodal_inputs")
+    if isinstance(media, Mapping):
+        entries["multimodal_inputs"] = {name: value for name, value in media.items() if name != "images"}
+    for place, value in _others(entries):
         expected = "tensors, arrays and plain data only: a checkpoint cannot have this value"
         raise ConfigError.of(f"slime sample {record.index}.{place}", shortened(value), expected)
 
@@ -42,15 +47,6 @@ def only_plain(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The dict of slime's sample without the values that a checkpoint cannot have, and the places of these."""
     lost = [f"{place} ({type(value).__name__})" for place, value in _others(data)]
     return (_without_others(data) if lost else dict(data)), lost
-
-
-def _entries(record: Any) -> dict[str, Any]:
-    """The fields and attributes of a sample; its images are saved as PNG, and its status and counters as plain data."""
-    entries: dict[str, Any] = record.to_dict()
-    media = entries.get("multimodal_inputs")
-    if isinstance(media, Mapping):
-        entries["multimodal_inputs"] = {name: value for name, value in media.items() if name != "images"}
-    return entries
 
 
 def _others(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,3 +84,39 @@ def _without_others(value: Any) -> Any:
         elif not any(_others({name: entry})):
             kept[name] = entry
     return kept
+
+
+def stored(record: Mapping[str, Any], kept: dict[str, bytes]) -> dict[str, Any]:
+    """The dict of slime's sample with PNG bytes in the place of its PIL images, for a file that holds only data.
+
+    Args:
+        record: of ``to_dict``.
+        kept: the bytes so far, by their hash: samples with the same image share one object, which a file has once.
+    """
+
+    def data(image: Any) -> Any:
+        if type(image).__module__.partition(".")[0] != "PIL":
+            return image
+        png = Image.of(image)
+        return {_PNG: kept.setdefault(png.sha256, png.data)}
+
+    return _with_images(record, data)
+
+
+def restored(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`stored`."""
+
+    def picture(data: Any) -> Any:
+        return Image(data[_PNG]).to_pil() if isinstance(data, Mapping) and data.keys() == {_PNG} else data
+
+    return _with_images(record, picture)
+
+
+_PNG = "png"
+
+
+def _with_images(record: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    media = record.get("multimodal_inputs")
+    if not isinstance(media, Mapping) or not isinstance(media.get("images"), list):
+        return dict(record)
+    return {**record, "multimodal_inputs": {**media, "images": [change(image) for image in media["images"]]}}

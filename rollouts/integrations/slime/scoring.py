@@ -1,4 +1,4 @@
-"""slime's rewards and filters as ours, and our filters as slime's.
+"""slime's rewards, filters and teachers as ours, and our filters as slime's.
 
 Invariant: a function of slime gets slime's samples and a function of ours gets ours, whichever side calls it. Its
 changes to slime's sample persist: the batch contains the same object. A dict reward keeps all its entries; the entry of
@@ -16,14 +16,16 @@ from typing import Any
 import attrs
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.integrations.slime.convert import leaves, reward_number
+from rollouts.errors import ConfigError, RewardFailure, shortened, without_password
+from rollouts.integrations.slime.convert import Reading, leaves
+from rollouts.integrations.slime.given_samples import has_images
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import SlimeRecord
 from rollouts.integrations.slime.settings import Settings, load_function
+from rollouts.rewards.http import Poster
+from rollouts.rewards.teachers import teacher_logprobs
 from rollouts.training.types import Sample, Status
 
-__all__ = ["SlimeFilter", "SlimeReward", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]
+__all__ = ["SlimeFilter", "SlimeReward", "Teacher", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]
 
 RecordOf = Callable[[Sample], Any]
 """Returns slime's sample of ours: the same object each time."""
@@ -41,10 +43,8 @@ class SlimeReward:
 
     args: Any
     path: str | None
-    key: str | None
+    reading: Reading
     record_of: RecordOf
-    any_reward: bool = attrs.field(default=False, kw_only=True)
-    """Whether a reward may be anything, because a function of the launch makes it a number later."""
 
     async def __call__(self, sample: Sample | list[Sample]) -> Any:
         """Score a sample, or a group where ``--group-rm`` is set."""
@@ -53,36 +53,39 @@ class SlimeReward:
             await self._score_all(group, "group_reward_model")
             return [self._number(entry.reward) for entry in group]
         record = self.record_of(sample)
-        if record.reward is None:
-            link = sample.trainer_record
-            if isinstance(link, SlimeRecord) and link.rollout is not None:
-                await self._score_all([entry for entry in link.rollout if entry.reward is None])
-            else:
-                with _traced(record, "reward_model"):
-                    record.reward = await self._call(record)
+        if record.reward is None and sample.trainer_record.rollout is not None:
+            await self._score_all([entry for entry in sample.trainer_record.rollout if entry.reward is None])
+        elif record.reward is None:
+            with _traced(record, "reward_model"):
+                record.reward = await self._call(record)
         return self._number(record.reward)
 
     async def _score_all(self, samples: list[Any], span: str = "reward_model") -> None:
         with _traced(samples, span):
             values = await self._call(samples)
-        rewards = _listed(values)
-        if rewards is None or len(rewards) != len(samples):
+        try:  # a list, a generator, an array or a tensor, but nothing without an order
+            rewards = [] if isinstance(values, str | bytes | Mapping | Set) else list(values)
+        except TypeError:
+            rewards = []
+        if len(rewards) != len(samples):
             raise RewardFailure(f"{self.path}: got {shortened(values)}; expected a list of {len(samples)} rewards")
         for sample, value in zip(samples, rewards, strict=True):
             sample.reward = value
 
     async def _call(self, samples: Any) -> Any:
-        of_list = getattr(self.args, "custom_rm_path", None)
-        if isinstance(samples, list) and of_list is None:
+        path, spec = getattr(self.args, "custom_rm_path", None), getattr(samples, "reward_spec", None)  # miles' field
+        if isinstance(samples, list) and path is None:
             return await self._each(samples)
-        path = of_list if isinstance(samples, list) else _reward_path(samples) or self.path
+        if not isinstance(samples, list):
+            path = getattr(samples, "custom_rm_path", None) or getattr(spec, "custom_rm_path", None) or self.path
         if path is not None:
             value = load_function(path)(self.args, samples)
             return await value if inspect.isawaitable(value) else value
-        if not (_reward_type(samples) or getattr(self.args, "rm_type", None)):
+        metadata = samples.metadata if isinstance(samples.metadata, dict) else {}
+        if not (metadata.get("rm_type") or getattr(spec, "rm_type", None) or getattr(self.args, "rm_type", None)):
             expected = "a reward of the generate function, --custom-rm-path, --rm-type, or rm_type in the metadata"
             raise RewardFailure(f"reward of slime sample {samples.index}: got None; expected {expected}")
-        return await importlib.import_module(family().rewards).async_rm(self.args, samples)
+        return await importlib.import_module(f"{family().package}.rollout.rm_hub").async_rm(self.args, samples)
 
     async def _each(self, samples: list[Any]) -> list[Any]:
         """Score each sample alone: no function of the launch takes a list."""
@@ -97,15 +100,14 @@ class SlimeReward:
         return values
 
     def _number(self, value: Any) -> Any:
-        if self.any_reward and value is not None:
-            return reward_number(value, self.key, any_reward=True)  # slime's sample keeps the reward itself
+        key = self.reading.reward_key
+        if self.reading.any_reward and value is not None:
+            return self.reading.number(value)  # slime's sample keeps the reward itself
         if not isinstance(value, dict):
             return value
-        if self.key is None or self.key not in value:
-            raise RewardFailure(
-                f"reward: got {shortened(value)}; expected the key that --reward-key names ({self.key})"
-            )
-        return value[self.key]
+        if key is None or key not in value:
+            raise RewardFailure(f"reward: got {shortened(value)}; expected the key that --reward-key names ({key})")
+        return value[key]
 
 
 @attrs.frozen
@@ -122,21 +124,6 @@ class SlimeFilter:
     read_reward: Callable[[Sample], None]
     """Reads our reward from slime's sample."""
 
-    @classmethod
-    def of(
-        cls, settings: Settings, args: Any, record_of: RecordOf, read_reward: Callable[[Sample], None]
-    ) -> SlimeFilter:
-        """Load the filter.
-
-        Raises:
-            ConfigError: it cannot be loaded, or it needs a spread of rewards and groups have one rollout.
-        """
-        assert settings.filter_path is not None
-        name = getattr(load_function(settings.filter_path), "__name__", settings.filter_path)
-        if settings.n_samples_per_prompt == 1:
-            refuse_groups_of_one(name)
-        return cls(args, settings.filter_path, record_of, read_reward)
-
     @property
     def __name__(self) -> str:
         return self.path.rpartition(".")[2]
@@ -145,8 +132,7 @@ class SlimeFilter:
         group: list[Any] = []
         for sample in samples:
             record = self.record_of(sample)
-            link = sample.trainer_record
-            rollout = link.rollout if isinstance(link, SlimeRecord) else None
+            rollout = sample.trainer_record.rollout
             if rollout is None:
                 group.append(record)
             elif not any(entry is rollout for entry in group):
@@ -155,6 +141,43 @@ class SlimeFilter:
         for sample in samples:
             self.read_reward(sample)
         return answer
+
+
+class Teacher:
+    """A client of the teacher of a launch with ``rollouts_teacher_url``; the task's rewards stay unchanged.
+
+    slime's functions for distillation work without it, and replace the rewards
+    (slime 0.3.1, rollout/on_policy_distillation.py: reward_func, post_process_rewards).
+
+    Raises:
+        ConfigError: ``rollouts_teacher_url`` is not a URL.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._url: Any = settings.teacher_url
+        if not isinstance(self._url, str) or not self._url.startswith(("http://", "https://")):
+            expected = "a URL that starts with http:// or https://"
+            raise ConfigError.of("args.rollouts_teacher_url", without_password(str(self._url)), expected)
+        self._post = Poster(self._url)
+        self._temperature = settings.endpoint.sampling.temperature
+
+    async def score(self, record: Any) -> None:
+        """Set ``teacher_log_probs`` of slime's sample, float32, as long as its response.
+
+        Raises:
+            ConfigError: the sample has images.
+            RewardFailure: no answer, or not a logprob for each token.
+        """
+        import torch
+
+        if has_images(record):
+            expected = "none for samples with images: its requests have token ids only"
+            raise ConfigError.of("args.rollouts_teacher_url", self._url, expected)
+        params = {"temperature": self._temperature, "max_new_tokens": 0, "skip_special_tokens": False}
+        body = {"input_ids": record.tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        reply = await self._post(body, "logprobs of the teacher")
+        logprobs = teacher_logprobs(reply, record.tokens, record.response_length)
+        record.teacher_log_probs = torch.from_numpy(logprobs)
 
 
 def _traced(samples: Any, name: str) -> AbstractContextManager[Any]:
@@ -166,29 +189,6 @@ def _traced(samples: Any, name: str) -> AbstractContextManager[Any]:
     return span
 
 
-def _listed(values: Any) -> list[Any] | None:
-    """The rewards of a list, a generator, a NumPy array or a tensor; ``None`` for anything without an order."""
-    if isinstance(values, str | bytes | Mapping | Set):
-        return None
-    try:
-        return list(values)
-    except TypeError:
-        return None
-
-
-def _reward_path(sample: Any) -> Any:
-    """The reward function that a sample names itself: slime's field, or that of miles' ``reward_spec``."""
-    spec = getattr(sample, "reward_spec", None)
-    return getattr(sample, "custom_rm_path", None) or getattr(spec, "custom_rm_path", None)
-
-
-def _reward_type(sample: Any) -> Any:
-    """The reward by name that a sample asks for itself: in its metadata, or in miles' ``reward_spec``."""
-    spec = getattr(sample, "reward_spec", None)
-    metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
-    return metadata.get("rm_type") or getattr(spec, "rm_type", None)
-
-
 def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]:
     """Wrap a ``check_*`` function of ours for slime's ``--dynamic-sampling-filter-path``.
 
@@ -198,8 +198,7 @@ def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]
     name = getattr(check, "__name__", type(check).__name__)
 
     def dynamic_filter(args: Any, samples: Any, **_: Any) -> Any:
-        if getattr(args, "n_samples_per_prompt", None) == 1:
-            refuse_groups_of_one(name)
+        refuse_groups_of_one(name, getattr(args, "n_samples_per_prompt", None))
         flat = [_View(sample, args) for sample in leaves(list(samples))]
         keep = bool(check(flat))  # type: ignore[arg-type]  # a view has the attributes that filters read
         return records().filter_output(keep=keep, reason=None if keep else name)
@@ -209,13 +208,13 @@ def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]
     return dynamic_filter
 
 
-def refuse_groups_of_one(name: str) -> None:
-    """Raise if a filter needs a spread of rewards: it would drop every group of one rollout.
+def refuse_groups_of_one(name: str, size: int | None) -> None:
+    """Raise if groups have one rollout and a filter needs a spread of rewards: it would drop every group.
 
     Raises:
         ConfigError: the filter needs a spread.
     """
-    if "nonzero_std" in name or name == "check_quality_and_diversity":
+    if size == 1 and ("nonzero_std" in name or name == "check_quality_and_diversity"):
         raise ConfigError.of(
             "args.n_samples_per_prompt", 1, f"at least 2 with the filter {name}: one reward has no spread"
         )

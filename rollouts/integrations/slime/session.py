@@ -13,10 +13,11 @@ engines.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,28 +34,26 @@ from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
 from rollouts.integrations.slime.event_loop import event_loop
 from rollouts.integrations.slime.extras import add_spans
-from rollouts.integrations.slime.given_ids import is_begun
+from rollouts.integrations.slime.given_samples import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
 from rollouts.integrations.slime.records import DynamicFilterOutput, family, records
-from rollouts.integrations.slime.returned_samples import SlimeRecord, versions_of, view
+from rollouts.integrations.slime.returned_samples import versions_of, view
 from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.rows import check_fields
 from rollouts.training.staleness import Staleness
 from rollouts.training.types import Group, Sample
 
 __all__ = ["TrainerRollouts"]
 
 _LOG = logging.getLogger(__name__)
+_STALE = "stale"
 
 
 class TrainerRollouts:
     """Serves the calls of one trainer; call every public method from the trainer's thread.
 
-    Args:
-        args: slime's namespace.
-        settings: parsed from ``args``.
-        data_source: slime's data source.
-        kept: groups that it did not take back from an earlier launch.
+    ``kept`` are groups that the data source did not take back from an earlier launch.
     """
 
     def __init__(self, args: Any, settings: Settings, data_source: Any, kept: Sequence[list[Any]] = ()) -> None:
@@ -64,7 +63,7 @@ class TrainerRollouts:
         self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt, settings.wave, kept)
         self.buffer.on_new = self._add_finished
         self._staleness = Staleness(max_staleness=settings.max_staleness)
-        """Of every policy version seen so far; only used with ``_lock``, since filters run in threads."""
+        """Of every policy version seen so far."""
         self._settled: list[Group] = []
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -88,11 +87,11 @@ class TrainerRollouts:
         self._stack.callback(self._portal.call, client.aclose)
         policy = policy_of_launch(settings, client)
         self._calls = CustomCalls(client.abort_all)
-        pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.get)
+        pipeline = Pipeline(self.args, settings, policy, self._calls, self.buffer.taken.__getitem__)
         await pipeline.check()
         config = pipeline.training()
         if settings.carry_over and settings.max_staleness is not None:
-            config = attrs.evolve(config, filter_fn=_StalenessFilter(self._is_stale, config.filter_fn))
+            config = attrs.evolve(config, filter_fn=functools.partial(self._filtered, config.filter_fn))
         return policy, pipeline, AsyncRolloutManager(config, self.buffer, on_group=self._on_group)
 
     # -- calls --
@@ -158,14 +157,17 @@ class TrainerRollouts:
                 problems["rollouts/groups_begun_again"] = self._discard_leftovers()
             if not self.settings.fully_async and not await self._stop():
                 problems["rollouts/pause_failed"] = 1
-        settled = self._take_settled()
+        with self._lock:
+            settled, self._settled = self._settled, []
         groups = self._assemble(samples)
         if self.settings.sample_filter is not None:
             load_function(self.settings.sample_filter)(self.args, groups)
         if self.settings.all_samples_process is not None:
             process = load_function(self.settings.all_samples_process)
-            dropped = self._dropped_groups(settled, fans_out=isinstance(groups[0][0], list))
-            every = sorted([*groups, *dropped], key=lambda group: next(leaves(group)).index)
+            found, fans_out = self.buffer.taken, isinstance(groups[0][0], list)
+            dropped = [each for each in settled if each.outcome == "dropped" and each.group_index in found]
+            more = [self._played(found[each.group_index], each.samples, fans_out=fans_out) for each in dropped]
+            every = sorted([*groups, *more], key=lambda group: next(leaves(group)).index)
             process(self.args, every, self.data_source.get_samples)
         self._release(settled)
         metrics = {**self._metrics(settled, len(stale)), "rollouts/resumed": self.policy.resumed - resumed, **problems}
@@ -210,25 +212,21 @@ class TrainerRollouts:
         """
         if self.settings.buffer_filter is None or not self.settings.carry_over:
             return
-        waiting = {index: self._waiting_group(index) for index in self._waiting()}
-        before = {index: [_state(sample) for sample in group] for index, group in waiting.items()}
+        settled = {group.group_index for group in self._settled if group.outcome != "kept"}
+        waiting = {index: self._waiting_group(index) for index in sorted(self.buffer.taken.keys() - settled)}
+        before = {index: list(map(_state, group)) for index, group in waiting.items()}
         buffer = [*waiting.values(), *self.buffer.held]
         if not buffer:
             return
         choose, count = load_function(self.settings.buffer_filter), self.manager.config.max_inflight_groups
-        chosen = list(choose(self.args, None, buffer, count))
-        taken = {id(group) for group in chosen}
-        unchanged = {index for index, group in waiting.items() if _unchanged(group, before[index])}
-        in_place = {index for index in unchanged if id(waiting[index]) in taken}
+        chosen = {id(group): group for group in choose(self.args, None, buffer, count)}
+        in_place = {
+            index for index, group in waiting.items() if id(group) in chosen and _is_unchanged(group, before[index])
+        }
         continued = {id(waiting[index]) for index in in_place}
-        self.buffer.chosen += [group for group in chosen if id(group) not in continued]
+        self.buffer.chosen += [group for key, group in chosen.items() if key not in continued]
         self.buffer.held = buffer
         await self._take_out(waiting.keys() - in_place, waiting)
-
-    def _waiting(self) -> list[int]:
-        """The groups of earlier calls: ready, or in flight and paused."""
-        settled = {group.group_index for group in self._settled if group.outcome != "kept"}
-        return sorted(self.buffer.taken.keys() - settled)
 
     def _waiting_group(self, index: int) -> list[Any]:
         """A waiting group as slime's samples; an unfinished rollout is aborted, without the tokens so far."""
@@ -263,7 +261,8 @@ class TrainerRollouts:
         for sample in samples:
             assert sample.group_index is not None  # the manager numbers them
             by_group.setdefault(sample.group_index, []).append(sample)
-        fans_out = len(samples) != len(by_group) * size or any(_is_of_list(sample) for sample in samples)
+        lists = [sample for sample in samples if getattr(sample.trainer_record, "rollout", None) is not None]
+        fans_out = len(samples) != len(by_group) * size or bool(lists)
         groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
         if any(sample.rollout_log_probs is None for sample in leaves(groups)):
             for sample in leaves(groups):  # the trainer takes those of all samples, or computes its own
@@ -272,8 +271,7 @@ class TrainerRollouts:
             groups,
             groups_wanted=self.settings.batch_size,
             rollouts_in_group=size,
-            read_number=self.pipeline.reading().number,
-            needs_logprobs=self.settings.needs_logprobs,
+            reading=self.pipeline.reading,
             replay=self.settings.replay,
         )
         return groups
@@ -293,6 +291,7 @@ class TrainerRollouts:
         (slime 0.3.1, rollout/sglang_rollout.py: abort)
         """
         record = self.pipeline.finished(sample, taken)
+        check_fields(sample, "slime", "advantages")  # a filter may set them after the record was made
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
         if self._masks_earlier and self._ended_before(sample, record):
@@ -314,17 +313,14 @@ class TrainerRollouts:
         finished: dict[int, list[Sample]] = {}
         for number, record in enumerate(group):
             if is_begun(record):
-                with self._lock:
-                    self._staleness.observe(map(str, record.weight_versions), earlier=True)
+                self._observe(map(str, record.weight_versions), earlier=True)
             if record.reward is None or getattr(record.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
-                sample = view(record, None, self.pipeline.reading())
+                sample = view(record, None, self.pipeline.reading)
             except ConfigError:
                 continue  # not trainable: it is played again
-            known = versions_of(sample, mask_earlier_versions=False)
-            with self._lock:
-                self._staleness.observe(known, earlier=True)
+            self._observe(versions_of(sample, mask_earlier_versions=False), earlier=True)
             sample.group_index = index
             sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
             finished[number] = [sample]
@@ -354,8 +350,14 @@ class TrainerRollouts:
         except EndpointError:
             return
         if version is not None:
-            with self._lock:
-                self._staleness.observe([version])
+            self._observe([version])
+
+    def _observe(self, versions: Iterable[str], *, earlier: bool = False) -> int:
+        """Take note of versions; return the age of the oldest."""
+        versions = list(versions)
+        with self._lock:  # filters run in threads
+            self._staleness.observe(versions, earlier=earlier)
+            return self._staleness.age_of(versions)
 
     @property
     def _masks_earlier(self) -> bool:
@@ -365,17 +367,19 @@ class TrainerRollouts:
     def _ended_before(self, sample: Sample, record: Any) -> bool:
         """Whether the last token was sampled by weights before the current ones; the mask has the tokens before it."""
         last = [span.version for span in sample.versions[-1:]] or list(map(str, record.weight_versions[-1:]))
-        with self._lock:
-            self._staleness.observe(last)
-            return self._staleness.age_of(last) > 0
+        return self._observe(last) > 0
 
     def _is_stale(self, samples: list[Sample]) -> bool:
         """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
         masked = self.settings.mask_earlier_versions
         used = [name for sample in samples for name in versions_of(sample, mask_earlier_versions=masked)]
-        with self._lock:
-            self._staleness.observe(used)
-            return self._staleness.too_old(self._staleness.age_of(used))
+        return self._staleness.too_old(self._observe(used))
+
+    def _filtered(self, further: Any, samples: list[Sample]) -> Any:
+        """A filter that drops stale groups, and applies another filter to the rest."""
+        if self._is_stale(samples):
+            return DynamicFilterOutput(False, _STALE)
+        return True if further is None else further(samples)
 
     # -- settled groups --
 
@@ -391,17 +395,6 @@ class TrainerRollouts:
         if group.outcome == "kept" and 4 * count // size > 4 * (count - 1) // size:
             lost = outcomes["dropped"], outcomes["failed"]
             _LOG.info("%s: %d of %d groups accepted, %d dropped, %d failed", name, count, size, *lost)
-
-    def _take_settled(self) -> list[Group]:
-        """Return and clear the groups that settled since the last batch."""
-        with self._lock:
-            settled, self._settled = self._settled, []
-        return settled
-
-    def _dropped_groups(self, settled: list[Group], *, fans_out: bool) -> list[Any]:
-        """The dropped groups, in the shape of the batch."""
-        dropped = [(self.buffer.taken.get(group.group_index), group) for group in settled if group.outcome == "dropped"]
-        return [self._played(taken, group.samples, fans_out=fans_out) for taken, group in dropped if taken is not None]
 
     def _release(self, settled: list[Group]) -> None:
         """Remove settled groups that are in no batch; stale ones are played again."""
@@ -432,22 +425,6 @@ class TrainerRollouts:
         }
 
 
-_STALE = "stale"
-
-
-@attrs.frozen
-class _StalenessFilter:
-    """A filter that drops stale groups, and applies another filter to the rest."""
-
-    is_stale: Callable[[list[Sample]], bool]
-    further: Any
-
-    def __call__(self, samples: list[Sample]) -> Any:
-        if self.is_stale(samples):
-            return DynamicFilterOutput(False, _STALE)
-        return True if self.further is None else self.further(samples)
-
-
 def _set_start(record: Any, begun: int) -> None:
     """Set ``start_rollout_id`` of slime's sample, unless it is set."""
     if record.metadata is None:
@@ -460,24 +437,12 @@ def _state(sample: Any) -> dict[str, Any]:
     return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in vars(sample).items()}
 
 
-def _unchanged(group: list[Any], before: list[dict[str, Any]]) -> bool:
+def _is_unchanged(group: list[Any], before: list[dict[str, Any]]) -> bool:
     """Whether samples have the attributes of an earlier :func:`_state`."""
-    states = [_state(sample) for sample in group]
-    return len(states) == len(before) and all(
-        state.keys() == old.keys() and all(_same(state[name], old[name]) for name in state)
-        for state, old in zip(states, before, strict=True)
-    )
-
-
-def _same(value: Any, before: Any) -> bool:
-    """Whether a value is the same; tensors and other objects by identity."""
-    return value is before or (isinstance(value, list | dict | str | int | float) and bool(value == before))
-
-
-def _is_of_list(sample: Sample) -> bool:
-    """Whether a custom generate function returned the samples of this rollout in a list."""
-    link = sample.trainer_record
-    return isinstance(link, SlimeRecord) and link.rollout is not None
+    try:
+        return list(map(_state, group)) == before
+    except (ValueError, RuntimeError):  # another array or tensor in the place of one
+        return False
 
 
 def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -62,13 +62,8 @@ _SLOWEST = 5
 
 slime has no deadline for a request (slime 0.3.1, utils/http_utils.py: init_http_client).
 """
-_NOT_SAMPLING = {
-    "skip_special_tokens",
-    "no_stop_trim",
-    "spaces_between_special_tokens",
-    "stop_token_ids",
-    "custom_params",
-}
+_NOT_SAMPLING = {"skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens"}
+_NOT_SAMPLING |= {"stop_token_ids", "custom_params"}
 """Keys of slime's sampling parameters that ours lack: stop ids and the request for the sets of ``top_p`` go to the
 policy, the others concern text."""
 
@@ -81,6 +76,8 @@ NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
 """The expected value of ``--group-rm`` in an evaluation."""
 _USING_LOGPROBS = ("use_rollout_logprobs", "use_tis", "get_mismatch_metrics")
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+_TEACHERS = ("custom_generate_function_path", "rollout_sample_hook_path", "rollouts_teacher_url", *_REWARD_PROCESSING)
+"""Flags of functions that can set the logprobs of a teacher."""
 
 
 @attrs.frozen
@@ -105,6 +102,12 @@ class EvalSet:
     source: Any
     """slime's own entry, for its other attributes."""
 
+    def function(self, field: str) -> str | None:
+        """The path of a function that it names, by the field of slime's sample."""
+        name = "custom_generate_function_path" if field == "generate_function_path" else field
+        path: str | None = getattr(self.source, name, None)
+        return path
+
 
 @attrs.frozen
 class VocabSizeOf:
@@ -117,24 +120,54 @@ class VocabSizeOf:
         return vocab_size_of(load_tokenizer(self.model)) if declared is None else declared
 
 
+@attrs.frozen
+class _Flag:
+    """The flag of a field; ``None`` counts as not given."""
+
+    name: str
+    default: Any = None
+    expected: str = ""
+    good: Callable[[Any], bool] = lambda value: True
+
+    def read(self, args: Any) -> Any:
+        value = getattr(args, self.name, None)
+        value = self.default if value is None else value
+        if not self.good(value):
+            raise ConfigError.of(f"args.{self.name}", value, self.expected)
+        return value
+
+
+_REQUIRED = ("the value of slime's argument", lambda value: value is not None)
+_SECONDS = ("a number > 0", lambda value: value is None or (is_number(value) and value > 0))
+
+
+def _flag(
+    name: str, default: Any = None, expected: tuple[str, Callable[[Any], bool]] | None = None, **more: Any
+) -> Any:
+    return attrs.field(metadata={"flag": _Flag(name, default, *(expected or ()))}, **more)
+
+
+def _integer(least: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"an integer >= {least}", lambda value: value is None or is_int(value, least)
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
-    """The settings of the rollouts of one trainer."""
+    """The settings of the rollouts of one trainer; ``None`` leaves a number to the recipe."""
 
-    batch_size: int
-    n_samples_per_prompt: int
+    batch_size: int = _flag("rollout_batch_size", None, _REQUIRED)
+    n_samples_per_prompt: int = _flag("n_samples_per_prompt", 1)
     over_sampling_factor: float
-    in_flight: int | None
-    """``None`` for the recipe's."""
+    in_flight: int | None = _flag("rollouts_in_flight", None, _integer(1))
     wave: int
     """Groups that one request to the data source asks for: slime's ``--over-sampling-batch-size``."""
     endpoint: Endpoint
     at_most: int
     """Requests in flight at once."""
     recipe: str | None
-    recipe_options: Mapping[str, Any]
-    custom_generate: str | None
-    apply_chat_template: bool
+    recipe_options: Mapping[str, Any] = _flag("rollouts_recipe_options", {}, converter=dict)
+    custom_generate: str | None = _flag("custom_generate_function_path")
+    apply_chat_template: bool = _flag("apply_chat_template", False)
     template_kwargs: Mapping[str, Any]
     """``--apply-chat-template-kwargs``: variables of the chat template."""
     params: Mapping[str, Any]
@@ -144,50 +177,44 @@ class Settings:
     max_context: int | None
     """The most tokens of a rollout of one reply, prompt included."""
     replay: Replay
-    """The data of each completion that the trainer needs beyond tokens and logprobs."""
     endpoints: Mapping[str, Endpoint]
     """The routers of all models of the launch, by name; for judges and other agents of a recipe."""
-    teacher_url: str | None
-    """Where the logprobs of a teacher are requested for each rollout."""
+    teacher_url: str | None = _flag("rollouts_teacher_url")
     seed: int | None
     """With deterministic inference, the sampling seed of the first rollout of each group; the next one has the next."""
     scored_by_slime: bool
     """Whether the launch names a reward: ``--custom-rm-path`` or ``--rm-type``."""
-    custom_rm: str | None
-    group_rm: bool
-    reward_key: str | None
+    custom_rm: str | None = _flag("custom_rm_path")
+    group_rm: bool = _flag("group_rm", False)
+    reward_key: str | None = _flag("reward_key")
     reward_is_processed: bool
     """Whether a function of the launch turns rewards into numbers after the rollouts, so that any reward is valid."""
     needs_logprobs: bool
     """Whether the trainer uses the logprobs of the rollouts (slime 0.3.1, backends/megatron_utils/loss.py)."""
-    buffer_filter: str | None
-    """slime's ``--buffer-filter-path``, which its data source has, too."""
-    filter_path: str | None
-    recipe_filter: bool
-    """Whether the recipe's filter acts where the launch names none."""
-    sample_hooks: tuple[str, ...]
-    sample_filter: str | None
-    all_samples_process: str | None
-    mask_earlier_versions: bool
+    buffer_filter: str | None = _flag("buffer_filter_path")
+    filter_path: str | None = _flag("dynamic_sampling_filter_path")
+    recipe_filter: bool = _flag("rollouts_recipe_filter", False)
+    sample_hooks: tuple[str, ...] = _flag("rollout_sample_hook_path", (), converter=tuple)
+    sample_filter: str | None = _flag("rollout_sample_filter_path")
+    all_samples_process: str | None = _flag("rollout_all_samples_process_path")
+    mask_earlier_versions: bool = _flag("mask_offpolicy_in_partial_rollout", False)
     carry_over: bool
     """Whether a batch may contain tokens of older weights, from groups that the last one left over."""
-    partial_rollout: bool
-    """slime's flag: carry over, and call a generate function again with a sample that it returned as aborted."""
-    fully_async: bool
-    max_staleness: int | None
+    partial_rollout: bool = _flag("partial_rollout", False)
+    """Carry over, and call a generate function again with a sample that it returned as aborted."""
+    fully_async: bool = _flag("rollouts_fully_async", False)
+    max_staleness: int | None = _flag("rollouts_max_staleness", None, _integer(0))
     """``None`` for no bound on the age of carried tokens."""
-    max_attempts: int | None
-    rollout_seconds: float | None
-    """``None`` for the recipe's deadline."""
-    reward_seconds: float | None
-    """``None`` for the recipe's deadline."""
-    patience: int | None
+    max_attempts: int | None = _flag("rollouts_max_attempts")
+    rollout_seconds: float | None = _flag("rollouts_rollout_seconds", None, _SECONDS)
+    reward_seconds: float | None = _flag("rollouts_reward_seconds", None, _SECONDS)
+    patience: int | None = _flag("rollouts_patience")
     eval_sets: tuple[EvalSet, ...]
-    eval_max_prompt_len: int | None
+    eval_max_prompt_len: int | None = _flag("eval_max_prompt_len")
     """Longer prompts of an evaluation, in tokens, are left out."""
     eval_reward_key: str | None
-    whole_prompts: bool
-    """Whether an evaluation leaves out all rollouts of a prompt of which one failed, for ``--log-passrate``."""
+    whole_prompts: bool = _flag("log_passrate", False)
+    """Whether an evaluation leaves out all rollouts of a prompt of which one failed."""
 
     @property
     def vocab_size(self) -> VocabSizeOf:
@@ -203,75 +230,54 @@ class Settings:
         """
 
         def get(name: str, default: Any = None) -> Any:
-            value = getattr(args, name, None)
-            return default if value is None else value
+            return _Flag(name, default).read(args)
 
         _refuse(args, get)
-        batch_size = _required(args, "rollout_batch_size")
-        refill = get("over_sampling_batch_size", batch_size)
-        if refill < batch_size:
-            raise ConfigError.of("args.over_sampling_batch_size", refill, f"at least rollout_batch_size, {batch_size}")
-        fully_async = bool(get("rollouts_fully_async", False))
-        partial_rollout = bool(get("partial_rollout", False))
-        carry_over = fully_async or partial_rollout or bool(get("rollouts_carry_over", False))
+        flags = {field.name: field.metadata["flag"] for field in attrs.fields(cls) if field.metadata}
+        values = {name: flag.read(args) for name, flag in flags.items()}
+        batch_size, wave = values["batch_size"], get("over_sampling_batch_size", values["batch_size"])
+        if wave < batch_size:
+            raise ConfigError.of("args.over_sampling_batch_size", wave, f"at least rollout_batch_size, {batch_size}")
+        carrying = ("rollouts_fully_async", "partial_rollout", "rollouts_carry_over")
+        carry_over = any(get(name, False) for name in carrying)
+        if not carry_over and values["max_staleness"]:
+            expected = "0, or a flag with it that carries over: else no older tokens exist"
+            raise ConfigError.of("args.rollouts_max_staleness", values["max_staleness"], expected)
         params = _slime_params(args)
         sampling = sampling_of(params)
-        seed = get("rollout_seed", 42) if get("sglang_enable_deterministic_inference", False) else None
         recipe = get("rollouts_recipe") or os.environ.get(RECIPE_VARIABLE) or None
         eval_sets = tuple(_eval_set(args, entry) for entry in get("eval_datasets", ()))
         longest = max([sampling.max_new_tokens, *(entry.sampling.max_new_tokens for entry in eval_sets)])
-        request_seconds = _seconds(get, "rollouts_request_seconds", max(3600.0, longest / _SLOWEST))
+        request_seconds = _Flag("rollouts_request_seconds", max(3600.0, longest / _SLOWEST), *_SECONDS).read(args)
         endpoint = Endpoint(
-            model=str(_required(args, "hf_checkpoint")),
-            base_url=_urls(args),
+            model=str(_Flag("hf_checkpoint", None, *_REQUIRED).read(args)),
+            base_url=_url(*(_Flag(f"sglang_router_{part}", None, *_REQUIRED).read(args) for part in ("ip", "port"))),
             sampling=sampling,
             request_seconds=request_seconds,
         )
+        if recipe is None:
+            values["rollout_seconds"] = values["rollout_seconds"] or 4 * request_seconds
+            values["reward_seconds"] = values["reward_seconds"] or 3600.0
         return cls(
-            batch_size=batch_size,
-            n_samples_per_prompt=get("n_samples_per_prompt", 1),
-            over_sampling_factor=get("rollouts_over_sampling_factor", refill / batch_size),
-            in_flight=_in_flight(get("rollouts_in_flight")),
-            wave=refill,
+            **values | {"max_staleness": values["max_staleness"] if carry_over else 0},
+            over_sampling_factor=get("rollouts_over_sampling_factor", wave / batch_size),
+            wave=wave,
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
             recipe=recipe,
-            recipe_options=dict(get("rollouts_recipe_options", {})),
-            custom_generate=get("custom_generate_function_path"),
-            apply_chat_template=bool(get("apply_chat_template", False)),
             template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
             params=params,
-            keeps_session=_keeps_session(get),
+            keeps_session=(flag := family().router_policy) is None or get(flag) in ("consistent_hashing", "manual"),
             max_context=get("rollout_max_context_len") if family().bounds_single_turns else None,
             replay=Replay.of(args),
             endpoints=_endpoints(get("sglang_model_routers", {})),
-            teacher_url=get("rollouts_teacher_url"),
-            seed=seed,
+            seed=get("rollout_seed", 42) if get("sglang_enable_deterministic_inference", False) else None,
             scored_by_slime=get("custom_rm_path") is not None or bool(get("rm_type")),
-            custom_rm=get("custom_rm_path"),
-            group_rm=bool(get("group_rm", False)),
-            reward_key=get("reward_key"),
             reward_is_processed=any(get(name) is not None for name in _REWARD_PROCESSING),
             needs_logprobs=any(get(name, False) for name in _USING_LOGPROBS),
-            buffer_filter=get("buffer_filter_path"),
-            filter_path=get("dynamic_sampling_filter_path"),
-            recipe_filter=bool(get("rollouts_recipe_filter", False)),
-            sample_hooks=tuple(get("rollout_sample_hook_path", ())),
-            sample_filter=get("rollout_sample_filter_path"),
-            all_samples_process=get("rollout_all_samples_process_path"),
-            mask_earlier_versions=bool(get("mask_offpolicy_in_partial_rollout", False)),
             carry_over=carry_over,
-            partial_rollout=partial_rollout,
-            fully_async=fully_async,
-            max_staleness=_max_staleness(get("rollouts_max_staleness"), carry_over),
-            max_attempts=get("rollouts_max_attempts"),
-            rollout_seconds=_seconds(get, "rollouts_rollout_seconds", None if recipe else 4 * request_seconds),
-            reward_seconds=_seconds(get, "rollouts_reward_seconds", None if recipe else 3600.0),
-            patience=get("rollouts_patience"),
             eval_sets=eval_sets,
-            eval_max_prompt_len=get("eval_max_prompt_len"),
             eval_reward_key=get("eval_reward_key") or get("reward_key"),
-            whole_prompts=bool(get("log_passrate", False)),
         )
 
 
@@ -317,42 +323,33 @@ def _refuse(args: Any, get: Any) -> None:
         if name.startswith("rollouts_") and name not in OWN_KEYS:
             (closest,) = difflib.get_close_matches(name, OWN_KEYS, 1, 0.0)
             raise ConfigError.of(f"args.{name}", value, f"no such key; the closest is {closest}")
+    fully_async = get("rollouts_fully_async", False)
+    distils = get("use_opd", False) and get("opd_type") == "sglang"
     refusals = {
-        "opd_type": (_lacks_teacher(get), _TEACHER),
+        "opd_type": (distils and not any(map(get, _TEACHERS)), _TEACHER),
         "dynamic_sampling_filter_path": (
             get("custom_rm_path") == OPD_REWARD and get("dynamic_sampling_filter_path") is not None,
             f"none with {OPD_REWARD}: the reward is a reply of the teacher, and all rewards become 0",
         ),
         "group_rm": (
-            bool(get("group_rm", False) and get("eval_datasets") and get("eval_interval") is not None),
+            get("group_rm", False) and get("eval_datasets") and get("eval_interval") is not None,
             NO_GROUP_RM,
         ),
         "buffer_filter_path": (
-            bool(get("buffer_filter_path") and get("rollouts_fully_async", False)),
+            fully_async and get("buffer_filter_path"),
             "none with rollouts_fully_async: its groups never wait between calls",
         ),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (
-            bool(get("colocate", False) and get("rollouts_fully_async", False)),
+            fully_async and get("colocate", False),
             "off with rollouts_fully_async: engines that generate between calls cannot release their memory",
         ),
+        **{name: (get(name), expected) for name, expected in family().refused.items()},
     }
-    refusals |= {name: (bool(get(name)), expected) for name, expected in family().refused.items()}
     for name, (refused, expected) in refusals.items():
         if refused:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
-
-
-def _keeps_session(get: Any) -> bool:
-    flag = family().router_policy
-    return flag is None or get(flag) in ("consistent_hashing", "manual")
-
-
-def _lacks_teacher(get: Any) -> bool:
-    """Whether the trainer expects logprobs of a teacher that no part of the launch sets."""
-    sources = ("custom_generate_function_path", "rollout_sample_hook_path", "rollouts_teacher_url", *_REWARD_PROCESSING)
-    return bool(get("use_opd", False)) and get("opd_type") == "sglang" and not any(get(name) for name in sources)
 
 
 def _template_kwargs(value: Any) -> Mapping[str, Any]:
@@ -363,44 +360,6 @@ def _template_kwargs(value: Any) -> Mapping[str, Any]:
     return mapping
 
 
-def _in_flight(count: Any) -> int | None:
-    if count is not None and not is_int(count, 1):
-        raise ConfigError.of("args.rollouts_in_flight", count, "an integer >= 1")
-    return count
-
-
-def _max_staleness(bound: Any, carry_over: bool) -> int | None:
-    """The effective bound: 0 without carry-over."""
-    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
-        raise ConfigError.of("args.rollouts_max_staleness", bound, "an integer >= 0")
-    if not carry_over and bound:
-        raise ConfigError.of(
-            "args.rollouts_max_staleness",
-            bound,
-            "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout with it: else no older tokens exist",
-        )
-    return bound if carry_over else 0
-
-
-def _seconds(get: Any, name: str, default: Any) -> Any:
-    """A deadline: of the launch, or else the default."""
-    value = get(name, default)
-    if value is not None and (not is_number(value) or value <= 0):
-        raise ConfigError.of(f"args.{name}", value, "a number > 0")
-    return value
-
-
-def _required(args: Any, name: str) -> Any:
-    value = getattr(args, name, None)
-    if value is None:
-        raise ConfigError.of(f"args.{name}", None, "the value of slime's argument")
-    return value
-
-
-def _urls(args: Any) -> str:
-    return _url(_required(args, "sglang_router_ip"), _required(args, "sglang_router_port"))
-
-
 def _url(host: Any, port: Any) -> str:
     name = str(host)
     name = f"[{name}]" if ":" in name and not name.startswith("[") else name
@@ -408,11 +367,7 @@ def _url(host: Any, port: Any) -> str:
 
 
 def _endpoints(routers: Any) -> Mapping[str, Endpoint]:
-    """An endpoint for each router that the launch names.
-
-    Raises:
-        ConfigError: not a mapping of names to host and port.
-    """
+    """An endpoint for each router that the launch names."""
     try:
         return {str(name): Endpoint(model=str(name), base_url=_url(*place)) for name, place in routers.items()}
     except (AttributeError, TypeError) as error:
@@ -425,19 +380,20 @@ def _engines(get: Any) -> int:
     return max(1, int(counted))
 
 
-def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
-    """slime's sampling parameters (slime 0.3.1, rollout/sglang_rollout.py: GenerateState).
+def _first(default: Any, *places: tuple[Any, str]) -> Any:
+    """The first value of these attributes that is not ``None``."""
+    found = (getattr(owner, name, None) for owner, name in places)
+    return next((value for value in found if value is not None), default)
 
-    Args:
-        args: slime's namespace.
-        entry: a data set of an evaluation; its values come first.
+
+def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
+    """slime's sampling parameters; the values of a data set of an evaluation come first.
+
+    (slime 0.3.1, rollout/sglang_rollout.py: GenerateState, eval_rollout_single_dataset)
     """
 
-    def get(name: str, default: Any = None, *, flag: str | None = None) -> Any:
-        value = getattr(entry, name, None)
-        if value is None:
-            value = getattr(args, flag or f"rollout_{name}", None)
-        return default if value is None else value
+    def get(name: str, default: Any = None, flag: str | None = None) -> Any:
+        return _first(default, (entry, name), (args, flag or f"rollout_{name}"))
 
     params = {
         "temperature": get("temperature", 1.0),
@@ -447,27 +403,24 @@ def _slime_params(args: Any, entry: Any = None) -> dict[str, Any]:
         "stop": get("stop"),
         "stop_token_ids": get("stop_token_ids"),
         "skip_special_tokens": get("skip_special_tokens", False),
-        "no_stop_trim": True,
+        "no_stop_trim": entry is None or get("no_stop_trim", True),
         "spaces_between_special_tokens": False,
     }
-    if entry is None and params["top_p"] != 1.0 and family().replays_top_p:
-        params["custom_params"] = {"return_top_p_token_ids": True}
-    if entry is not None:
-        params["no_stop_trim"] = get("no_stop_trim", True, flag="")
-        for name in ("repetition_penalty", "min_new_tokens"):
-            value = get(name, flag=f"eval_{name}" if name == "min_new_tokens" else "")
-            if value is not None:
-                params[name] = value
-    return params
+    if entry is None:
+        replays = params["top_p"] != 1.0 and family().replays_top_p
+        return params | ({"custom_params": {"return_top_p_token_ids": True}} if replays else {})
+    further = {
+        "repetition_penalty": get("repetition_penalty"),
+        "min_new_tokens": get("min_new_tokens", None, "eval_min_new_tokens"),
+    }
+    return params | {name: value for name, value in further.items() if value is not None}
 
 
 def _eval_set(args: Any, entry: Any) -> EvalSet:
-    def get(name: str, default: Any) -> Any:
-        value = getattr(entry, name, None)
-        value = getattr(args, name, None) if value is None else value
-        return default if value is None else value
+    def get(name: str, default: Any = None) -> Any:
+        return _first(default, (entry, name), (args, name))
 
-    multimodal_keys = get("multimodal_keys", None)
+    multimodal_keys = get("multimodal_keys")
     if multimodal_keys and (expected := family().refused.get("multimodal_keys")):
         raise ConfigError.of(f"eval data set {entry.name}.multimodal_keys", multimodal_keys, expected)
     params = _slime_params(args, entry)
@@ -475,14 +428,14 @@ def _eval_set(args: Any, entry: Any) -> EvalSet:
         name=entry.name,
         path=entry.path,
         input_key=get("input_key", "input"),
-        label_key=get("label_key", None),
+        label_key=get("label_key"),
         metadata_key=get("metadata_key", "metadata"),
         tool_key=getattr(entry, "tool_key", None),
         multimodal_keys=multimodal_keys,
         n_samples=getattr(entry, "n_samples_per_eval_prompt", None) or 1,
         params=params,
         sampling=sampling_of(params),
-        apply_chat_template=bool(get("apply_chat_template", False)),
+        apply_chat_template=get("apply_chat_template", False),
         chat_template_kwargs=dict(get("apply_chat_template_kwargs", {})),
         source=entry,
     )

@@ -14,22 +14,22 @@ import importlib
 import inspect
 import threading
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 import anyio
 import anyio.to_thread
 import attrs
 
-from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn
+from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import CompletionRequest, Policy
-from rollouts.inference.reply_parts import Decode
 from rollouts.inference.resumable import ResumablePolicy
+from rollouts.integrations.slime.convert import Reading
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import Reading, views_of_rollout
+from rollouts.integrations.slime.returned_samples import views_of_rollout
 from rollouts.integrations.slime.settings import load_function
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.training.agent_integration import agent_rollout_to_sample
@@ -49,57 +49,35 @@ _BACKOFF_SECONDS = 0.5
 
 
 async def generate_single_turn(
-    prompts: Sequence[Prompt],
-    *,
-    policy: Policy,
-    model: str,
-    sampling: SamplingParams,
-    endpoint: Any,
-    max_context: int | None = None,
-) -> list[Sample]:
-    """Generate one reply to each prompt; a text prompt goes to the policy directly.
+    prompt: Prompt, *, policy: Policy, endpoint: Endpoint, sampling: SamplingParams, max_context: int | None = None
+) -> Sample:
+    """Generate one reply; a text prompt goes to the policy directly.
 
     ``max_context`` bounds prompt and reply together, in tokens.
     """
-    samples = []
-    for prompt in prompts:
-        if isinstance(prompt.prompt, str):
-            samples.append(await _continue_text(prompt, prompt.prompt, policy, model, sampling, max_context))
-        else:
-            samples.append(
-                await agent_rollout_to_sample(
-                    prompt,
-                    environment_cls=SingleTurnEnvironment,
-                    endpoint=endpoint,
-                    tokenizer=model,
-                    limits=Limits(max_turns=1, max_tokens=max_context),
-                    sampling=sampling,
-                    policy=policy,
-                )
-            )
-    return samples
-
-
-async def _continue_text(
-    prompt: Prompt, text: str, policy: Policy, model: str, sampling: SamplingParams, max_context: int | None
-) -> Sample:
-    codec, stops = codec_of(model)
-    if len(text) < _LONG_TEXT:
-        ids = prompt_ids(model, text)
-    else:
-        ids = await anyio.to_thread.run_sync(prompt_ids, model, text)
-    if not len(ids):
-        raise GenerateFailure(
-            f"prompt of group {prompt.group_index}: got {text!r}; expected text of at least one token"
+    if not isinstance(prompt.prompt, str):
+        return await agent_rollout_to_sample(
+            prompt,
+            environment_cls=SingleTurnEnvironment,
+            endpoint=endpoint,
+            tokenizer=endpoint.model,
+            limits=Limits(max_turns=1, max_tokens=max_context),
+            sampling=sampling,
+            policy=policy,
         )
+    text, place = prompt.prompt, f"prompt of group {prompt.group_index}"
+    codec, stops = codec_of(endpoint.model)
+    if len(text) < _LONG_TEXT:
+        ids = prompt_ids(endpoint.model, text)
+    else:
+        ids = await anyio.to_thread.run_sync(prompt_ids, endpoint.model, text)
+    if not len(ids):
+        raise GenerateFailure(f"{place}: got {text!r}; expected text of at least one token")
     if max_context is not None:
-        room = max_context - len(ids)
-        if room < 1:
-            raise GenerateFailure(
-                f"prompt of group {prompt.group_index}: got {len(ids)} tokens; expected less than {max_context},"
-                " rollout_max_context_len"
-            )
-        sampling = attrs.evolve(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
+        if len(ids) >= max_context:
+            expected = f"less than {max_context}, rollout_max_context_len"
+            raise GenerateFailure(f"{place}: got {len(ids)} tokens; expected {expected}")
+        sampling = attrs.evolve(sampling, max_new_tokens=min(max_context - len(ids), sampling.max_new_tokens))
     trajectory = Trajectory()
     trajectory.add_context(ids, prompt.messages)
     try:
@@ -117,32 +95,23 @@ async def _continue_text(
 
 @functools.lru_cache(maxsize=4)
 def codec_of(model: str) -> tuple[Codec, tuple[int, ...]]:
-    """The tokenizer of a model, and the ids that end its turns; no chat template is needed.
-
-    :meth:`Pipeline.check` loads it in a thread, before the rollouts that start together.
-    """
+    """The tokenizer of a model, and the ids that end its turns; :meth:`Pipeline.check` loads it in a thread."""
     tokenizer = load_tokenizer(model)
     return Codec(tokenizer), stop_ids_of(tokenizer)
-
-
-def decoder_of(model: str) -> Decode:
-    """The text of ids of a model, special tokens included; its tokenizer is loaded at the first call."""
-    return lambda ids: codec_of(model)[0].decode(ids)
 
 
 @functools.lru_cache(maxsize=64)
 def prompt_ids(model: str, text: str) -> TokenColumn:
     """The ids of a prompt, read-only; the rollouts of a group have the same prompt."""
-    codec, _ = codec_of(model)
-    return codec.encode(text)
+    return codec_of(model)[0].encode(text)
 
 
 async def generate_with_slime(
-    prompts: Sequence[Prompt],
+    prompt: Prompt,
     *,
     args: Any,
     path: str,
-    template: Callable[[Prompt], Any],
+    argument: Any,
     params: Mapping[str, Any],
     calls: CustomCalls,
     policy: ResumablePolicy,
@@ -157,15 +126,10 @@ async def generate_with_slime(
     full, it starts again from the prompt when the policy is open. Each attempt has its own session.
 
     Args:
-        prompts: one per rollout.
-        args: slime's namespace.
-        path: dotted path of the function.
-        template: returns slime's sample of a prompt.
+        argument: slime's sample of the rollout, which stays unchanged: the function gets a copy.
         params: slime's sampling parameters, passed to the function.
-        calls: limits and stops the calls.
         policy: the policy whose pauses and limit hold for the function, too.
-        reading: the requirements for the samples; whether it is an evaluation is passed to a function that has
-            this parameter.
+        reading: the requirements for the samples.
         on_abort: what follows a sample that the function returned as aborted: ``"fail"`` loses the attempt,
             ``"resume"`` calls the function again with the sample, as with partial rollouts, ``"restart"`` begins again.
         mask_earlier: train only the tokens that the function adds to such a sample.
@@ -174,64 +138,56 @@ async def generate_with_slime(
     Raises:
         GenerateFailure: slime could not use the returned samples.
     """
-    samples: list[Sample] = []
-    evaluation = reading.evaluation
-    for prompt in prompts:
-        argument = template(prompt)
-        function = load_function(getattr(argument, "generate_function_path", None) or path)
-        ends_requests = ends_its_requests(function)
-        call_of = _calling(function, args, evaluation)
-        returned: Any = _begun(argument, evaluation, keeps_session)
-        empty = 0
-        while True:
-            before = returned.response_length
-            if mask_earlier and before:
-                returned.loss_mask = [0] * before
-            try:
-                call = functools.partial(call_of, returned, dict(params))
-                returned = await calls.run(policy, call, ends_requests=ends_requests)
-            except Stopped:
-                empty = 0
-                if ends_requests and on_abort == "resume" and returned.response_length:
-                    returned.status = records().sample.Status.ABORTED  # it continues from the sample
-                else:
-                    returned = _begun(argument, evaluation, keeps_session)
-                continue
-            if on_abort == "fail" or getattr(returned, "status", None) is not records().sample.Status.ABORTED:
-                break
-            empty = empty + 1 if on_abort == "restart" or returned.response_length <= before else 0
-            if empty >= _EMPTY_ABORTS:
-                break  # the attempt is lost
-            if on_abort == "restart":
-                returned = _begun(argument, evaluation, keeps_session)
-            if empty:
-                await anyio.sleep(_BACKOFF_SECONDS)
+    function = load_function(path)
+    ends_requests, call_of = ends_its_requests(function), _calling(function, args, reading.evaluation)
+    begun = functools.partial(_begun, argument, reading.evaluation, keeps_session)
+    aborted = records().sample.Status.ABORTED
+    returned, empty = begun(), 0
+    while True:
+        before = returned.response_length
+        if mask_earlier and before:
+            returned.loss_mask = [0] * before
         try:
-            samples += views_of_rollout(returned, argument, prompt, reading)
-        except ConfigError as error:
-            raise GenerateFailure(f"{path}: {error}") from error
-    return samples
+            call = functools.partial(call_of, returned, dict(params))
+            returned = await calls.run(policy, call, ends_requests=ends_requests)
+        except Stopped:
+            empty = 0
+            if ends_requests and on_abort == "resume" and returned.response_length:
+                returned.status = aborted  # it continues from the sample
+            else:
+                returned = begun()
+            continue
+        if on_abort == "fail" or getattr(returned, "status", None) is not aborted:
+            break
+        empty = empty + 1 if on_abort == "restart" or returned.response_length <= before else 0
+        if empty >= _EMPTY_ABORTS:
+            break  # the attempt is lost
+        if on_abort == "restart":
+            returned = begun()
+        if empty:
+            await anyio.sleep(_BACKOFF_SECONDS)
+    try:
+        return views_of_rollout(returned, argument, prompt, reading)
+    except ConfigError as error:
+        raise GenerateFailure(f"{path}: {error}") from error
 
 
 def _calling(function: Any, args: Any, evaluation: bool) -> Callable[[Any, dict[str, Any]], Awaitable[Any]]:
     """A generate function as one of a sample and sampling parameters, in slime's form or in miles' newer one."""
-    if inspect.isclass(function) or next(iter(inspect.signature(function).parameters), "") == "input":
+    parameters = {} if inspect.isclass(function) else inspect.signature(function).parameters
+    if next(iter(parameters), "input") == "input":
         return functools.partial(_call_with_input, function, args, evaluation)
-    extra = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    return functools.partial(_call, function, args, extra)
-
-
-async def _call(function: Any, args: Any, extra: dict[str, Any], sample: Any, params: dict[str, Any]) -> Any:
-    return await function(args, sample, params, **extra)
+    extra = {"evaluation": evaluation} if "evaluation" in parameters else {}
+    call: Callable[..., Awaitable[Any]] = functools.partial(function, args, **extra)
+    return call
 
 
 async def _call_with_input(function: Any, args: Any, evaluation: bool, sample: Any, params: dict[str, Any]) -> Any:
     """Call a function of one ``GenerateFnInput``; its ``state`` is miles' own, made once for each namespace."""
-    package = family().package
-    base = importlib.import_module(f"{package}.rollout.base_types")
+    base = importlib.import_module(f"{family().package}.rollout.base_types")
     if inspect.isclass(function):
         function = function()
-    state = await anyio.to_thread.run_sync(_state_of, package, args)
+    state = await anyio.to_thread.run_sync(_state_of, args)
     call = base.GenerateFnInput(state=state, sample=sample, sampling_params=params, evaluation=evaluation)
     output = await function(call)
     return output.samples if isinstance(output, base.GenerateFnOutput) else output
@@ -241,13 +197,13 @@ _LOCK = threading.Lock()
 _state: Any = None
 
 
-def _state_of(package: str, args: Any) -> Any:
+def _state_of(args: Any) -> Any:
     """miles' ``GenerateState`` of a namespace, which loads a tokenizer; that of another namespace is dropped."""
     global _state
     with _LOCK:
         if _state is None or _state.args is not args:
-            module = importlib.import_module(f"{package}.rollout.inference_rollout.inference_rollout_common")
-            _state = module.GenerateState(args)
+            module = f"{family().package}.rollout.inference_rollout.inference_rollout_common"
+            _state = importlib.import_module(module).GenerateState(args)
         return _state
 
 

@@ -10,30 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
+from rollouts.programs.gateway import wire
 from rollouts.programs.gateway.constraints import constraint_of_format, constraint_of_servers, only_constraint
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
-from rollouts.programs.gateway.wire import (
-    SAMPLING,
-    STATUS,
-    Counts,
-    Entries,
-    Fields,
-    Joined,
-    ReplyOf,
-    arguments_text,
-    call_of,
-    content_of,
-    count_others,
-    event,
-    image_of,
-    logprobs_of,
-    no_reply,
-    offered,
-    sampling_of,
-    stops,
-    text_of,
-    tool_of,
-)
 
 __all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
@@ -67,7 +46,7 @@ _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
 """Fields of the API, and of SGLang's, vLLM's and Ollama's servers beyond it, which would change the prompt or the
 replies; with the values that change nothing."""
 _READ: tuple[str, ...] = (
-    *SAMPLING, "add_generation_prompt", "audio", "continue_final_message", "ebnf", "function_call", "functions",
+    *wire.SAMPLING, "add_generation_prompt", "audio", "continue_final_message", "ebnf", "function_call", "functions",
     "guided_grammar", "guided_json", "guided_regex", "logprobs", "max_completion_tokens", "max_tokens", "model", "n",
     "parallel_tool_calls", "regex", "response_format", "return_token_ids", "stop", "stream", "stream_options",
     "structured_outputs", "tool_choice", "web_search_options",
@@ -82,14 +61,14 @@ MAX_REPLIES = 128
 """The most replies of one request, as in the API."""
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
+def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    entries, counts = entries or Entries(), Counts()
-    fields = Fields.of(body, no_images=entries.no_images)
+    entries, counts = entries or wire.Entries(), wire.Counts()
+    fields = wire.Fields.of(body, no_images=entries.no_images)
     for name, instead in (("functions", "tools"), ("function_call", "tool_choice"), ("audio", "text")):
         if fields.value.get(name) is not None:
             raise fields.wrong(name, f"no such field; this server takes {instead} only")
-    messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
+    messages = entries.into(wire.Joined(), fields, HISTORY, _messages, counts).parts
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     n = fields.positive("n") or 1
@@ -98,14 +77,16 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
     options = fields.object("stream_options")
     _count_not_enforced(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=tuple(messages),
-        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=wire.offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stop=stops(fields, "stop"),
+        stop=wire.stops(fields, "stop"),
         stream=fields.flag("stream"),
         n=n,
-        sampling=sampling_of(fields),
+        sampling=wire.sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
         include_usage=options is not None and options.flag("include_usage"),
@@ -117,12 +98,12 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+def _constraint(fields: wire.Fields, counts: wire.Counts) -> Constraint | None:
     form = constraint_of_format(fields.object("response_format"), "response_format", counts)
     return only_constraint([form, *constraint_of_servers(fields, counts)])
 
 
-def _continues(fields: Fields, last: Message, counts: Counts) -> bool:
+def _continues(fields: wire.Fields, last: Message, counts: wire.Counts) -> bool:
     """Whether the reply continues a last assistant message. It opens a new turn unless the request asks otherwise.
 
     As in vLLM and SGLang; vLLM refuses both fields at once, too.
@@ -137,37 +118,39 @@ def _continues(fields: Fields, last: Message, counts: Counts) -> bool:
     return continues
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "function"
     if kind == "function":
-        return [tool_of(tool.object("function") or tool, "parameters", counts)]  # some clients leave the object out
+        return [
+            wire.tool_of(tool.object("function") or tool, "parameters", counts)
+        ]  # some clients leave the object out
     counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 
-def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+def _count_not_enforced(fields: wire.Fields, counts: wire.Counts) -> None:
     if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
     read = (HISTORY, "tools", *_READ)
-    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
+    wire.count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
     if fields.value.get("web_search_options") is not None:
         counts["server_tool/web_search"] += 1
 
 
-def _messages(fields: Fields, counts: Counts) -> list[Message]:
+def _messages(fields: wire.Fields, counts: wire.Counts) -> list[Message]:
     return [_message(fields, counts)]
 
 
-def _message(fields: Fields, counts: Counts) -> Message:
+def _message(fields: wire.Fields, counts: wire.Counts) -> Message:
     role = fields.text("role")
     if role in ("user", "tool"):
-        content = content_of(fields, "content", lambda part: _part(part, counts))
+        content = wire.content_of(fields, "content", lambda part: _part(part, counts))
         if role == "user":
             return Message("user", content)
         return Message("tool", content, tool_call_id=fields.required("tool_call_id"), name=fields.text("name"))
     if role not in _ROLES:
         raise fields.wrong("role", f"one of {_ROLES}")
-    text = text_of(fields, "content", lambda part: _part(part, counts))
+    text = wire.text_of(fields, "content", lambda part: _part(part, counts))
     if role != "assistant":
         return Message("system", text)
     if fields.value.get("function_call") is not None:
@@ -180,7 +163,7 @@ def _message(fields: Fields, counts: Counts) -> Message:
     )
 
 
-def _reasoning(fields: Fields) -> str | None:
+def _reasoning(fields: wire.Fields) -> str | None:
     """Clients do not agree on the name of the field; some of them have objects under one of the names."""
     own = fields.value.get("provider_specific_fields")  # what LiteLLM adds
     for value in (fields.value, own if isinstance(own, dict) else {}):
@@ -190,7 +173,7 @@ def _reasoning(fields: Fields) -> str | None:
     return None
 
 
-def _call(fields: Fields) -> ToolCall:
+def _call(fields: wire.Fields) -> ToolCall:
     call_id = fields.text("id") or ""
     custom = fields.object("custom")
     if custom is not None:
@@ -198,10 +181,10 @@ def _call(fields: Fields) -> ToolCall:
     function = fields.object("function")
     if function is None:
         raise fields.wrong("function", "an object with the name and arguments of the call")
-    return call_of(function.required("name"), function.value.get("arguments"), call_id)
+    return wire.call_of(function.required("name"), function.value.get("arguments"), call_id)
 
 
-def _part(fields: Fields, counts: Counts) -> Content:
+def _part(fields: wire.Fields, counts: wire.Counts) -> Content:
     kind = fields.text("type")
     if kind == "image_url":
         image = fields.object("image_url")
@@ -209,7 +192,7 @@ def _part(fields: Fields, counts: Counts) -> Content:
             raise fields.wrong("image_url", "an object with a url")
         if image.text("detail") == "low":
             counts["not_enforced/image_detail"] += 1
-        return (image_of(image, "url", image.required("url")),)
+        return (wire.image_of(image, "url", image.required("url")),)
     if kind == "text":
         return fields.required("text")
     if kind == "refusal":
@@ -243,7 +226,7 @@ def _ids(request: CallRequest, reply: CallReply) -> dict[str, Any]:
     sampled = reply.sampled
     if sampled is None:
         return {"logprobs": None}
-    logprobs = {"content": logprobs_of(sampled), "refusal": None} if request.logprobs else None
+    logprobs = {"content": wire.logprobs_of(sampled), "refusal": None} if request.logprobs else None
     return {"logprobs": logprobs, **({"token_ids": sampled.ids} if request.token_ids else {})}
 
 
@@ -264,7 +247,7 @@ def events(request: CallRequest, replies: Sequence[CallReply]) -> list[bytes]:
     if request.include_usage:
         chunks = [{**chunk, "usage": None} for chunk in chunks]
         chunks.append({**head, "choices": [], "usage": _usage(replies)})
-    return [*map(event, chunks), b"data: [DONE]\n\n"]
+    return [*map(wire.event, chunks), b"data: [DONE]\n\n"]
 
 
 def _deltas(request: CallRequest, reply: CallReply) -> list[tuple[dict[str, Any], str | None, dict[str, Any]]]:
@@ -299,7 +282,7 @@ def _answered(message: Message) -> dict[str, Any]:
 
 
 def _answered_call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": wire.arguments_text(call)}}
 
 
 def _usage(replies: Sequence[CallReply]) -> dict[str, Any]:
@@ -330,12 +313,12 @@ def error(error: ApiError) -> tuple[int, dict[str, Any]]:
         "param": None,
         "code": _CODES.get(kind),
     }
-    return STATUS[kind], {"error": body}
+    return wire.STATUS[kind], {"error": body}
 
 
 def error_event(request: CallRequest, failed: ApiError) -> bytes:
     """The event of an error in a stream."""
-    return event(error(failed)[1])
+    return wire.event(error(failed)[1])
 
 
 def _error_text(error: ApiError) -> str:

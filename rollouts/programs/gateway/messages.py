@@ -10,34 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.dtypes import Content, Image, Message, Tool, ToolCall
+from rollouts.programs.gateway import wire
 from rollouts.programs.gateway.constraints import constraint_of_format, only_constraint
 from rollouts.programs.gateway.normal import joined
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint, ErrorKind
-from rollouts.programs.gateway.wire import (
-    SAMPLING,
-    STATUS,
-    Counts,
-    Entries,
-    Fields,
-    Joined,
-    ReplyOf,
-    arguments_text,
-    call_of,
-    content_of,
-    count_others,
-    event,
-    image_of,
-    no_reply,
-    only_text,
-    sampling_of,
-    stops,
-    text_of,
-    tool_of,
-)
 
 __all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
-PING = event({"type": "ping"}, "ping")
+PING = wire.event({"type": "ping"}, "ping")
 HISTORY = "messages"
 
 _ROLES = ("user", "assistant", "system")
@@ -48,7 +28,7 @@ _KEPT = "clear_thinking_20251015"
 _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {"compaction": (), "container": (), "thread": ()}
 """Fields that would change the prompt or the replies, with the values that change nothing."""
 _READ: tuple[str, ...] = (
-    *SAMPLING, "context_management", "max_tokens", "mcp_servers", "model", "output_config", "output_format",
+    *wire.SAMPLING, "context_management", "max_tokens", "mcp_servers", "model", "output_config", "output_format",
     "stop_sequences", "stream", "system", "tool_choice",
 )  # fmt: skip
 FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
@@ -58,22 +38,24 @@ NO_EFFECT: tuple[str, ...] = (
 )  # fmt: skip
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
+def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    entries, counts = entries or Entries(), Counts()
-    fields = Fields.of(body, no_images=entries.no_images)
+    entries, counts = entries or wire.Entries(), wire.Counts()
+    fields = wire.Fields.of(body, no_images=entries.no_images)
     system = _system(fields, counts, entries)
-    messages = entries.into(Joined(), fields, HISTORY, _messages, counts).parts
+    messages = entries.into(wire.Joined(), fields, HISTORY, _messages, counts).parts
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     _count_not_enforced(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=(*system, *messages),
-        tools=_offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=_offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=fields.positive("max_tokens"),
-        stop=stops(fields, "stop_sequences"),
+        stop=wire.stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
-        sampling=sampling_of(fields),
+        sampling=wire.sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
         call_prefix="toolu_",
@@ -81,25 +63,25 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _system(fields: Fields, counts: Counts, entries: Entries) -> list[Message]:
+def _system(fields: wire.Fields, counts: wire.Counts, entries: wire.Entries) -> list[Message]:
     if not isinstance(fields.value.get("system"), list):
-        text = text_of(fields, "system", lambda part: _part(part, counts))
+        text = wire.text_of(fields, "system", lambda part: _part(part, counts))
         return [entries.system(text)] if text else []
-    texts = [only_text(part, _part(part, counts)) for part in fields.objects("system")]
+    texts = [wire.only_text(part, _part(part, counts)) for part in fields.objects("system")]
     if texts and texts[0].startswith(_BILLING):
         del texts[0]
     return [entries.system("\n".join(texts))] if texts else []
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "custom"
     if kind == "custom":
-        return [tool_of(tool, "input_schema", counts)]
+        return [wire.tool_of(tool, "input_schema", counts)]
     counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 
-def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
+def _offered(fields: wire.Fields, tools: Sequence[tuple[Tool, bool]], counts: wire.Counts) -> tuple[Tool, ...]:
     choice = fields.object("tool_choice")
     kind = "auto" if choice is None else choice.required("type")
     if kind == "none":
@@ -108,10 +90,10 @@ def _offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Too
         counts["not_enforced/tool_choice"] += 1
     if choice is not None and choice.flag("disable_parallel_tool_use"):
         counts["not_enforced/parallel_tool_calls"] += 1
-    return tuple(tools)
+    return tuple(tool for tool, _ in tools)
 
 
-def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+def _constraint(fields: wire.Fields, counts: wire.Counts) -> Constraint | None:
     output = fields.object("output_config")
     forms = [
         fields.object("output_format"),
@@ -120,7 +102,7 @@ def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
     return only_constraint([constraint_of_format(form, "output_config.format", counts) for form in forms])
 
 
-def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+def _count_not_enforced(fields: wire.Fields, counts: wire.Counts) -> None:
     management = fields.object("context_management")
     edits = [] if management is None else management.objects("edits")
     if any(edit.value.get("type") != _KEPT or edit.value.get("keep") != "all" for edit in edits):
@@ -128,24 +110,24 @@ def _count_not_enforced(fields: Fields, counts: Counts) -> None:
     if servers := fields.objects("mcp_servers"):
         counts["server_tool/mcp"] += len(servers)
     read = (HISTORY, "tools", *_READ)
-    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
+    wire.count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
 
 
-def _messages(fields: Fields, counts: Counts) -> list[Message]:
+def _messages(fields: wire.Fields, counts: wire.Counts) -> list[Message]:
     role = fields.text("role")
     if role == "assistant":
         return [_assistant(fields, counts)]
     if role == "system":
-        return [Message("system", text_of(fields, "content", lambda part: _part(part, counts)))]
+        return [Message("system", wire.text_of(fields, "content", lambda part: _part(part, counts)))]
     if role != "user":
         raise fields.wrong("role", f"one of {_ROLES}")
     if not isinstance(fields.value.get("content"), list):
-        return [Message("user", content_of(fields, "content", lambda part: _part(part, counts)))]
+        return [Message("user", wire.content_of(fields, "content", lambda part: _part(part, counts)))]
     results: list[Message] = []
     contents: list[Content] = []
     for block in fields.objects("content"):
         if block.value.get("type") == "tool_result":
-            content = content_of(block, "content", lambda part: _part(part, counts))
+            content = wire.content_of(block, "content", lambda part: _part(part, counts))
             if block.value.get("is_error") is True:  # templates have no place for it; programs say it in the text, too
                 counts["not_shown/is_error"] += 1
             results.append(Message("tool", content, tool_call_id=block.required("tool_use_id")))
@@ -154,9 +136,9 @@ def _messages(fields: Fields, counts: Counts) -> list[Message]:
     return [*results, Message("user", joined(contents))] if contents or not results else results
 
 
-def _assistant(fields: Fields, counts: Counts) -> Message:
+def _assistant(fields: wire.Fields, counts: wire.Counts) -> Message:
     if not isinstance(fields.value.get("content"), list):
-        return Message("assistant", text_of(fields, "content", lambda part: _part(part, counts)))
+        return Message("assistant", wire.text_of(fields, "content", lambda part: _part(part, counts)))
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -165,13 +147,13 @@ def _assistant(fields: Fields, counts: Counts) -> Message:
         if kind == "thinking":
             thoughts.append(block.required("thinking"))
         elif kind == "tool_use":
-            calls.append(call_of(block.required("name"), block.value.get("input"), block.required("id")))
+            calls.append(wire.call_of(block.required("name"), block.value.get("input"), block.required("id")))
         elif kind != "redacted_thinking":
-            texts.append(only_text(block, _part(block, counts)))
+            texts.append(wire.only_text(block, _part(block, counts)))
     return Message("assistant", "\n".join(texts), calls, reasoning="\n".join(thoughts) if thoughts else None)
 
 
-def _part(fields: Fields, counts: Counts) -> Content:
+def _part(fields: wire.Fields, counts: wire.Counts) -> Content:
     kind = fields.text("type")
     if kind == "text":
         return fields.required("text")
@@ -179,28 +161,28 @@ def _part(fields: Fields, counts: Counts) -> Content:
         return (_image(fields),)
     if kind == "search_result":
         title = [text for name in ("title", "source") if (text := fields.text(name))]
-        return joined([*title, content_of(fields, "content", lambda part: _part(part, counts))])
+        return joined([*title, wire.content_of(fields, "content", lambda part: _part(part, counts))])
     if kind == "document":
         return _document(fields, counts)
     raise fields.wrong("type", f"one of {_PARTS} here")
 
 
-def _image(fields: Fields) -> Image:
+def _image(fields: wire.Fields) -> Image:
     source = fields.object("source")
     if source is None:
         raise fields.wrong("source", "an object with type, media_type and data")
     if source.text("type") != "base64":
         raise source.wrong("type", "base64; this server fetches no image and keeps no files")
     media_type = source.required("media_type")
-    return image_of(source, "data", f"data:{media_type};base64,{source.required('data')}")
+    return wire.image_of(source, "data", f"data:{media_type};base64,{source.required('data')}")
 
 
-def _document(fields: Fields, counts: Counts) -> Content:
+def _document(fields: wire.Fields, counts: wire.Counts) -> Content:
     source = fields.object("source")
     if source is not None and source.value.get("type") == "text":
         return source.required("data")
     if source is not None and source.value.get("type") == "content":
-        return content_of(source, "content", lambda part: _part(part, counts))
+        return wire.content_of(source, "content", lambda part: _part(part, counts))
     counts["file"] += 1
     return "[file]"
 
@@ -233,7 +215,7 @@ def events(request: CallRequest, replies: Sequence[CallReply]) -> list[bytes]:
         sent.append({"type": "content_block_stop", "index": index})
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     sent += [{"type": "message_delta", "delta": end, "usage": whole["usage"]}, {"type": "message_stop"}]
-    return [event(each, each["type"]) for each in sent]
+    return [wire.event(each, each["type"]) for each in sent]
 
 
 def _message(request: CallRequest, reply: CallReply, content: list[dict[str, Any]], calls: bool) -> dict[str, Any]:
@@ -292,7 +274,7 @@ def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any
 
 def _streamed_call(call: ToolCall) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     shell = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-    return shell, [{"type": "input_json_delta", "partial_json": arguments_text(call)}]
+    return shell, [{"type": "input_json_delta", "partial_json": wire.arguments_text(call)}]
 
 
 _TYPES: Mapping[ErrorKind, str] = {
@@ -310,9 +292,9 @@ def error(error: ApiError) -> tuple[int, dict[str, Any]]:
     if kind == "overflow":  # Claude Code compacts its history at this text
         text = f"prompt is too long: {error.tokens} tokens > {error.max_context} maximum"
     body = {"type": _TYPES.get(kind, "invalid_request_error"), "message": text}
-    return STATUS[kind], {"type": "error", "error": body}
+    return wire.STATUS[kind], {"type": "error", "error": body}
 
 
 def error_event(request: CallRequest, failed: ApiError) -> bytes:
     """The event of an error in a stream."""
-    return event(error(failed)[1], "error")
+    return wire.event(error(failed)[1], "error")

@@ -15,29 +15,10 @@ from typing import Any
 import attrs
 
 from rollouts.dtypes import Content, Message, Tool, ToolCall
+from rollouts.programs.gateway import wire
 from rollouts.programs.gateway.chat import PING, error
 from rollouts.programs.gateway.constraints import constraint_of_format
 from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Constraint
-from rollouts.programs.gateway.wire import (
-    SAMPLING,
-    Counts,
-    Entries,
-    Fields,
-    Joined,
-    ReplyOf,
-    arguments_text,
-    call_of,
-    content_of,
-    count_others,
-    event,
-    image_of,
-    logprobs_of,
-    no_reply,
-    offered,
-    sampling_of,
-    text_of,
-    tool_of,
-)
 
 __all__ = ["FIELDS", "HISTORY", "NO_EFFECT", "PING", "answer", "error", "error_event", "events", "read"]
 
@@ -60,7 +41,7 @@ _NOT_ENFORCED: Mapping[str, Sequence[Any]] = {
 }
 """Fields that would change the prompt or the replies, with the values that change nothing."""
 _READ: tuple[str, ...] = (
-    *SAMPLING, *_NOT_HERE, "include", "instructions", "max_output_tokens", "model", "parallel_tool_calls",
+    *wire.SAMPLING, *_NOT_HERE, "include", "instructions", "max_output_tokens", "model", "parallel_tool_calls",
     "previous_response_id", "stream", "text", "tool_choice",
 )  # fmt: skip
 FIELDS: tuple[str, ...] = (*_READ, *_NOT_ENFORCED)
@@ -72,10 +53,10 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 
 
-def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None) -> CallRequest:
+def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entries | None = None) -> CallRequest:
     """Read a request; see :meth:`rollouts.programs.gateway.wire.Wire.read`."""
-    entries, counts = entries or Entries(), Counts()
-    fields = Fields.of(body, no_images=entries.no_images)
+    entries, counts = entries or wire.Entries(), wire.Counts()
+    fields = wire.Fields.of(body, no_images=entries.no_images)
     for name in _NOT_HERE:
         if fields.value.get(name) not in (None, False):
             raise fields.wrong(name, "no such field; this server has no such objects")
@@ -96,14 +77,16 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
         raise fields.wrong("input", "a string, or a list of at least one item")
     _count_not_enforced(fields, counts)
     included = _included(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=messages,
-        tools=offered(fields, entries.into(Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=wire.offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=fields.positive("max_output_tokens"),
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
         instructions=instructions,
-        sampling=sampling_of(fields),
+        sampling=wire.sampling_of(fields),
         counts=counts,
         model=fields.text("model") or "",
         call_prefix="call_",
@@ -113,28 +96,28 @@ def read(body: Any, reply_of: ReplyOf = no_reply, entries: Entries | None = None
     )
 
 
-def _tools(tool: Fields, counts: Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.required("type")
     if kind == "function":
-        return [tool_of(tool, "parameters", counts)]
+        return [wire.tool_of(tool, "parameters", counts)]
     counts[f"server_tool/{kind[:64]}"] += 1
     return []
 
 
-def _count_not_enforced(fields: Fields, counts: Counts) -> None:
+def _count_not_enforced(fields: wire.Fields, counts: wire.Counts) -> None:
     if fields.value.get("parallel_tool_calls") is not None and not fields.flag("parallel_tool_calls"):
         counts["not_enforced/parallel_tool_calls"] += 1
     fields.text("truncation")
     read = (HISTORY, "tools", *_READ)
-    count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
+    wire.count_others(fields, counts, read=read, not_enforced=_NOT_ENFORCED, no_effect=NO_EFFECT)
 
 
-def _constraint(fields: Fields, counts: Counts) -> Constraint | None:
+def _constraint(fields: wire.Fields, counts: wire.Counts) -> Constraint | None:
     text = fields.object("text")
     return constraint_of_format(None if text is None else text.object("format"), "text.format", counts)
 
 
-def _included(fields: Fields, counts: Counts) -> list[str]:
+def _included(fields: wire.Fields, counts: wire.Counts) -> list[str]:
     names = fields.value.get("include") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise fields.wrong("include", "a list of strings")
@@ -158,7 +141,7 @@ class _Reference:
 class _Conversation:
     """The messages of the items read so far. The items of one reply are joined into one assistant message."""
 
-    reply_of: ReplyOf
+    reply_of: wire.ReplyOf
     messages: list[Message] = attrs.field(factory=list)
     reasoning: str | None = None
     content: str | None = None
@@ -213,12 +196,12 @@ class _Conversation:
             self._open(content=message.text)
         elif message is not None and place in map(str, range(len(message.tool_calls))):
             call = message.tool_calls[int(place)]
-            self.calls.append(call_of(call.name, arguments_text(call), call.id))
+            self.calls.append(wire.call_of(call.name, wire.arguments_text(call), call.id))
         else:
             raise ApiError("not_found", f"{path}.id: got {item.id!r}; expected the id of an item of this session")
 
 
-def _item(item: Fields, counts: Counts) -> Message | ToolCall | _Reasoning | _Reference:
+def _item(item: wire.Fields, counts: wire.Counts) -> Message | ToolCall | _Reasoning | _Reference:
     kind = item.text("type") or "message"
     if kind == "message":
         return _message(item, counts)
@@ -229,35 +212,35 @@ def _item(item: Fields, counts: Counts) -> Message | ToolCall | _Reasoning | _Re
         return _call(item, kind)
     if kind in _RESULTS:
         call_id = item.text("call_id") or item.required("id")  # local_shell_call_output has its id here
-        content = content_of(item, "output", lambda part: _part(part, counts))
+        content = wire.content_of(item, "output", lambda part: _part(part, counts))
         return Message("tool", content, tool_call_id=call_id)
     if kind == "item_reference":
         return _Reference(item.required("id"))
     raise item.wrong("type", f"one of {_ITEMS}")
 
 
-def _message(item: Fields, counts: Counts) -> Message:
-    def part(fields: Fields) -> Content:
+def _message(item: wire.Fields, counts: wire.Counts) -> Message:
+    def part(fields: wire.Fields) -> Content:
         return _part(fields, counts)
 
     role = item.text("role")
     if role == "assistant":
-        return Message("assistant", text_of(item, "content", part))
+        return Message("assistant", wire.text_of(item, "content", part))
     if role in ("system", "developer"):
-        return Message("system", text_of(item, "content", part))
+        return Message("system", wire.text_of(item, "content", part))
     if role == "user":
-        return Message("user", content_of(item, "content", part))
+        return Message("user", wire.content_of(item, "content", part))
     raise item.wrong("role", f"one of {_ROLES}")
 
 
-def _part(fields: Fields, counts: Counts) -> Content:
+def _part(fields: wire.Fields, counts: wire.Counts) -> Content:
     kind = fields.text("type")
     if kind == "input_image":
         if fields.text("detail") == "low":
             counts["not_enforced/image_detail"] += 1
         if fields.value.get("file_id") is not None:
             raise fields.wrong("file_id", "an image_url; this server keeps no files")
-        return (image_of(fields, "image_url", fields.required("image_url")),)
+        return (wire.image_of(fields, "image_url", fields.required("image_url")),)
     if kind in _TEXTS:
         return fields.required("text")
     if kind == "refusal":
@@ -268,13 +251,13 @@ def _part(fields: Fields, counts: Counts) -> Content:
     raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', 'input_image', *_MEDIA)}")
 
 
-def _call(item: Fields, kind: str) -> ToolCall:
+def _call(item: wire.Fields, kind: str) -> ToolCall:
     call_id = item.text("call_id") or item.text("id") or ""
     if kind == "local_shell_call":
-        return call_of("local_shell", item.value.get("action"), call_id)
+        return wire.call_of("local_shell", item.value.get("action"), call_id)
     if kind == "custom_tool_call":
         return ToolCall(item.required("name"), {"input": item.text("input") or ""}, call_id)
-    return call_of(item.required("name"), item.value.get("arguments"), call_id)
+    return wire.call_of(item.required("name"), item.value.get("arguments"), call_id)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------
@@ -330,7 +313,7 @@ def error_event(request: CallRequest, failed: ApiError) -> bytes:
 
 
 def _numbered(sent: Sequence[dict[str, Any]]) -> list[bytes]:
-    return [event({**each, "sequence_number": number}, each["type"]) for number, each in enumerate(sent)]
+    return [wire.event({**each, "sequence_number": number}, each["type"]) for number, each in enumerate(sent)]
 
 
 def _response(request: CallRequest, reply_id: str, created: int, status: str) -> dict[str, Any]:
@@ -384,7 +367,7 @@ def _items(request: CallRequest, reply: CallReply) -> list[dict[str, Any]]:
             "id": f"fc_{reply.id}_{place}",
             "call_id": call.id,
             "name": call.name,
-            "arguments": arguments_text(call),
+            "arguments": wire.arguments_text(call),
             "status": "completed",
         }
         for place, call in enumerate(message.tool_calls)
@@ -403,9 +386,11 @@ def _logprobs(request: CallRequest, reply: CallReply) -> dict[str, Any]:
     whole, thought = "".join(sampled.texts), reply.message.reasoning or ""
     start = whole.find(reply.message.text, whole.find(thought) + len(thought))
     if start < 0:
-        return {"logprobs": logprobs_of(sampled)}
+        return {"logprobs": wire.logprobs_of(sampled)}
     stop = start + len(reply.message.text)
-    return {"logprobs": logprobs_of(sampled, slice(bisect.bisect(ends, start), bisect.bisect_left(ends, stop) + 1))}
+    return {
+        "logprobs": wire.logprobs_of(sampled, slice(bisect.bisect(ends, start), bisect.bisect_left(ends, stop) + 1))
+    }
 
 
 _EMPTY: Mapping[str, Mapping[str, Any]] = {

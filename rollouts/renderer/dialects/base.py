@@ -165,7 +165,9 @@ class BlockDialect:
                 content.append(text[at:])
                 break
         shown = "\n".join(part.strip() for part in content if part.strip()) if thoughts or calls else text
-        plain = functools.reduce(lambda rest, mark: rest.replace(mark, ""), self.wrapping, shown)
+        plain = shown
+        for mark in self.wrapping:
+            plain = plain.replace(mark, "")
         if not thoughts and not calls:
             return Reply(plain if plain == text else plain.strip())
         return Reply(

@@ -14,8 +14,10 @@ import attrs
 import msgspec
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import METRICS, batches_written, read_info, read_rows
+from rollouts.runs.folder import read_rows
 from rollouts.runs.images import ImageFolder
+from rollouts.runs.info import batches_written, read_info
+from rollouts.runs.layout import METRICS
 from rollouts.runs.reading import check_file, reading
 from rollouts.runs.tools import ToolFolder
 from rollouts.runs.verify import Report, verify_run

@@ -7,9 +7,8 @@ panel is redrawn in place on a terminal; elsewhere a plain line is printed every
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import anyio
 import attrs
@@ -22,16 +21,11 @@ from rich.text import Text
 
 from rollouts.base.terminal import visible
 from rollouts.concurrency.deadlines import pauses
-from rollouts.dtypes import chat_text
-from rollouts.runs.failure_kinds import FailureKind, FailureKinds
-from rollouts.runs.folder import Row
+from rollouts.concurrency.stalls import Stall
 from rollouts.runs.run import RunResult
 from rollouts.runs.writer import RunWriter
-from rollouts.testing.stalls import Stall
-from rollouts.training.comparisons import by_comparison
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.types import Sample
 from rollouts.views.terminal.advice import AFTER, slots_advice
 from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
@@ -39,13 +33,8 @@ from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lin
 __all__ = [
     "Progress",
     "batch_line",
-    "failure_kinds",
-    "failures_table",
-    "first_failed",
-    "groups_table",
     "panel",
     "plain_line",
-    "samples_table",
     "summary",
 ]
 
@@ -275,121 +264,6 @@ def _faulty_calls(batch: Mapping[str, float]) -> str:
     kinds = ", ".join(f"{mean:.2g} {name}" for name, mean in sorted(faults.items(), key=lambda each: -each[1]) if mean)
     count = batch.get("episode/tool_calls", 0)
     return f"\n  of {count:.2g} tool calls a sample did not run: {kinds}" if kinds else ""
-
-
-def groups_table(groups: Sequence[Sequence[Row]]) -> Table:
-    """One row per group: index, outcome, prompt, rewards, their standard deviation, lengths in tokens, and failure.
-
-    Rewards and deviations are those of each seat in a group of several.
-    """
-    failed = any(_cause(rows) for rows in groups)
-    table = _table("group", "outcome", "prompt", "rewards", "std", "tokens", "trained", *["failure"] * failed)
-    for rows in groups:
-        samples = [row.sample() for row in rows]
-        compared = [_scored(members) for members in by_comparison(samples)]
-        lengths = [len(sample) for sample in samples]
-        trained = [int(sample.mask_column.sum()) for sample in samples]
-        table.add_row(
-            Text(visible(str(samples[0].group_index))),
-            _outcome(rows[0]),
-            _clipped(_prompt_text(samples[0].prompt)[:_LONGEST_CELL]),
-            _clipped(" · ".join(" ".join(f"{one:.3g}" for one in rewards) for rewards in compared)[:_LONGEST_CELL]),
-            " · ".join(f"{statistics.pstdev(rewards):.2f}" for rewards in compared if rewards),
-            f"{min(lengths)}-{max(lengths)}",
-            f"{min(trained)}-{max(trained)}",
-            *[Text(_cause(rows), "red")] * failed,
-        )
-    return table
-
-
-def samples_table(rows: Sequence[Row]) -> Table:
-    """One row per sample of a group: its number in the group, its index in the run, its seat, and its metrics."""
-    failed, seats = any(_cause([row]) for row in rows), any(row.data.get("seat") for row in rows)
-    names = ("reward", "status", "turns", "tokens", "trained", "logprob")
-    table = _table("sample", "index", *["seat"] * seats, *names, *["failure"] * failed)
-    for number, row in enumerate(rows):
-        sample = row.sample()
-        mask, logprobs = sample.mask_column, sample.logprob_column
-        mean = f"{logprobs[mask].mean():.3f}" if logprobs is not None and mask.any() else ""
-        status = f"{sample.status.value} {sample.stop_reason.value if sample.stop_reason else ''}"
-        counts = (len(sample.completions), len(sample), int(mask.sum()))
-        index = Text(visible(str(sample.index)))
-        cells: list[str | Text] = [_number(sample.reward), _clipped(status), *map(str, counts), mean]
-        seat = [_clipped(f"{sample.seat} {sample.conversation}" if sample.seat else "")] * seats
-        table.add_row(str(number), index, *seat, *cells, *[Text(_cause([row]), "red")] * failed)
-    return table
-
-
-def _scored(samples: Sequence[Sample]) -> list[float]:
-    return [sample.reward for sample in samples if sample.reward is not None]
-
-
-def failure_kinds(groups: Iterable[Sequence[Row]]) -> list[FailureKind]:
-    """The failures of some groups by kind, the most frequent first."""
-    found = FailureKinds()
-    for rows in groups:
-        for number, row in enumerate(rows):
-            sample = row.sample()
-            if sample.failure is not None:
-                found.add(sample.failure, sample.group_index, number)
-    return sorted(found.kinds, key=lambda kind: -kind.count)
-
-
-def failures_table(kinds: Sequence[FailureKind]) -> Table:
-    """One row per kind of failure."""
-    table = _table("samples", "cause", "first")
-    table.add_column("message", overflow="fold")
-    for kind in kinds:
-        place = f"group {kind.group}, sample {kind.sample}"
-        failure = kind.failure
-        table.add_row(str(kind.count), Text(visible(failure.cause), "red"), place, Text(visible(failure.message)))
-    return table
-
-
-def first_failed(rows: Sequence[Row]) -> int:
-    """The number of the first failed sample of a group; 0 if none failed."""
-    return next((number for number, row in enumerate(rows) if row.data.get("failure")), 0)
-
-
-_TEXT_COLUMNS = ("outcome", "prompt", "rewards", "seat", "status", "cause", "first", "failure")
-_CLIPPED = ("prompt", "rewards", "status")
-"""Columns that become narrower where a table is wider than the terminal; the others keep their width."""
-_LONGEST_CELL = 48
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=name not in _CLIPPED)
-    return table
-
-
-def _clipped(text: str) -> Text:
-    """A cell of one line, cut with an ellipsis."""
-    return Text(visible(text), no_wrap=True, overflow="ellipsis")
-
-
-def _cause(rows: Sequence[Row]) -> str:
-    """The cause of the first failure of some samples; empty if none failed."""
-    failures = (row.data["failure"] for row in rows if row.data.get("failure"))
-    return next((visible(str(failure.get("cause") or "failed")) for failure in failures), "")
-
-
-def _outcome(row: Row) -> Text:
-    if row.outcome == "kept":
-        return Text(visible(f"batch {row.data.get('batch')}"), "green")
-    return Text(row.outcome, {"dropped": "yellow", "failed": "red"}.get(row.outcome, "cyan"))
-
-
-def _prompt_text(prompt: object) -> str:
-    if isinstance(prompt, str):
-        return " ".join(prompt.split())
-    texts = (
-        [chat_text(entry.get("content")) for entry in prompt if isinstance(entry, dict)]
-        if isinstance(prompt, list)
-        else []
-    )
-    return " ".join((texts[-1] if texts else "").split())
 
 
 def _number(value: float | None) -> str:

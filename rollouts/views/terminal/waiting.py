@@ -1,20 +1,27 @@
-"""The waits of rollouts, in words: for the model, a tool, a reward, a pause.
+"""The waits of rollouts, in words: for the model, a tool, a reward, a pause; all of them at a signal.
 
 Invariant: each task counts once, by the innermost code that it waits for; the longest wait comes first. A source line
-is named only where it is a user's.
+is named only where it is a user's. An error while a signal is answered is never raised.
 """
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
 import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
-from rollouts.base.terminal import visible
+from rollouts.base.terminal import say, visible
 from rollouts.concurrency.boundary import Wait, waits
 from rollouts.concurrency.deadlines import pauses
-from rollouts.concurrency.wait_report import where_of_users
+from rollouts.concurrency.wait_report import report, where_of_users
+from rollouts.errors import shortened
 
-__all__ = ["duration", "line_of_users", "waiting_lines"]
+__all__ = ["duration", "line_of_users", "reporting_on_signal", "waiting_lines"]
 
 
 def waiting_lines(count: int = 2) -> list[str]:
@@ -38,6 +45,28 @@ def _line(what: str, group: list[Wait]) -> str:
     if len(group) == 1:
         return f"{oldest.place} waits for {what} {seconds}{place}"
     return f"{len(group)} wait for {what}, up to {seconds}{place}"
+
+
+@contextlib.contextmanager
+def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextIO | None = None) -> Iterator[None]:
+    """Write a :func:`report` to standard error at each signal ``number``, also while the event loop is blocked."""
+    if not number:  # the platform has no such signal
+        yield
+        return
+
+    def write_report(_: int, frame: types.FrameType | None) -> None:
+        try:
+            text = report(frame)
+        except Exception as error:  # noqa: BLE001 - it would be raised in an arbitrary line of the main thread
+            text = f"rollouts: the report raised {shortened(error)}"
+        with contextlib.suppress(Exception, SystemExit):  # the file is closed, or writing another line
+            say(text, file=file or sys.stderr, flush=True)
+
+    before = signal.signal(number, write_report)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def line_of_users(line: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +15,9 @@ from rollouts.integrations.slime.convert import (
     from_slime,
     leaves,
     to_slime,
-    trained_versions,
 )
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.returned_samples import versions_of
 from rollouts.training import Prompt, Sample, Status
 from tests.integrations.slime.launches import made_sample
 
@@ -84,8 +83,8 @@ def test_tokens_of_earlier_versions_can_be_masked() -> None:
     assert made.loss_mask == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     assert made.rollout_log_probs == to_slime(sample).rollout_log_probs
     assert made.weight_versions == ["1", "1", "2"]
-    assert trained_versions([sample]) == ["1", "1", "2"]
-    assert trained_versions([sample], mask_earlier_versions=True) == ["2"]
+    assert versions_of(sample, mask_earlier_versions=False) == ["1", "1", "2"]
+    assert versions_of(sample, mask_earlier_versions=True) == ["2"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def train_data(samples: list[Any], groups: int, n: int) -> dict[str, list[Any]]:
         sums[number] = sums.get(number, 0) + sum(sample.loss_mask)
     return {
         "tokens": [sample.tokens for sample in samples],
-        "rewards": positional([sample.get_reward_value(Namespace(reward_key=None)) for sample in samples], groups, n),
+        "rewards": positional([sample.reward for sample in samples], groups, n),
         "rollout_ids": ids,
         "rollout_mask_sums": [sums[number] for number in ids],
         "truncated": [int(sample.status is records().sample.Status.TRUNCATED) for sample in samples],

@@ -65,8 +65,11 @@ def test_no_group_is_lost_over_a_checkpoint(tmp_path: Path) -> None:
         for rollout_id in range(3, 6)
         for group in generate_rollout_batch(args, rollout_id, again).samples
     ]
+    close_rollouts()
+    carried = {group[0].group_index for group in again.buffer}
     assert len({*used, *after}) == 18
-    assert set(range(taken)) <= {*used, *after}
+    assert carried.isdisjoint({*used, *after})
+    assert set(range(taken)) <= {*used, *after, *carried}
 
 
 def test_accepted_groups_are_saved_with_their_rollouts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
-from rollouts.integrations.slime.evaluation import load_eval_prompts
+from rollouts.integrations.slime.evaluation import load_eval_rows
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import Settings
 from rollouts.recipe import Recipe, agent_recipe
@@ -123,16 +123,26 @@ def test_a_data_set_has_its_own_reward(tmp_path: Path) -> None:
     args = launch.args(eval_datasets=sets, reward_key="score")
     output = generate_rollout_batch(args, 0, launch.source(), evaluation=True)
     assert output.data["one"]["rewards"] == [0.0, 1.0]
-    assert output.data["one"]["samples"][1].get_reward_value(args) == 1.0
+    assert output.data["one"]["samples"][1].reward["score"] == 1.0
 
 
-def test_slices_and_chat_prompts(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo model's tokenizer with a template that has an option."""
+    loaded = load_tokenizer(DEMO_MODEL)
+    loaded.chat_template = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ tools | length if tools }}"
+    folder = tmp_path_factory.mktemp("tokenizer")
+    loaded.save_pretrained(folder)
+    return str(folder)
+
+
+def test_slices_and_chat_prompts(tmp_path: Path, tokenizer: str) -> None:
     """slime's ``path@[a:b]``, and text as a message with ``--apply-chat-template``."""
     entry = data_set(tmp_path, "one", 5, apply_chat_template=True)
     entry.path += "@[1:3]"
-    settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
-    prompts = load_eval_prompts(settings.eval_sets[0], settings)
-    assert [prompt.messages[0].content for prompt in prompts] == ["one 1", "one 2"]
+    settings = Settings.from_args(Launch().args(eval_datasets=[entry], hf_checkpoint=tokenizer))
+    prompts, _ = load_eval_rows(settings.eval_sets[0], settings)
+    assert [prompt.prompt[0]["content"] for prompt in prompts] == ["one 1", "one 2"]
     assert [prompt.label for prompt in prompts] == ["1", "2"]
     assert not isinstance(prompts[0].prompt, str)
 
@@ -145,18 +155,8 @@ def test_slices_count_from_the_end(tmp_path: Path, part: str, rows: list[int]) -
     entry = data_set(tmp_path, "one", 5)
     entry.path += f"@{part}"
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
-    prompts = load_eval_prompts(settings.eval_sets[0], settings)
+    prompts, _ = load_eval_rows(settings.eval_sets[0], settings)
     assert [prompt.metadata["i"] for prompt in prompts] == rows
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo model's tokenizer with a template that has an option."""
-    loaded = load_tokenizer(DEMO_MODEL)
-    loaded.chat_template = "{{ messages[0].content }}{{ ' calmly' if calm }}{{ tools | length if tools }}"
-    folder = tmp_path_factory.mktemp("tokenizer")
-    loaded.save_pretrained(folder)
-    return str(folder)
 
 
 def plain(tokenizer: str, *sets: Namespace, **flags: Any) -> Settings:
@@ -170,7 +170,7 @@ def test_a_chat_prompt_is_the_text_that_slime_renders(tmp_path: Path, tokenizer:
     sets = [data_set(tmp_path, "one", 1), data_set(tmp_path, "two", 1, apply_chat_template_kwargs={"calm": False})]
     flags = {"apply_chat_template": True, "apply_chat_template_kwargs": {"calm": True}}
     settings = plain(tokenizer, *sets, **flags)
-    assert [load_eval_prompts(entry, settings)[0].prompt for entry in settings.eval_sets] == ["one 0 calmly", "two 0"]
+    assert [load_eval_rows(entry, settings)[0][0].prompt for entry in settings.eval_sets] == ["one 0 calmly", "two 0"]
 
 
 def test_the_options_of_a_template_are_refused_with_a_recipe(tmp_path: Path) -> None:
@@ -188,11 +188,11 @@ def test_long_prompts_are_left_out(tmp_path: Path, tokenizer: str) -> None:
     Path(entry.path).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in longer))
     codec = Codec(load_tokenizer(tokenizer))
     settings = plain(tokenizer, entry, eval_max_prompt_len=len(codec.encode("one more more ")))
-    found = [prompt.metadata["i"] for prompt in load_eval_prompts(settings.eval_sets[0], settings)]
+    found = [prompt.metadata["i"] for prompt in load_eval_rows(settings.eval_sets[0], settings)[0]]
     assert found == [0, 1, 2]
     settings = plain(tokenizer, entry, eval_max_prompt_len=1)
     with pytest.raises(ConfigError, match="--eval-max-prompt-len"):
-        load_eval_prompts(settings.eval_sets[0], settings)
+        load_eval_rows(settings.eval_sets[0], settings)
 
 
 def test_a_data_set_has_its_own_sampling_parameters(tmp_path: Path, serve: Callable[..., StubServer]) -> None:
@@ -251,10 +251,12 @@ async def one(args: Any, sample: Any, **_: Any) -> float:
     ("fields", "named"),
     [({"multimodal_keys": {"image": "images"}}, "multimodal_keys"), ({"no_stop_trim": False}, "no_stop_trim")],
 )
-def test_what_a_data_set_cannot_have_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+def test_what_a_data_set_cannot_have_is_refused(
+    tmp_path: Path, tokenizer: str, fields: dict[str, Any], named: str
+) -> None:
     """With the names of the data set and the field."""
     launch = Launch()
-    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1, **fields)])
+    args = launch.args(eval_datasets=[data_set(tmp_path, "one", 1, **fields)], hf_checkpoint=tokenizer)
     with pytest.raises(ConfigError, match=rf"one\.{named}"):
         generate_rollout_batch(args, 0, launch.source(), evaluation=True)
 
@@ -267,7 +269,9 @@ def test_images_inside_messages_are_not_left_out(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     Path(entry.path).write_bytes(msgspec.json.encode({"q": chat, "a": "1"}))
     launch = Launch()
-    with pytest.raises(ConfigError, match=r"eval data set one: .* expected no images inside messages without slime"):
+    with pytest.raises(
+        ConfigError, match=r"eval data set one\.path: .* expected no images inside messages without slime"
+    ):
         generate_rollout_batch(launch.args(eval_datasets=[entry]), 0, launch.source(), evaluation=True)
 
 
@@ -276,11 +280,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     entry = data_set(tmp_path, "one", 1, input_key="question")
     settings = Settings.from_args(Launch().args(eval_datasets=[entry]))
     with pytest.raises(ConfigError, match=r"row 0.*'question'"):
-        load_eval_prompts(settings.eval_sets[0], settings)
+        load_eval_rows(settings.eval_sets[0], settings)
 
 
 def test_a_row_without_its_label_is_named(tmp_path: Path) -> None:
     """Else every reward of a data set with a mistyped ``label_key`` would compare with nothing."""
     settings = Settings.from_args(Launch().args(eval_datasets=[data_set(tmp_path, "one", 1, label_key="answer")]))
     with pytest.raises(ConfigError, match=r"row 0.*'answer'"):
-        load_eval_prompts(settings.eval_sets[0], settings)
+        load_eval_rows(settings.eval_sets[0], settings)

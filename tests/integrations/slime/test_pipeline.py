@@ -163,8 +163,8 @@ def test_the_response_may_leave_out_special_tokens(serve: Serve, skip: bool) -> 
 async def test_a_text_has_the_temperature_of_its_completion() -> None:
     """As a conversation has it: trainers divide logits by it."""
     sampling, endpoint = SamplingParams(temperature=0.7), Endpoint(model=str(DEMO_MODEL))
-    fields: dict[str, Any] = {"model": str(DEMO_MODEL), "sampling": sampling, "endpoint": endpoint}
-    (sample,) = await generate_single_turn([Prompt("2 + 1 =")], policy=ScriptedPolicy([[5, 6]]), **fields)
+    policy = ScriptedPolicy([[5, 6]])
+    sample = await generate_single_turn(Prompt("2 + 1 ="), policy=policy, endpoint=endpoint, sampling=sampling)
     assert [one.temperature for one in sample.completions] == [0.7]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 
 from rollouts.integrations.slime import records as module
@@ -34,16 +32,6 @@ def test_a_new_sample_shares_nothing() -> None:
     first.tokens.append(1)
     first.metadata["a"] = 1
     assert (second.tokens, second.metadata) == ([], {})
-
-
-def test_what_slime_derives_is_derived() -> None:
-    """The effective length and the value of a reward of several parts."""
-    assert Sample(response_length=4).effective_response_length == 4
-    assert Sample(response_length=4, loss_mask=[1, 0, 0, 1]).effective_response_length == 2
-    assert Sample(reward={"score": 2.0}).get_reward_value(Namespace(reward_key="score")) == 2.0
-    info = Sample.PrefixCacheInfo(cached_tokens=1, total_prompt_tokens=4)
-    assert info.prefix_cache_hit_rate == 0.25
-    assert Sample.PrefixCacheInfo().prefix_cache_hit_rate == 0.0
 
 
 def test_the_fields_are_slimes() -> None:

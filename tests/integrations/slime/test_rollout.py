@@ -375,7 +375,7 @@ def see_all(args: Any, groups: list[list[Any]], get_samples: Any) -> None:
 
 def drop_third(args: Any, samples: list[Any], **_: Any) -> Any:
     """A dynamic filter with its own reason."""
-    keep = samples[0].metadata["row"] != 3 and samples[0].get_reward_value(args) is not None
+    keep = samples[0].metadata["row"] != 3 and samples[0].reward is not None
     return records().filter_output(keep=keep, reason=None if keep else "third")
 
 

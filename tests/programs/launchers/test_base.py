@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollouts.errors import ConfigError
-from rollouts.programs.launchers import (
+from rollouts.programs import (
     ModelServer,
     Program,
     claude_code,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import ConfigError
-from rollouts.programs.launchers import (
+from rollouts.programs import (
     aider,
     claude_code,
     cline,

@@ -13,7 +13,7 @@ import pytest
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
-from rollouts.programs.launchers import Launch, ModelServer, script
+from rollouts.programs import Launch, ModelServer, script
 from rollouts.programs.launchers.workspace import FilesWorkspace, RepositoryWorkspace, diff_of
 from rollouts.programs.reward import repository_reward
 from rollouts.recipes.environments.repositories.tasks import SOLUTIONS, TASKS

@@ -19,26 +19,23 @@ from rich.text import Text
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import listed_pause
+from rollouts.concurrency.stalls import Stall, StallWatch, _is_script
 from rollouts.dtypes import Prompt, Tool
 from rollouts.errors import EnvironmentFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.testing.random_replies import schema_problems
-from rollouts.testing.stalls import Stall, StallWatch, _is_script
 from rollouts.training import AsyncRolloutManager, Sample
 from rollouts.training.metrics import RunMetrics
 from rollouts.views.terminal.progress import (
     Progress,
     batch_line,
-    failure_kinds,
-    failures_table,
-    groups_table,
     panel,
     plain_line,
-    samples_table,
     summary,
 )
+from rollouts.views.terminal.tables import failure_kinds, failures_table, groups_table, samples_table
 from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration
 from tests.manager_semantics.world import answer_at_once, manager_of, points

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from rollouts.conformance.points import ask_all
-from rollouts.conformance.probe import opened
-from rollouts.conformance.sglang import POINTS
-from rollouts.conformance.vllm import VLLM_POINTS, VLLMProbe, vllm_conformance_of
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointRefused
+from rollouts.inference.conformance.points import ask_all
+from rollouts.inference.conformance.probe import opened
+from rollouts.inference.conformance.sglang import POINTS
+from rollouts.inference.conformance.vllm import VLLM_POINTS, VLLMProbe, vllm_conformance_of
 from tests.vllm_server import VLLMServer, vllm_server
 
 

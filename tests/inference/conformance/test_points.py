@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.conformance.points import Finding, Point, Report, Result, Skipped, ask_all, table
-from rollouts.conformance.sglang import POINTS
-from rollouts.conformance.vllm import VLLM_POINTS
 from rollouts.errors import EndpointRefused
+from rollouts.inference.conformance.points import Finding, Point, Report, Result, Skipped, ask_all, table
+from rollouts.inference.conformance.sglang import POINTS
+from rollouts.inference.conformance.vllm import VLLM_POINTS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 async def no(probe: str) -> Finding:

@@ -11,10 +11,10 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from rollouts.commands import main
-from rollouts.conformance.points import Report, ask_all, read_report
-from rollouts.conformance.probe import Probe, opened
-from rollouts.conformance.sglang import POINTS
 from rollouts.dtypes import Endpoint
+from rollouts.inference.conformance.points import Report, ask_all, read_report
+from rollouts.inference.conformance.probe import Probe, opened
+from rollouts.inference.conformance.sglang import POINTS
 from rollouts.testing.server import StubServer
 
 pytest.importorskip("torch")

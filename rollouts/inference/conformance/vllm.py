@@ -13,16 +13,16 @@ from typing import Any
 import attrs
 import msgspec
 
-from rollouts.conformance.points import Finding, Point, Report, ask_all
-from rollouts.conformance.probe import Probe, Reply, listed, opened
-from rollouts.conformance.sglang import POINTS as SGLANG_POINTS
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointRefused
+from rollouts.http.answers import loads
 from rollouts.inference.aborts import headers_of
 from rollouts.inference.base import ServerInfo
+from rollouts.inference.conformance.points import Finding, Point, Report, ask_all
+from rollouts.inference.conformance.probe import Probe, Reply, listed, opened
+from rollouts.inference.conformance.sglang import POINTS as SGLANG_POINTS
 from rollouts.inference.vllm import VLLM_ABORTS, VLLMProtocol, describe_vllm, logprobs_mode
 from rollouts.inference.vllm_wire import engine_id
-from rollouts.inference.wire_errors import loads
 
 __all__ = ["VLLM_POINTS", "vllm_conformance_of"]
 

@@ -28,7 +28,7 @@ from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves, to_slime
-from rollouts.integrations.slime.images import check_media, check_prompt_ids, shown_prompt
+from rollouts.integrations.slime.given_samples import check_media, check_prompt_ids, shown_prompt
 from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import records, use_family
 from rollouts.recipe import Recipe, agent_recipe

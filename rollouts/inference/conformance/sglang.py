@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 import anyio
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.conformance.points import MAX_ERROR_CHARACTERS, Finding, Point, Report, Skipped, ask_all
-from rollouts.conformance.probe import FREE, Probe, Reply, listed, opened
-from rollouts.dtypes import Endpoint, without_password
-from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused
+from rollouts.dtypes import Endpoint
+from rollouts.errors import ContextOverflow, EndpointError, EndpointRefused, without_password
+from rollouts.http.answers import message_of
 from rollouts.http.client import KEEPALIVE_SECONDS, ConnectFailed, ConnectionLost
+from rollouts.inference.conformance.points import MAX_ERROR_CHARACTERS, Finding, Point, Report, Skipped, ask_all
+from rollouts.inference.conformance.probe import FREE, Probe, Reply, listed, opened
 from rollouts.inference.weights import update_weights
-from rollouts.inference.wire_errors import MayStillRun, error_of, message_of
+from rollouts.inference.wire_errors import MayStillRun, error_of
 
 __all__ = ["POINTS", "conformance_of"]
 

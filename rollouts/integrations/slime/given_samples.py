@@ -1,20 +1,24 @@
-"""Images of slime's samples: the samples that have them, and the prompts of messages that contain them.
+"""Samples of slime before their rollout: their images, and the state from which a started one continues.
 
-Invariant: an image that a sample of slime has is shown to the model in its place, or the rollout is refused by name.
-This module decodes no file and fetches nothing: slime's data set has loaded the images
-(slime 0.3.1, utils/data.py: Dataset).
+Invariant: an image that a sample of slime has is shown to the model in its place, a rollout continues from exactly the
+state of its sample, by slime's own function, or it is refused by name. A finished sample is not continued: if it cannot
+be used, e.g. because it is stale, it is played again from its prompt. This module decodes no file and fetches nothing:
+slime's data set has loaded the images (slime 0.3.1, utils/data.py: Dataset).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rollouts.dtypes import Image
 from rollouts.errors import ConfigError, EndpointRefused
-from rollouts.integrations.slime.records import family
+from rollouts.integrations.slime.records import family, records
 
-__all__ = ["check_media", "check_prompt_ids", "has_images", "restored", "shown_prompt", "shows_images", "stored"]
+__all__ = ["check_given", "check_media", "check_prompt_ids", "has_images", "is_begun", "shown_prompt", "shows_images"]
+
+_COUNTERS = ("spec_info", "prefix_cache_info")
+_CONTINUED = ("tokens", "response", "response_length", "weight_versions", "non_generation_time", *_COUNTERS)
+"""The fields that slime's own function adds to (slime 0.3.1, rollout/sglang_rollout.py: generate)."""
 
 
 def has_images(record: Any) -> bool:
@@ -23,11 +27,7 @@ def has_images(record: Any) -> bool:
 
 
 def check_media(record: Any, *, recipe: bool) -> None:
-    """Check that a sample's images can be shown by our rollouts.
-
-    Args:
-        record: slime's sample.
-        recipe: whether a recipe plays it, which renders messages itself.
+    """Check that the images of slime's sample can be shown by our rollouts.
 
     Raises:
         ConfigError: it has videos or sounds, images with miles, or a prompt that does not say where its images are.
@@ -95,37 +95,38 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def stored(record: Mapping[str, Any], kept: dict[str, bytes]) -> dict[str, Any]:
-    """The dict of slime's sample with PNG bytes in the place of its PIL images, for a file that holds only data.
+def is_begun(record: Any) -> bool:
+    """Whether slime's own function would continue this sample instead of starting from its prompt."""
+    return bool(_brought(record))
 
-    Args:
-        record: of ``to_dict``.
-        kept: the bytes so far, by their hash: samples with the same image share one object, which a file has once.
+
+def _brought(record: Any) -> list[str]:
+    """The fields that a sample brings for slime's own function to add to."""
+    if getattr(record.status, "value", "") not in ("pending", "aborted"):
+        return []
+    fresh = records().sample()
+    return [name for name in _CONTINUED if getattr(record, name, None) != getattr(fresh, name, None)]
+
+
+def check_given(record: Any, *, recipe: bool) -> None:
+    """Check that slime's sample can be played from its state, before a request is sent.
+
+    Raises:
+        ConfigError: it brings ids or a response that its rollout would not continue from.
     """
-
-    def data(image: Any) -> Any:
-        if type(image).__module__.partition(".")[0] != "PIL":
-            return image
-        png = Image.of(image)
-        return {_PNG: kept.setdefault(png.sha256, png.data)}
-
-    return _with_images(record, data)
-
-
-def restored(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`stored`."""
-
-    def picture(data: Any) -> Any:
-        return Image(data[_PNG]).to_pil() if isinstance(data, Mapping) and data.keys() == {_PNG} else data
-
-    return _with_images(record, picture)
-
-
-_PNG = "png"
-
-
-def _with_images(record: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    media = record.get("multimodal_inputs")
-    if not isinstance(media, Mapping) or not isinstance(media.get("images"), list):
-        return dict(record)
-    return {**record, "multimodal_inputs": {**media, "images": [change(image) for image in media["images"]]}}
+    brought = _brought(record)
+    if not brought:
+        return
+    expected = None
+    if recipe:
+        expected = "nothing with a recipe, which renders the prompt itself"
+    elif family().package != "slime":
+        expected = f"nothing with {family().package}: a rollout starts from the prompt"
+    elif has_images(record) and record.response_length:
+        expected = "no response with images: slime sends the text of the prompt alone"
+    elif not records().is_slime:
+        expected = "nothing without slime, whose own function continues from it"
+    if expected is not None:
+        value = getattr(record, brought[0])
+        got = f"{len(value)} ids" if brought[0] == "tokens" else value
+        raise ConfigError.of(f"slime sample {record.index}.{brought[0]}", got, expected)

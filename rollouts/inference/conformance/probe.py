@@ -24,11 +24,12 @@ import msgspec
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
+from rollouts.http.answers import loads, message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import headers_of, workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.discovery import describe_server, served_version
-from rollouts.inference.wire_errors import Overloaded, error_of, loads, message_of
+from rollouts.inference.wire_errors import Overloaded, error_of
 
 __all__ = ["FREE", "Probe", "Reply", "listed", "opened"]
 

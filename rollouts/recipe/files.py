@@ -20,12 +20,11 @@ from typing import Any, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 import attrs
 import msgspec
 
-from rollouts.base.nearest import did_you_mean
 from rollouts.base.plugins import plugins
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, OnRewrite
 from rollouts.errors import ConfigError, RolloutsError, is_of_users
-from rollouts.recipe import OPTION_DEFAULTS, Recipe
+from rollouts.recipe.recipe import OPTION_DEFAULTS, Recipe
 from rollouts.renderer import CallCheck, SpecialText
 
 __all__ = [
@@ -44,7 +43,7 @@ __all__ = [
     "summary_of",
 ]
 
-_BUILT_IN = Path(__file__).parent / "recipes" / "configs"
+_BUILT_IN = Path(__file__).parents[1] / "recipes" / "configs"
 ENTRY_POINTS = "rollouts.recipes"
 """The group in which packages add recipes."""
 
@@ -132,6 +131,8 @@ def import_file(path: str | Path) -> ModuleType:
             raise added[name].refused(f"got {module!r}; expected a module with a function recipe(endpoint, *, ...)")
         return module
     if not path.is_file() or path.suffix != ".py":
+        from rollouts.base.nearest import did_you_mean  # here: only an error needs it
+
         names = recipe_names()
         shown = str(path) if path.suffix == ".py" else name
         expected = "an existing Python file with a function recipe(endpoint, *, ...), or a known recipe"
@@ -227,6 +228,8 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
         raise ConfigError.of("--data", options["data"], expected)
     for name in options:
         if name not in known:
+            from rollouts.base.nearest import did_you_mean
+
             names = ", ".join(f"{option.name} ({option.kind_name})" for option in known.values())
             expected = f"an option of the recipe{did_you_mean(name, known)}: {names}"
             raise ConfigError.of(_argument(name), name, expected)
