@@ -163,23 +163,10 @@ class _MainParser(_Parser):
         verb = self.verbs.choices.get(self.called or "")
         unknown, _, words = message.partition("unrecognized arguments: ")
         if verb is not None and not unknown:
-            names = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-            known = [option for option in verb._option_string_actions if option.startswith("--")]
-            hints = "".join(_of_recipe(name, known) or did_you_mean(name, known) for name in names)
-            if not hints and "--set" in known:
-                hints = " (options of the recipe are --set NAME=VALUE)"
-            message += hints
+            from rollouts.commands.unknown_arguments import hints  # here: only an error needs it
+
+            message += hints(words.split(), list(verb._option_string_actions))
         super().error(message)
-
-
-def _of_recipe(argument: str, known: Sequence[str]) -> str:
-    """A hint for an argument that is an option of every recipe; empty for others, and for verbs without ``--set``."""
-    from rollouts.recipe import OPTION_DEFAULTS  # here: only an error needs it
-
-    option = argument.removeprefix("--").replace("-", "_")
-    if "--set" not in known or option not in OPTION_DEFAULTS:
-        return ""
-    return f" (an option of the recipe: --set {option}=VALUE)"
 
 
 def _with_present_name(arguments: Sequence[str]) -> list[str]:

@@ -7,13 +7,12 @@ call has a new environment, which is closed after it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 from collections.abc import AsyncIterator, Sequence
 
 from rollouts.agent.guarded_environment import GuardedEnvironment
 from rollouts.dtypes import Limits, Message, Prompt, Tool, ToolCall
-from rollouts.environments.base import Environment, EnvironmentFactory, ToolEnvironment
+from rollouts.environments.base import EnvironmentFactory, ToolEnvironment
 from rollouts.errors import ConfigError, EnvironmentFailure, Failure, GenerateFailure
 from rollouts.testing.random_replies import example
 from rollouts.training.failures import same_cause
@@ -65,34 +64,15 @@ async def _tools_of(environment_cls: EnvironmentFactory, prompt: Prompt, limits:
             tools = world.tools()
     except EnvironmentFailure:  # of this prompt; the episodes of the rehearsal judge it
         return ()
-    if not tools and (forgotten := _unmarked(world.environment)):
-        expected = f"@tool before the methods that the model may call: {', '.join(forgotten)}"
-        raise ConfigError.of(f"{world.name}.tools", "none", expected)
+    if not tools:
+        from rollouts.commands.unmarked_tools import check_marks  # here: most environments have tools
+
+        check_marks(world.environment, world.name)
     for tool in tools:
         if isinstance(world.environment, ToolEnvironment) and not tool.description.strip():
             expected = "a docstring: the model reads its first line as the description of the tool"
             raise ConfigError.of(f"{world.name}.{tool.name}", "no docstring", expected)
     return tools
-
-
-def _unmarked(environment: Environment) -> list[str]:
-    """The public methods of a :class:`ToolEnvironment` that the model should probably call.
-
-    A method that another method of the class names is a helper. An environment with its own ``answer``, ``step`` or
-    ``tools`` may have no tools on purpose.
-    """
-    kind, inherited = type(environment), ("answer", "step", "tools")
-    if not isinstance(environment, ToolEnvironment):
-        return []
-    if any(getattr(kind, name) is not getattr(ToolEnvironment, name) for name in inherited):
-        return []
-    bases = kind.__mro__[: kind.__mro__.index(ToolEnvironment)]
-    methods = {
-        name: value for base in reversed(bases) for name, value in vars(base).items() if inspect.isfunction(value)
-    }
-    used = {name for method in methods.values() for name in inspect.unwrap(method).__code__.co_names}
-    known = {*dir(ToolEnvironment), "snapshot", "restore", *used}
-    return [name for name in methods if not name.startswith("_") and name not in known]
 
 
 async def _check(tool: Tool, environment_cls: EnvironmentFactory, prompt: Prompt, limits: Limits | None) -> None:

@@ -403,9 +403,7 @@ def _unchecked_prompt(row: Any, place: str) -> Prompt:
         if isinstance(row, Mapping):
             unknown = row.keys() - {"prompt", "label", "metadata"}
             if unknown or "prompt" not in row:
-                keys = (
-                    'the keys "prompt", and "label" and "metadata" where known; load_prompts(prompt=NAME) reads others'
-                )
+                keys = 'the keys "prompt", and "label" and "metadata" where known; others: load_prompts(prompt=NAME)'
                 raise ConfigError.of("row", sorted(row.keys()), keys)
             metadata = row.get("metadata") or {}
             if not isinstance(metadata, Mapping | str):

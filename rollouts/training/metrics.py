@@ -227,8 +227,7 @@ def _repeated_prompts(samples: Sequence[Sample]) -> int:
 
 
 def _turns(branches: Sequence[Sample]) -> int:
-    """The replies of a rollout; a text without token ids has no completions, and its metrics have the count."""
-    return sum(sample.turns or int(sample.metrics.get("replies", 0)) for sample in branches)
+    return sum(sample.turns or int(sample.metrics.get("replies", 0)) for sample in branches)  # without ids: counted
 
 
 def _mean(values: Sequence[float]) -> float:

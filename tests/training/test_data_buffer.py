@@ -260,7 +260,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ([Prompt("")], {}, "prompts[0]: prompt: got ''; expected some text"),
         (["a", 3], {}, "prompts[1]: Prompt.prompt: got 3"),
         ([{"question": "a"}], {}, "prompts[0]: row: got ['question']"),
-        ([{"question": "a"}], {}, "load_prompts(prompt=NAME) reads others"),
+        ([{"question": "a"}], {}, "others: load_prompts(prompt=NAME)"),
         (
             [{"prompt": "a", "metadata": "x"}],
             {},

@@ -211,7 +211,7 @@ def batch_line(numbers: Mapping[str, float], before: float | None = None) -> Tex
 
 
 def _lengths(batch: Mapping[str, float]) -> str:
-    """The mean tokens of a sample; of texts without token ids, those that the chat API counted, if it did."""
+    """The mean tokens of a sample; without token ids the reply tokens that the chat API counted, if it did."""
     if batch.get("tokens/mean") or "episode/replies" not in batch:
         return f"{batch.get('tokens/mean', 0):.0f} tokens, {batch.get('sampled_tokens/mean', 0):.0f} trained · "
     counted = batch.get("episode/completion_tokens")
