@@ -65,12 +65,18 @@ def conversation_keys(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 def seat_of(sample: Any) -> tuple[str, int]:
-    """The seat of a sample and the number of its conversation; a sample of slime has them in its metadata."""
+    """The seat of a sample and the number of its conversation; a sample of slime has them in its metadata.
+
+    There the row of a data set may have other values of these names, such as messages.
+    """
     seat = getattr(sample, "seat", None)
     if seat is not None:
         return seat, sample.conversation
     metadata = sample.metadata or {}
-    return metadata.get("seat") or "", metadata.get("conversation") or 0
+    seat, number = metadata.get("seat"), metadata.get("conversation")
+    if not isinstance(seat, str) or not seat:
+        return "", 0
+    return seat, number if isinstance(number, int) else 0
 
 
 def comparison_of(sample: Any, by: Comparison | None = None) -> str:

@@ -24,6 +24,7 @@ _TIMES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, d
 SAFE: tuple[type, ...] = (*_TIMES, decimal.Decimal)
 """Types of values that Parquet columns have and torch does not load by itself."""
 _PNG = "png"
+_LONG = 2**2031  # torch loads integers of up to 255 bytes
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, *SAFE)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -58,8 +59,8 @@ def _others(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from _others(name, inside)
             yield from _others(entry, inside)
     elif type(value) in _SEQUENCES:
-        for number, entry in enumerate(value):
-            if type(entry) not in _SCALARS or _is_long(entry):  # most sequences are columns of numbers
+        for number, entry in enumerate(value):  # most are columns of numbers
+            if type(entry) not in _SCALARS or (type(entry) is int and abs(entry) >= _LONG):
                 yield from _others(entry, f"{place}[{number}]")
     elif not _is_plain(value):
         yield place, value
@@ -74,11 +75,7 @@ def _is_plain(value: Any) -> bool:
         return not getattr(value, "__dict__", None)
     if isinstance(value, datetime.datetime | datetime.time):
         return type(value) in SAFE and (value.tzinfo is None or type(value.tzinfo) in SAFE)
-    return type(value) in _SCALARS and not _is_long(value)
-
-
-def _is_long(value: Any) -> bool:
-    return type(value) is int and abs(value).bit_length() >= 2032  # torch loads integers of up to 255 bytes
+    return type(value) in _SCALARS and not (type(value) is int and abs(value) >= _LONG)
 
 
 def _without_others(value: Any) -> Any:
