@@ -91,7 +91,7 @@ def _turns(branch: Sample) -> tuple[npt.NDArray[np.int32], int]:
         return column, int(turns.max()) + 1
     turn = -1
     for record in branch.completions:
-        turn += not record.continues
+        turn = max(turn + (not record.continues), 0)
         column[record.start : record.stop] = turn
     column[~mask] = -1
     return column, turn + 1
@@ -102,7 +102,9 @@ def _conversation(branches: Sequence[Sample]) -> Conversation:
     rewards: list[float] = []
     for branch in branches:
         first = len(rewards)
-        numbers = list(itertools.accumulate(not one.continues for one in branch.completions))
+        numbers = list(
+            itertools.accumulate(not (number and one.continues) for number, one in enumerate(branch.completions))
+        )
         rewards += [0.0] * _turns(branch)[1]
         known = [*(branch.step_completions or ())]
         for number, amount in zip(known, branch.step_rewards, strict=False):

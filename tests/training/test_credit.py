@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -370,6 +371,18 @@ def test_a_branch_without_trained_tokens_has_its_turns_and_no_advantage() -> Non
     samples = [Sample(tokens=[1], reward=1.0, group_index=0, rollout_id=number) for number in (0, 1)]
     assign_advantages(samples, credit.dr_grpo)
     assert columns(samples) == [[0], [0]]
+
+
+def test_a_branch_that_begins_inside_a_turn_trains_its_rest() -> None:
+    """Its first completion continues a turn of its parent: it is turn 0 of the branch, with its rewards."""
+    samples = [
+        row(reward, (1, 1), number, step_rewards=[reward], step_completions=[0])
+        for number, reward in ((0, 3.0), (1, 1.0))
+    ]
+    for sample in samples:
+        sample.completions = [attrs.evolve(sample.completions[0], continues=True), *list(sample.completions)[1:]]
+    assign_advantages(samples, credit.returns_to_go)
+    assert columns(samples) == [[0, 0, 2, 0, 0, -1, 0], [0, 0, -2, 0, 0, -3, 0]]
 
 
 def test_leave_one_out_of_one_is_zero() -> None:
