@@ -118,8 +118,7 @@ def split_advantages(sample: Sample) -> npt.NDArray[np.float32]:
 
 def _checked(sample: Sample) -> tuple[Columns, int]:
     """The columns of a row, and the position of its first sampled token."""
-    if sample.status in (Status.FAILED, Status.ABORTED):
-        raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
+    _check_ended(sample)
     tokens, mask, logprobs = sample.columns
     start, stop = _trained_range(sample)
     if not start:
@@ -128,6 +127,11 @@ def _checked(sample: Sample) -> tuple[Columns, int]:
         got = None if logprobs is None else "not all finite"
         raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a logprob for each sampled token")
     return Columns(tokens[:stop], mask[:stop], logprobs[:stop]), start
+
+
+def _check_ended(sample: Sample) -> None:
+    if sample.status in (Status.FAILED, Status.ABORTED):
+        raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
 
 
 def trimmed(sample: Sample) -> Sample:
@@ -296,8 +300,11 @@ def reward_of_branches(branches: Sequence[Sample]) -> float:
     """The reward that all branches of a conversation have, for a trainer that takes one for a rollout.
 
     Raises:
-        ConfigError: a sample has none, or one that is not finite; or the rewards differ.
+        ConfigError: a sample has none, or one that is not finite; the rewards differ; or a branch failed: the rewards
+            of the steps before its failure are no verdict.
     """
+    for branch in branches:
+        _check_ended(branch)
     rewards = [reward_of(branch) for branch in branches]
     if len(set(rewards)) > 1:
         expected = "one reward: samples of one rollout with unlike rewards, without a seat, have no reward in common"

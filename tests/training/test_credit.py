@@ -15,7 +15,8 @@ import pytest
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.recipes.environments.kuhn.game import CARDS, TO_ACT, deals, equilibrium, exploitability, net, value
-from rollouts.training import Sample, credit
+from rollouts.training import Sample, Status, credit
+from rollouts.training.batch import group_advantages
 from rollouts.training.credit import Conversation, assign_advantages
 from rollouts.trajectory import CompletionRecord
 
@@ -383,6 +384,15 @@ def test_a_branch_that_begins_inside_a_turn_trains_its_rest() -> None:
         sample.completions = [attrs.evolve(sample.completions[0], continues=True), *list(sample.completions)[1:]]
     assign_advantages(samples, credit.returns_to_go)
     assert columns(samples) == [[0, 0, 2, 0, 0, -1, 0], [0, 0, -2, 0, 0, -3, 0]]
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+@pytest.mark.parametrize("compute", [group_advantages, lambda samples: assign_advantages(samples, credit.rloo)])
+def test_a_failed_rollout_has_no_verdict(status: Status, compute: Any) -> None:
+    """The sum of its steps so far would be compared as its reward, mostly 0."""
+    samples = [row(1.0, (1,), 0), row(0.0, (1,), 1, status=status), row(0.5, (1,), 2)]
+    with pytest.raises(ConfigError, match=rf"status: got '{status.value}'; expected a rollout that ended"):
+        compute(samples)
 
 
 def test_leave_one_out_of_one_is_zero() -> None:
