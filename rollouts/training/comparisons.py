@@ -65,18 +65,12 @@ def conversation_keys(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 def seat_of(sample: Any) -> tuple[str, int]:
-    """The seat of a sample and the number of its conversation; a sample of slime has them in its metadata.
-
-    There the row of a data set may have other values of these names, such as messages.
-    """
-    seat = getattr(sample, "seat", None)
-    if seat is not None:
-        return seat, sample.conversation
+    """The seat of a sample and the number of its conversation; slime's has them in its metadata, as data may."""
+    if getattr(sample, "seat", None) is not None:
+        return sample.seat, sample.conversation
     metadata = sample.metadata or {}
     seat, number = metadata.get("seat"), metadata.get("conversation")
-    if not isinstance(seat, str) or not seat:
-        return "", 0
-    return seat, number if isinstance(number, int) else 0
+    return (seat, number if isinstance(number, int) else 0) if isinstance(seat, str) and seat else ("", 0)
 
 
 def comparison_of(sample: Any, by: Comparison | None = None) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
+from rollouts.training.batch import check_ended
 from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
 from rollouts.training.rows import reward_of_branches, turn_column
 from rollouts.training.types import Sample
@@ -65,9 +66,11 @@ def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Co
         by: the conversations that are compared, as for :func:`~rollouts.training.group_advantages`.
 
     Raises:
-        ConfigError: a sample without a reward, branches of a conversation with unlike rewards, or a comparison that the
-            estimator cannot use.
+        ConfigError: a sample that failed or has no reward, branches of a conversation with unlike rewards, or a
+            comparison that the estimator cannot use.
     """
+    for sample in samples:
+        check_ended(sample)
     for members in by_comparison(samples, by):
         conversations = [_conversation(branches) for branches in by_conversation(members)]
         for conversation, values in zip(conversations, estimator(conversations), strict=True):

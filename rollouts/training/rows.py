@@ -118,7 +118,8 @@ def split_advantages(sample: Sample) -> npt.NDArray[np.float32]:
 
 def _checked(sample: Sample) -> tuple[Columns, int]:
     """The columns of a row, and the position of its first sampled token."""
-    _check_ended(sample)
+    if sample.status in (Status.FAILED, Status.ABORTED):
+        raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
     tokens, mask, logprobs = sample.columns
     start, stop = _trained_range(sample)
     if not start:
@@ -127,11 +128,6 @@ def _checked(sample: Sample) -> tuple[Columns, int]:
         got = None if logprobs is None else "not all finite"
         raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a logprob for each sampled token")
     return Columns(tokens[:stop], mask[:stop], logprobs[:stop]), start
-
-
-def _check_ended(sample: Sample) -> None:
-    if sample.status in (Status.FAILED, Status.ABORTED):
-        raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
 
 
 def trimmed(sample: Sample) -> Sample:
@@ -216,8 +212,7 @@ def segments(sample: Sample) -> list[tuple[int, int, bool]]:
 def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
     """The number of the turn that sampled each token of ``trimmed(sample)``, -1 on context, int32 ``[n]``.
 
-    A completion that continues a turn has the number of that turn; the first, of a branch that begins inside a turn of
-    its parent, has 0. Without completions each run of the mask is a turn.
+    A completion that continues a turn has its number, the first has 0. Without completions each run of the mask counts.
 
     Raises:
         ConfigError: it has no sampled token.
@@ -300,11 +295,8 @@ def reward_of_branches(branches: Sequence[Sample]) -> float:
     """The reward that all branches of a conversation have, for a trainer that takes one for a rollout.
 
     Raises:
-        ConfigError: a sample has none, or one that is not finite; the rewards differ; or a branch failed: the rewards
-            of the steps before its failure are no verdict.
+        ConfigError: a sample has none, or one that is not finite; or the rewards differ.
     """
-    for branch in branches:
-        _check_ended(branch)
     rewards = [reward_of(branch) for branch in branches]
     if len(set(rewards)) > 1:
         expected = "one reward: samples of one rollout with unlike rewards, without a seat, have no reward in common"
