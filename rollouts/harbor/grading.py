@@ -230,7 +230,7 @@ async def grade(
                 return await _tested(task, other, rung, env, reward_key, collect_failures)
     except NoVerdict:
         raise
-    except (SandboxError, TimeoutError) as error:
+    except (SandboxError, OSError) as error:  # also where the disk of this machine is full
         raise no_verdict("box", task.name, rung, str(error)) from error
 
 
