@@ -267,6 +267,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 if inner.is_symlink() and inner.is_file() and not self._is_source(inner.resolve()):
                     raise ConfigError.of("upload", str(inner), "no link to a file that the box must not get")
         for file in (place, *place.rglob("*")) if self.secrets else ():
+            shown = f"{file.name}\n{file.readlink() if file.is_symlink() else ''}"
+            self._check_secrets(shown.__contains__)
             if file.is_file() and file.stat().st_size:
                 with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     self._check_secrets(functools.partial(_is_in_content, content))
