@@ -60,11 +60,12 @@ async def rollout(
     files: Mapping[str, str] | None = None,
     said: str = "42",
     toml: str = TOML,
+    ask: str = ASK,
     **given: Any,
 ) -> Sample:
     """One rollout of a script that writes the model's reply to ``answer.txt``."""
     task = load_task(write_task(folder / "task", files, toml=toml))
-    (folder / "ask.py").write_text(ASK)
+    (folder / "ask.py").write_text(ask)
     workspace = HarborWorkspace({task.name: task}, boxes, {task.name: given.pop("rung", "carry")})
     [sample] = await harbor_rollout_to_samples(
         prompts_of([task])[0],
@@ -185,6 +186,23 @@ async def test_a_full_disk_of_this_machine_is_no_death_of_the_box(boxes: TaskBox
     assert sample.failure is not None
     assert (sample.failure.cause, sample.reward) == ("verifier", None)
     assert dict(workspace.lost.lost) == {("task", "box"): 1}
+
+
+NO_FOLDER = {
+    "file": "os.chdir('/'); shutil.rmtree('/app'); open('/app', 'w')",
+    "gone": "os.chdir('/'); shutil.rmtree('/app')",
+    "logs": "os.remove('answer.txt'); shutil.rmtree('/logs'); open('/logs', 'w')",
+}
+
+
+@pytest.mark.parametrize("rung", ["carry", "kill"])
+@pytest.mark.parametrize("place", NO_FOLDER)
+async def test_an_agent_that_destroys_a_folder_gets_its_verdict(
+    boxes: TaskBoxes, tmp_path: Path, place: str, rung: str
+) -> None:
+    """The working folder is then empty, and that of the logs is made again: a policy is not paid for no verdict."""
+    sample = await rollout(boxes, tmp_path, rung=rung, ask=f"{ASK}\nimport shutil; {NO_FOLDER[place]}\n")
+    assert (sample.failure, sample.reward) == (None, 0.0)
 
 
 async def test_the_output_of_the_tests_is_kept_to_its_end(boxes: TaskBoxes, tmp_path: Path) -> None:
