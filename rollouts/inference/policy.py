@@ -92,6 +92,7 @@ class ServerPolicy:
         self._images = ImageTexts()
         self._checked_stops: set[tuple[int, ...]] = set()
         self._orders: set[PriorityOrder | None] | None = None
+        self._asking_orders = anyio.Lock()
         self._last_options: tuple[object, bytes] = None, b""
 
     def __repr__(self) -> str:
@@ -242,11 +243,12 @@ class ServerPolicy:
         Raises:
             EndpointError: as :meth:`describe`, after the wait for a server.
         """
-        while self._orders is None:
-            try:
-                self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
-            except EndpointUnavailable as error:
-                await self.wait_for_servers(error)
+        async with self._asking_orders:
+            while self._orders is None:
+                try:
+                    self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
+                except EndpointUnavailable as error:
+                    await self.wait_for_servers(error)
         return next(iter(self._orders)) if len(self._orders) == 1 else None
 
     async def interrupt(self) -> None:
