@@ -235,7 +235,7 @@ async def grade(
 
 
 def new_folders(workdir: str) -> str:
-    """The command that makes the folders of the tests anew, and those that an agent removed or put a file in place of.
+    """The command that makes new folders of the tests, and makes folders again that an agent removed or made files.
 
     Without them there is no verdict, which an agent must not decide.
     """

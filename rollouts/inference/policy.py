@@ -222,10 +222,7 @@ class ServerPolicy:
         return options
 
     def of_rollout(self, urgency: Callable[[], int] | None = None) -> InterruptiblePolicy:
-        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter.
-
-        With ``Endpoint.priority``, they have priorities by the ``urgency`` of its prompt.
-        """
+        """The policy of one rollout: all requests have one adapter, and priorities by ``urgency``, where asked for."""
         policy: InterruptiblePolicy = self
         if self.endpoint.lora is not None:
             from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
