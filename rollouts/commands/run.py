@@ -194,7 +194,7 @@ async def launch(
                 played = recipe
                 if distribute is not None:
                     config = await stack.enter_async_context(distribute(target, recipe))
-                    played = attrs.evolve(recipe, config=config)
+                    played = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
                 export_metrics: Watch | None = None
                 if telemetry is not None:
                     config, export_metrics = await stack.enter_async_context(telemetry(played))

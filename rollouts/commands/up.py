@@ -116,10 +116,10 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
             joined.facts = _facts(target, recipe)
             tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
             workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
-            recipe = attrs.evolve(recipe, config=workers.config(recipe.config))
+            recipe = attrs.evolve(recipe, config=workers.config(recipe.config), lifetime=None)
         if args.workers is not None:
             config, workers = await stack.enter_async_context(in_workers(args.workers, target, recipe))
-            recipe = attrs.evolve(recipe, config=config)
+            recipe = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
             service.numbers = workers.numbers
         options: Mapping[str, Any] = {"groups_in_work": args.groups_in_work, "max_staleness": args.max_staleness}
         service.leases = await stack.enter_async_context(

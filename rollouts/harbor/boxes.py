@@ -34,6 +34,10 @@ def _default_store() -> str:
     return os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")) + "/rollouts/images"
 
 
+def _is_open(folder: str) -> bool:
+    return os.path.isdir(folder) and os.stat(folder).st_mode & 0o555 == 0o555
+
+
 @attrs.frozen
 class BoxOptions:
     """The user's choices for the boxes of all tasks."""
@@ -45,9 +49,10 @@ class BoxOptions:
     layers: tuple[str, ...] = attrs.field(
         default=(),
         converter=as_texts,
-        validator=check("folders that exist", lambda value: all(map(os.path.isdir, value))),
+        validator=check("folders that all users can read and enter", lambda value: all(map(_is_open, value))),
     )
-    """Folders that lie over the image of every task, the topmost first, e.g. with an agent that is installed there."""
+    """Folders that lie over the image of every task, the topmost first, e.g. with an agent that is installed there. The
+    root folder of a box has the rights of the topmost."""
     network: Literal["none", "task"] = attrs.field(
         default="none", validator=check('"none" or "task"', lambda value: value in ("none", "task"))
     )

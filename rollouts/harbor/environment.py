@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import FOLDERS, is_in, sanitize, way_to
+from rollouts.harbor.grading import FOLDERS, is_in, new_folders, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -183,9 +183,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             return
         await self.place.kill_all()
         if rung == "kill":
-            await self._must(
-                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
-            )
+            await self._must(f"{new_folders(self._workdir)} && chmod 777 /logs/verifier")
             return
         with FOLDERS.temporary() as folder:
             packed: list[tuple[str, str]] = []
@@ -196,7 +194,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 if any(is_in(source, above) for _, above in packed):
                     continue  # it is there already
                 if await self.place.pack(source, archive):
-                    await anyio.to_thread.run_sync(sanitize, archive, clean, source, (), False)
+                    await anyio.to_thread.run_sync(sanitize, archive, clean, source, (), False, number == 0)
                     packed.append((clean, source))
             await self._close()
             await self._open()
@@ -267,6 +265,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 if inner.is_symlink() and inner.is_file() and not self._is_source(inner.resolve()):
                     raise ConfigError.of("upload", str(inner), "no link to a file that the box must not get")
         for file in (place, *place.rglob("*")) if self.secrets else ():
+            shown = f"{file.name}\n{file.readlink() if file.is_symlink() else ''}"
+            self._check_secrets(shown.__contains__)
             if file.is_file() and file.stat().st_size:
                 with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     self._check_secrets(functools.partial(_is_in_content, content))

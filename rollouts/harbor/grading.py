@@ -40,6 +40,7 @@ __all__ = [
     "grade",
     "healthy",
     "is_in",
+    "new_folders",
     "open_box",
     "run_solution",
     "sanitize",
@@ -211,8 +212,7 @@ async def grade(
             return await _tested(task, box, rung, env, reward_key, collect_failures)
         await box.place.kill_all()
         if rung == "kill":
-            again = f"rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS}"
-            await box.must(again)
+            await box.must(new_folders(box.workdir))
             return await _tested(task, box, rung, env, reward_key, collect_failures)
         with FOLDERS.temporary() as folder:
             packed = await _packed(task, box, rung, Path(folder))
@@ -230,8 +230,19 @@ async def grade(
                 return await _tested(task, other, rung, env, reward_key, collect_failures)
     except NoVerdict:
         raise
-    except (SandboxError, TimeoutError) as error:
+    except (SandboxError, OSError) as error:  # also where the disk of this machine is full
         raise no_verdict("box", task.name, rung, str(error)) from error
+
+
+def new_folders(workdir: str) -> str:
+    """The command that makes new folders of the tests, and makes folders again that an agent removed or made files.
+
+    Without them there is no verdict, which an agent must not decide.
+    """
+    way = (
+        f'for p in /logs {_quoted(workdir)}; do until [ -d "$p" ]; do rm -rf "$p"; p=${{p%/*}}; p=${{p:-/}}; done; done'
+    )
+    return f"{way}; rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS} {_quoted(workdir)}"
 
 
 async def _collect(task: HarborTask, box: Box) -> tuple[str, ...]:
@@ -264,7 +275,10 @@ async def _packed(task: HarborTask, box: Box, rung: Rung, folder: Path) -> list[
         archive = str(folder / f"{number}.tar")
         if await box.place.pack(source, archive):
             clean = str(folder / f"{number}-clean.tar")
-            await anyio.to_thread.run_sync(sanitize, archive, clean, source, artifact.exclude, rung == "separate")
+            is_work = rung == "carry" and source == box.workdir
+            await anyio.to_thread.run_sync(
+                sanitize, archive, clean, source, artifact.exclude, rung == "separate", is_work
+            )
             packed.append((clean, source))
             if not artifact.exclude:
                 whole.append(source)
@@ -288,13 +302,16 @@ async def way_to(place: RunningSandbox, folder: str, user: str | None, before: s
     return way
 
 
-def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool) -> None:
+def sanitize(
+    archive: str, clean: str, source: str, exclude: Sequence[str], closed: bool, is_work: bool = False
+) -> None:
     """Copy an archive without devices, pipes, set-user bits, excluded members, and links to the tests.
 
     Args:
         source: the path in the box of the archive's member at the top.
         exclude: patterns as of ``tar --exclude``: of a member, or of its last parts.
         closed: whether all links that leave the archive are left out.
+        is_work: whether it is the working folder: of anything else in its place, nothing is copied.
     """
     kept: set[str] = set()
     excluded: set[str] = set()
@@ -303,6 +320,8 @@ def sanitize(archive: str, clean: str, source: str, exclude: Sequence[str], clos
     with tarfile.open(archive) as found, tarfile.open(clean, "w") as target:
         for member in found:
             name = posixpath.normpath(member.name)
+            if is_work and not kept and not member.isdir():
+                return
             if posixpath.dirname(name) in excluded or is_excluded(name):  # a folder is before its members
                 excluded.add(name)
                 continue

@@ -57,7 +57,8 @@ _REASONS: Mapping[str, Reason] = {
     "VerifierTimeoutError": "timeout",
     "RungError": "box",
 }
-_SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH(?!OR(_|S|$))", re.IGNORECASE)
+"""Names of variables with secrets; ``GIT_AUTHOR_NAME`` is none, and stands in the files of many tasks."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _LEAST_SECRET = 8
 """Characters of a secret; a shorter value occurs anywhere."""

@@ -92,6 +92,7 @@ class ServerPolicy:
         self._images = ImageTexts()
         self._checked_stops: set[tuple[int, ...]] = set()
         self._orders: set[PriorityOrder | None] | None = None
+        self._asking_orders = anyio.Lock()
         self._last_options: tuple[object, bytes] = None, b""
 
     def __repr__(self) -> str:
@@ -221,10 +222,7 @@ class ServerPolicy:
         return options
 
     def of_rollout(self, urgency: Callable[[], int] | None = None) -> InterruptiblePolicy:
-        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter.
-
-        With ``Endpoint.priority``, they have priorities by the ``urgency`` of its prompt.
-        """
+        """The policy of one rollout: all requests have one adapter, and priorities by ``urgency``, where asked for."""
         policy: InterruptiblePolicy = self
         if self.endpoint.lora is not None:
             from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
@@ -242,11 +240,12 @@ class ServerPolicy:
         Raises:
             EndpointError: as :meth:`describe`, after the wait for a server.
         """
-        while self._orders is None:
-            try:
-                self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
-            except EndpointUnavailable as error:
-                await self.wait_for_servers(error)
+        async with self._asking_orders:
+            while self._orders is None:
+                try:
+                    self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
+                except EndpointUnavailable as error:
+                    await self.wait_for_servers(error)
         return next(iter(self._orders)) if len(self._orders) == 1 else None
 
     async def interrupt(self) -> None:

@@ -75,10 +75,14 @@ async def life():
 """
 
 
+def write_lives(path: Path) -> None:
+    text = RECIPE.replace("\nfrom", "\nimport contextlib\nfrom pathlib import Path\nimport attrs\nfrom", 1)
+    path.write_text(text.rpartition("    return agent_recipe")[0] + LIVES)
+
+
 async def test_the_lifetime_of_a_recipe_is_that_of_its_run(tmp_path: Path) -> None:
     """It begins before the first rollout, and ends after the last."""
-    text = RECIPE.replace("\nfrom", "\nimport contextlib\nfrom pathlib import Path\nimport attrs\nfrom", 1)
-    (tmp_path / "small.py").write_text(text.rpartition("    return agent_recipe")[0] + LIVES)
+    write_lives(tmp_path / "small.py")
     seen: list[str] = []
 
     async def look(request: Any) -> None:
@@ -89,6 +93,20 @@ async def test_the_lifetime_of_a_recipe_is_that_of_its_run(tmp_path: Path) -> No
         await play(RunTarget(recipe=tmp_path / "small.py", batches=1, urls=(server.url,)), tmp_path / "out")
     assert set(seen) == {"begun"}
     assert (tmp_path / "life").read_text() == "begun ended"
+
+
+async def test_no_lifetime_begins_where_workers_play_the_rollouts(tmp_path: Path) -> None:
+    """It would open sandboxes that no rollout takes."""
+
+    @contextlib.asynccontextmanager
+    async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+        yield recipe.config
+
+    write_lives(tmp_path / "small.py")
+    async with a_server() as server:
+        target = RunTarget(recipe=tmp_path / "small.py", batches=1, urls=(server.url,))
+        await play(target, tmp_path / "out", distribute=distribute)
+    assert not (tmp_path / "life").exists()
 
 
 async def play(target: RunTarget, out: Path, **options: Any) -> RunResult:

@@ -100,6 +100,16 @@ async def test_no_file_with_a_secret_enters_a_box(box: Any, tmp_path: Path) -> N
         assert "sk-123" not in str(caught.value)
 
 
+@pytest.mark.parametrize("link", [True, False])
+async def test_no_name_with_a_secret_enters_a_box(box: Any, tmp_path: Path, link: bool) -> None:
+    """Of a file, or of what a link leads to."""
+    box.secrets = {"sk-123456789": "SOME_API_KEY"}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / ("key" if link else "sk-123456789")).symlink_to("of sk-123456789" if link else "nothing")
+    with pytest.raises(ConfigError, match="SOME_API_KEY"):
+        await box.upload_dir(tmp_path / "config", "/app/in")
+
+
 def test_a_file_that_is_copied_through_memory_has_a_limit(tmp_path: Path) -> None:
     """Its size is known before it is read."""
     (tmp_path / "large").touch()

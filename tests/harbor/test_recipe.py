@@ -13,6 +13,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rollouts.commands import main
 from rollouts.engine import DEMO_MODEL
+from rollouts.harbor.trial import secrets_of
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.verify import verify_run
 from rollouts.testing.server import StubServer
@@ -103,3 +104,10 @@ def test_an_agent_of_harbor_plays_checked_tasks(root: str, server: str, tmp_path
     rows = played(tmp_path / "tasks", out, server, str(image), "agent=claude-code")
     check(rows, out)
     assert {row["metadata"]["trial"]["agent"] for row in rows} == {"claude-code"}
+
+
+def test_a_name_of_an_author_is_no_secret() -> None:
+    """It stands in the files of many tasks, which a box may get; a word of authorization is one."""
+    named = {"GIT_AUTHOR_NAME": "Jane Doe", "GIT_AUTHOR_EMAIL": "jane@example.org", "AUTHORS": "Jane and Joe"}
+    secret = {"HTTP_AUTHORIZATION": "Bearer 123", "SOME_AUTH": "123456789", "AUTHOR_TOKEN": "abcdefghi"}
+    assert secrets_of(named | secret) == {value: name for name, value in secret.items()}

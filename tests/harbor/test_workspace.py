@@ -60,11 +60,12 @@ async def rollout(
     files: Mapping[str, str] | None = None,
     said: str = "42",
     toml: str = TOML,
+    ask: str = ASK,
     **given: Any,
 ) -> Sample:
     """One rollout of a script that writes the model's reply to ``answer.txt``."""
     task = load_task(write_task(folder / "task", files, toml=toml))
-    (folder / "ask.py").write_text(ASK)
+    (folder / "ask.py").write_text(ask)
     workspace = HarborWorkspace({task.name: task}, boxes, {task.name: given.pop("rung", "carry")})
     [sample] = await harbor_rollout_to_samples(
         prompts_of([task])[0],
@@ -117,45 +118,91 @@ async def test_no_verdict_is_a_failure_of_the_verifier(
     assert sample.failure.message.startswith(f"no verdict ({reason}) of task task at rung kill")
 
 
-async def test_a_box_that_dies_is_a_lost_verdict(boxes: TaskBoxes, tmp_path: Path) -> None:
-    """A policy that learns to end its box is shown like a policy that prevents verdicts in another way."""
+@attrs.frozen
+class Changed:
+    """A kind whose boxes are changed as they open."""
 
-    @attrs.frozen
-    class Dying:
-        kind: Any
-        limits: Any
-        abilities: Any
+    kind: Any
+    limits: Any
+    abilities: Any
+    change: Any
 
-        def containment(self) -> Any:
-            return self.kind.containment()
+    def containment(self) -> Any:
+        return self.kind.containment()
 
-        async def open(self) -> Any:
-            place = await self.kind.open()
-            place.run = functools.partial(self._run, place)
-            return place
+    async def open(self) -> Any:
+        place = await self.kind.open()
+        self.change(place)
+        return place
 
-        async def _run(self, place: Any, *args: Any, **options: Any) -> Any:
-            place.process.kill()
-            return await type(place).run(place, *args, **options)
 
-    async def dying(task: HarborTask, separate: bool) -> Any:
+async def of_changed_boxes(boxes: TaskBoxes, folder: Path, change: Any) -> tuple[Sample, HarborWorkspace]:
+    """A rollout at the rung ``carry``, and its workspace."""
+
+    async def changed(task: HarborTask, separate: bool) -> Any:
         kind = await boxes(task, separate)
-        return Dying(kind, kind.limits, kind.abilities)
+        return Changed(kind, kind.limits, kind.abilities, change)
 
-    task = load_task(write_task(tmp_path / "task", toml=TOML))
-    (tmp_path / "ask.py").write_text(ASK)
-    workspace = HarborWorkspace({task.name: task}, dying, {task.name: "carry"}, checked=True)
+    task = load_task(write_task(folder / "task", toml=TOML))
+    (folder / "ask.py").write_text(ASK)
+    workspace = HarborWorkspace({task.name: task}, changed, {task.name: "carry"}, checked=True)
     [sample] = await harbor_rollout_to_samples(
         prompts_of([task])[0],
         workspace=workspace,
-        program=functools.partial(script, path=tmp_path / "ask.py"),
+        program=functools.partial(script, path=folder / "ask.py"),
         endpoint=Endpoint(model=str(DEMO_MODEL)),
         tokenizer=demo_renderer(),
         policy=ScriptedPolicy(replies("42"), max_context=4096),
     )
+    return sample, workspace
+
+
+async def test_a_box_that_dies_is_a_lost_verdict(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """A policy that learns to end its box is shown like a policy that prevents verdicts in another way."""
+
+    def dies(place: Any) -> None:
+        async def run(*args: Any, **options: Any) -> Any:
+            place.process.kill()
+            return await type(place).run(place, *args, **options)
+
+        place.run = run
+
+    sample, workspace = await of_changed_boxes(boxes, tmp_path, dies)
     assert sample.failure is not None
     assert (sample.failure.cause, sample.reward) == ("environment_step", None)
     assert dict(workspace.lost.lost) == {("task", "died"): 1}
+
+
+async def test_a_full_disk_of_this_machine_is_no_death_of_the_box(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """The verifier's box failed: no verdict, which is counted once and under this reason."""
+
+    def is_full(place: Any) -> None:
+        async def pack(*args: Any) -> bool:
+            raise OSError("No space left on device")
+
+        place.pack = pack
+
+    sample, workspace = await of_changed_boxes(boxes, tmp_path, is_full)
+    assert sample.failure is not None
+    assert (sample.failure.cause, sample.reward) == ("verifier", None)
+    assert dict(workspace.lost.lost) == {("task", "box"): 1}
+
+
+NO_FOLDER = {
+    "file": "os.chdir('/'); shutil.rmtree('/app'); open('/app', 'w')",
+    "gone": "os.chdir('/'); shutil.rmtree('/app')",
+    "logs": "os.remove('answer.txt'); shutil.rmtree('/logs'); open('/logs', 'w')",
+}
+
+
+@pytest.mark.parametrize("rung", ["carry", "kill"])
+@pytest.mark.parametrize("place", NO_FOLDER)
+async def test_an_agent_that_destroys_a_folder_gets_its_verdict(
+    boxes: TaskBoxes, tmp_path: Path, place: str, rung: str
+) -> None:
+    """The working folder is then empty, and that of the logs is made again: a policy is not paid for no verdict."""
+    sample = await rollout(boxes, tmp_path, rung=rung, ask=f"{ASK}\nimport shutil; {NO_FOLDER[place]}\n")
+    assert (sample.failure, sample.reward) == (None, 0.0)
 
 
 async def test_the_output_of_the_tests_is_kept_to_its_end(boxes: TaskBoxes, tmp_path: Path) -> None:
@@ -275,6 +322,13 @@ def test_options_of_boxes_are_checked(given: dict[str, Any], message: str) -> No
     """As a command line gives them."""
     with pytest.raises(ConfigError, match=message):
         BoxOptions.of(given)
+
+
+def test_a_layer_that_closes_the_box_is_refused(tmp_path: Path) -> None:
+    """Its rights are those of the root folder, where users of the image then find nothing."""
+    tmp_path.chmod(0o700)
+    with pytest.raises(ConfigError, match=r"BoxOptions\.layers: .* that all users can read and enter"):
+        BoxOptions(layers=(str(tmp_path),))
 
 
 async def test_a_layer_lies_over_the_image_of_every_task(boxes: TaskBoxes, tmp_path: Path) -> None:

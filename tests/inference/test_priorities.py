@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 
@@ -80,6 +81,16 @@ async def test_servers_of_several_orders_get_no_priorities() -> None:
             assert await policy.priority_order() is None
         async with SGLangPolicy(Endpoint(base_url=(higher.url, higher.url), priority=True)) as policy:
             assert await policy.priority_order() == "higher first"
+
+
+async def test_rollouts_that_begin_together_ask_once() -> None:
+    """vLLM collects its environment for the answer, which takes seconds."""
+    async with JsonServer(lambda asked: {}) as server:
+        async with VLLMPolicy(Endpoint(provider="vllm", base_url=server.url, priority=True)) as policy:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(5):
+                    tasks.start_soon(policy.priority_order)
+    assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import attrs
 
 __all__ = ["GuestNames"]
 
-_WITH_TEXT_OF_CLIENTS = ("unknown_route/", "unknown_field/", "server_tool/", "not_enforced/include/")
-"""The kinds of counts that clients name. Every other name stands in this package, and is counted as it is."""
+_OF_CLIENTS = ("unknown_route/", "unknown_field/", "server_tool/", "not_enforced/include/", "rewritten_at/")
+"""The kinds of counts that clients name, by a text or a number. Every other name stands in this package, and is counted
+as it is."""
 
 
 @attrs.define
@@ -27,7 +28,7 @@ class GuestNames:
 
     def of(self, name: str) -> str:
         """The name to count under: ``name`` without control characters, or ``KIND/other``."""
-        kind = next((kind for kind in _WITH_TEXT_OF_CLIENTS if name.startswith(kind)), None)
+        kind = next((kind for kind in _OF_CLIENTS if name.startswith(kind)), None)
         if kind is None:
             return name
         name = "".join(letter if " " <= letter <= "~" else "?" for letter in name)

@@ -203,7 +203,8 @@ def typed_value(
     """Parse an argument that is written without quotes, by the type in the tool's schema.
 
     The text is the value if the schema allows a string, or if the tool or the argument is unknown. Otherwise it must be
-    a value in the dialect's notation.
+    a value in the dialect's notation; if the schema names no type, a string or a number is one only as JSON, since
+    ``'a' 'b'`` and ``0012`` are texts as well.
 
     Args:
         tools: the tools in the prompt.
@@ -224,7 +225,10 @@ def typed_value(
     if "string" in kinds:
         return text
     try:
-        return parse(text.strip())
+        value = parse(text.strip())
+        if not kinds and isinstance(value, str | int | float) and not isinstance(value, bool):
+            return json_value(text)
+        return value
     except MalformedCallError as error:
         if not kinds:
             return text

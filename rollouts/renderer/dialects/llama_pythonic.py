@@ -40,7 +40,7 @@ _LAST_QUOTE = {
     for quote in "'\""
 }
 _SPACE = re.compile(r"\s+")
-_LFM2 = "<|tool_call_start|>"
+_LFM2, _LFM2_END = "<|tool_call_start|>", "<|tool_call_end|>"
 _JSON = re.compile(r"\s*\[?\s*\{")
 _CLOSING = "</function_calls>"
 _MAX_DEPTH = 50
@@ -78,8 +78,7 @@ class LlamaPythonic(BlockDialect):
         except MalformedCallError as error:
             name = _NAME.match(text, start)
             return [*calls, unreadable(text[start:], error, name[1] if name else "")], len(text)
-        end = _END.match(text, mark.end(1))
-        at = end.end() if end else mark.end(1)
+        calls, at = _to_end(text, mark.end(1), calls)
         return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
 
 
@@ -88,8 +87,19 @@ def _json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
         value, at = json_prefix(text, start + len(text[start:]) - len(text[start:].lstrip()))
     except MalformedCallError as error:
         return [unreadable(text[start:], error, name_in(text[start:]))], len(text)
-    end = _END.match(text, at)
-    return json_calls(value, text[start:at], either_call), end.end() if end else at
+    return _to_end(text, at, json_calls(value, text[start:at], either_call))
+
+
+def _to_end(text: str, at: int, calls: list[ToolCall]) -> tuple[list[ToolCall], int]:
+    """The calls, and the position after their closing mark; text before LFM2's mark is malformed, and no content."""
+    if end := _END.match(text, at):
+        return calls, end.end()
+    begin = text.find(_LFM2, at)
+    stop = text.find(_LFM2_END, at, begin if begin >= 0 else len(text))
+    if stop < 0:
+        return calls, at
+    error, stray = MalformedCallError("there is text behind the calls that belongs to none"), text[at:stop]
+    return [*calls, unreadable(stray.strip(), error, name_in(stray))], stop + len(_LFM2_END)
 
 
 class Olmo3(BlockDialect):

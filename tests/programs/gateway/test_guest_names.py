@@ -15,6 +15,7 @@ def test_a_client_with_many_names_hides_no_count_of_ours() -> None:
     made = [names.of(f"unknown_field/{number}") for number in range(4)]
     assert made == ["unknown_field/0", "unknown_field/1", "unknown_field/other", "unknown_field/other"]
     assert names.of("not_enforced/include/new") == "not_enforced/include/other"
+    assert names.of("rewritten_at/4711") == "rewritten_at/other"
     assert [names.of(name) for name in ("refused/invalid_request", "not_enforced/strict")] == [
         "refused/invalid_request",
         "not_enforced/strict",

@@ -139,6 +139,10 @@ def test_ids_are_kept_where_the_dialect_has_them() -> None:
         ("unit", "5", "5"),
         ("free", "5", 5),
         ("free", "five", "five"),
+        ("free", "'a' 'b'", "'a' 'b'"),
+        ("free", "0012", "0012"),
+        ("free", "['a']", ["a"]),
+        ("free", "True", True),
         ("unknown", "5", "5"),
         ("open", "True", True),
         ("tags", "['a', 'b']", ["a", "b"]),
@@ -168,6 +172,15 @@ def test_calls_that_servers_run_are_read(name: str, text: str, tool: str, argume
     """Other spellings of models that deployed servers accept: a run trains what a server would run."""
     (call,) = get_dialect(name).parse(text, tools=TOOLS).tool_calls
     assert (call.name, dict(call.arguments), call.error) == (tool, arguments, None)
+
+
+@pytest.mark.parametrize("form", ['{"name": "%s", "arguments": {}}', "[%s()]"])
+def test_no_call_behind_the_first_list_of_lfm2_is_lost(form: str) -> None:
+    """The model reads that the second is none; it is neither dropped nor shown as text."""
+    written = f"<|tool_call_start|>{form % 'now'}\n{form % 'weather'}<|tool_call_end|>Done."
+    reply = get_dialect("llama_pythonic").parse(written, tools=TOOLS)
+    assert [(call.raw.count("now"), call.fault) for call in reply.tool_calls] == [(1, None), (0, "bad_form")]
+    assert reply.content == "Done."
 
 
 def test_a_doubled_name_of_a_tool_stays() -> None:
