@@ -22,16 +22,29 @@ import msgspec
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Message, SamplingParams, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, shortened
-from rollouts.http.answers import UNREADABLE, message_of
+from rollouts.http.answers import UNREADABLE, loads, message_of
 from rollouts.inference.wire_errors import status_of
 from rollouts.programs.gateway import chat
 from rollouts.programs.gateway.types import ApiError
 from rollouts.programs.gateway.wire import arguments_text
 
-__all__ = ["Answer", "ReplyWithheld", "Unreadable", "Usage", "answer_of", "body_of", "check_sampling", "error_of"]
+__all__ = [
+    "Answer",
+    "ReplyWithheld",
+    "Unreadable",
+    "Usage",
+    "answer_of",
+    "body_of",
+    "check_sampling",
+    "code_of",
+    "error_of",
+    "most_tokens",
+    "status_inside",
+]
 
 MOST_STOPS = 4
 """Stop strings of one request (OpenAI's reference of the API, ``stop``)."""
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _UNSENT: Mapping[str, Any] = {
     "top_k": -1,
     "min_p": 0.0,
@@ -121,6 +134,12 @@ def body_of(
         **extra,
     }
     return {name: value for name, value in body.items() if value is not None}
+
+
+def most_tokens(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that a request allows its reply; ``None`` if it leaves that to the API."""
+    limits = [limit for name in _LIMITS if is_int(limit := body.get(name), 0)]
+    return min(limits, default=None)
 
 
 def _sent(message: Message, *, send_reasoning: bool) -> dict[str, Any]:
@@ -223,8 +242,19 @@ def _unreadable(name: str, got: Any, expected: str) -> Unreadable:
 
 def _error_inside(error: Any, payload: bytes) -> EndpointError:
     """An error with status 200, as proxies send it."""
+    return error_of(_status_of_error(error), payload)
+
+
+def _status_of_error(error: Any) -> int:
     status = status_of(error.get("code")) if isinstance(error, dict) else None
-    return error_of(status if status is not None and status >= 400 else 500, payload)
+    return status if status is not None and status >= 400 else 500
+
+
+def status_inside(payload: bytes) -> int:
+    """The status of a body of status 200: that of the error that it is, else 200."""
+    value = loads(payload)
+    error = value.get("error") if isinstance(value, dict) else None
+    return _status_of_error(error) if error else 200
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
