@@ -212,8 +212,8 @@ class StoredRollout:
         if self.is_text:
             names = [str(name) for name in self.branches[0]["metadata"][CHAT_API].get("replies") or () if name]
             # With the task and the text: some servers give replies one of a thousand names.
-            parts = [*names, self.task, to_json(self.branches[0].get("messages")).decode()]
-            return digest_of(*(part.encode() for part in parts)) if names else None
+            said = [*names, self.task, to_json(self.branches[0].get("messages")).decode()]
+            return digest_of(*(text.encode() for text in said)) if names else None
         named = {
             str(completion["request_id"]): branch["tokens"][completion["start"] : completion["stop"]]
             for branch in self.branches

@@ -58,6 +58,22 @@ def test_an_evaluation_has_pass_rates_and_a_cost_and_no_key(tmp_path: Path, caps
     assert KEY.encode() not in texts_of(out)
 
 
+@pytest.mark.parametrize(("given", "words"), [("0.5", "temperature 0.5"), ("null", "temperature of the API")])
+def test_a_temperature_of_the_body_is_the_one_that_is_printed(
+    given: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It replaces that of greedy rollouts, too, so that there are none."""
+    out = tmp_path / "exam"
+    with serving(solve) as server:
+        command = ["eval", FILE, "--set", "tasks=2", "--set", "temperature=1.0", "--body", f"temperature={given}"]
+        assert main([*command, *provider(server.url), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert "no greedy rollouts: --body sets the temperature" in printed
+    assert not (out / "greedy.jsonl").exists()
+    assert {one.body.get("temperature") for one in server.asked} == {None if given == "null" else 0.5}
+
+
 def test_another_model_does_not_resume_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor do other fields of the requests."""
     out = tmp_path / "exam"
