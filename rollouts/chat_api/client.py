@@ -10,7 +10,7 @@ the times that the rate limit refuses it. There are five cases of a response:
    too, and can be resumed.
 5. Any other status: the request is refused, and its rollout fails.
 
-An error with status 200 is the error of its own status. The key is in a header of each request and nowhere else; an
+An error with status 200 ends as the status that it names. The key is in a header of each request and nowhere else; an
 error that quotes it is printed without it, and a reply is never changed. A request that the API may bill without a
 readable usage counts for the budget as the most that it can cost. This module does not know messages.
 """

@@ -22,6 +22,7 @@ from rollouts.runs.info import read_info
 from rollouts.runs.run import Watch, run
 from rollouts.runs.run_history import RunHistory
 from rollouts.service.leases import Leases
+from rollouts.training.rows import NO_IDS
 from rollouts.training.types import Sample
 
 __all__ = ["LEASES", "leased_run"]
@@ -51,9 +52,12 @@ async def leased_run(
         trains_here: whether the consumer is in this process, so that its objects are freed as usual.
 
     Raises:
+        ConfigError: the recipe is on a chat API, whose samples no trainer takes.
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
             raised by :meth:`Leases.take` when no group is left.
     """
+    if recipe.endpoint.provider == "openai":
+        raise ConfigError.of("recipe.endpoint", recipe.endpoint, f"a server of tokens: {NO_IDS}")
     size = recipe.config.batch_size
     most = 2 * size if groups_in_work is None else groups_in_work
     if most < size:

@@ -43,7 +43,7 @@ class Asked:
     fault: Fault | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Those that are billed: 0 if the model made no reply; one that is lost on its way is billed."""
+    """Those that are billed: 0 if the model made no reply. A reply that is lost on its way is billed."""
 
 
 class ChatServer:

@@ -205,7 +205,7 @@ async def test_a_reply_that_is_lost_counts_for_the_budget(fault: Any) -> None:
 
 
 async def test_a_request_that_is_cancelled_counts_for_the_budget() -> None:
-    """By the deadline of an episode, say: the API may go on with the reply and bill it."""
+    """By the deadline of an episode, say: the API may continue the reply and bill it."""
     account, arrived = Account(Prices(1.0, 1.0), 1.0), anyio.Event()
 
     async def never() -> None:

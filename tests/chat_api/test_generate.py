@@ -157,7 +157,7 @@ async def test_a_limit_of_the_reply_in_the_body_is_what_was_asked_for(name: str)
 
 @pytest.mark.parametrize("name", ["n", "stream", "messages"])
 async def test_a_field_of_the_episode_is_refused_in_python_too(name: str) -> None:
-    """``n`` would buy replies that nobody reads."""
+    """``n`` would buy replies that are not read."""
     async with ChatServer(solve) as server:
         with pytest.raises(ConfigError, match=f"--body: got '{name}'"):
             await play(server, body={name: 2})

@@ -138,6 +138,7 @@ def final_requests(server: ChatServer) -> Counter[str]:
     ("arguments", "words"),
     [
         (["run", FILE, "--provider", "openai", "--model", "m", "--out", "x"], "rollouts run --text stores"),
+        (["up", FILE, "--provider", "openai", "--model", "m", "--out", "x"], "this API has none"),
         (["run", FILE, "--text", "--out", "x"], "--provider openai with it"),
         (["eval", FILE, "--provider", "openai", "--out", "x"], "--model: got None"),
         (["eval", FILE, "--budget", "1", "--out", "x"], "none without --provider openai"),
