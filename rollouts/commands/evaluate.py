@@ -55,7 +55,7 @@ from rollouts.views.terminal.transcript import visible
 __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evaluation", "scores_table"]
 
 _LINE_SECONDS = 5.0
-_SAME = ("recipe", "environment", "generate", "tokenizer", "model", "sampling")
+_SAME = ("recipe", "environment", "generate", "tokenizer", "model", "api", "sampling")
 """The settings that must not change when an evaluation is resumed."""
 _FILES = ("eval.json", "rollouts.jsonl", "greedy.jsonl")
 
@@ -240,7 +240,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     description = recipe.describe()
     endpoint = recipe.endpoint
     names = {name: description[name] for name in ("recipe", "environment", "generate", "tokenizer")}
-    return {**names, "model": endpoint.model, "sampling": attrs.asdict(endpoint.sampling)}
+    # The model of a chat API is known by its name alone, and another API may have another model of this name.
+    of_endpoint = description["endpoint"]
+    api = {"api": of_endpoint["base_url"]} if of_endpoint["provider"] == CHAT_PROVIDER else {}
+    return {**names, "model": endpoint.model, **api, "sampling": attrs.asdict(endpoint.sampling)}
 
 
 def _check_folder(options: EvalOptions) -> None:

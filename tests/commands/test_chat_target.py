@@ -86,6 +86,27 @@ def test_another_model_does_not_resume_an_evaluation(tmp_path: Path, capsys: pyt
         assert main([*command, "--resume", str(out)]) == 0
 
 
+def test_another_api_with_a_model_of_the_same_name_resumes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither an evaluation nor a run without --allow-changes: a rate is of one model."""
+    exam, run = tmp_path / "exam", tmp_path / "run"
+    with serving(solve) as first, serving(solve) as other:
+        evaluation = ["eval", FILE, "--set", "tasks=4"]
+        assert main([*evaluation, *provider(first.url), "--tasks", "2", "--out", str(exam)]) == 0
+        assert main([*evaluation, *provider(other.url), "--resume", str(exam)]) == 2
+        assert "api: got" in capsys.readouterr().err
+        prices = ["--price-in", "2", "--price-out", "8", "--budget", "0.02"]
+        main(["run", FILE, *SMALL, *provider(first.url, *prices), "--text", "--out", str(run)])
+        resumed = ["run", "--resume", str(run), "--provider", "openai", "--base-url"]
+        assert main([*resumed, other.url]) == 2
+        assert "another API may have another model of this name" in capsys.readouterr().err
+        assert other.asked == []
+        assert main([*resumed, f"{first.url}/", "--batches", "1"]) == 0
+        assert main([*resumed, other.url, "--allow-changes", "--batches", "2"]) == 0
+        assert other.asked
+
+
 def test_text_is_stored_and_curated_and_no_trainer_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``run --text`` without a filter, ``check-run`` that judges what it can, ``curate``, ``show``, ``export``."""
     out = tmp_path / "run"
