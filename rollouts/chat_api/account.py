@@ -2,7 +2,7 @@
 
 Invariant: no request begins once the budget is spent. Requests in flight are answered and counted, and their rollouts
 are played as far as they need no further request; then the run ends, so that the budget is exceeded at most by what was
-in flight. This module sends nothing.
+in flight. A cost that is not known counts as the most that it can be. This module sends nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Account:
         requests: requests that were sent, with retries.
         retries: requests that were sent again.
         unpriced: requests without a readable cost: errors, lost connections, replies that are cut off.
+        most_unpriced: dollars that these can have cost, which the budget counts, too.
         in_flight: requests that are not answered yet.
         refused: the error of a key, a model or a quota that ends the run: no further request begins.
 
@@ -54,7 +55,7 @@ class Account:
         if budget is not None and prices is None:
             raise ConfigError.of("--budget", budget, "--price-in and --price-out with it, in dollars a million")
         self.prices, self.budget = prices, budget
-        self.spent = 0.0
+        self.spent = self.most_unpriced = 0.0
         self.refused: ConfigError | EndpointAway | None = None
         self.requests = self.retries = self.unpriced = self.in_flight = 0
         self._settle_seconds = settle_seconds
@@ -67,7 +68,7 @@ class Account:
     @property
     def exhausted(self) -> bool:
         """Whether no further request may begin."""
-        return self.budget is not None and self.spent >= self.budget
+        return self.budget is not None and self.spent + self.most_unpriced >= self.budget
 
     @contextlib.contextmanager
     def rollout(self) -> Iterator[None]:
@@ -108,10 +109,11 @@ class Account:
             self._blocked -= 1
         raise BudgetSpent(f"--budget: ${self.budget:g} is spent (${self.spent:.4f} with what was in flight); {self}")
 
-    def charge(self, dollars: float | None) -> None:
-        """Count the cost of one reply; ``None`` if it is not known."""
+    def charge(self, dollars: float | None, most: float = 0.0) -> None:
+        """Count the cost of one reply; if it is not known (``None``), the most that it can be."""
         if dollars is None:
             self.unpriced += 1
+            self.most_unpriced += most
         else:
             self.spent += dollars
 
@@ -124,4 +126,5 @@ class Account:
             return f"{self.requests} requests, {self.retries} of them retries"
         cost = f", ${self.spent:.4f}"
         unknown = f", {self.unpriced} of unknown cost" if self.unpriced else ""
+        unknown += f" (at most ${self.most_unpriced:.4f})" if self.most_unpriced else ""
         return f"{self.requests} requests, {self.retries} of them retries{cost}{unknown}"

@@ -10,8 +10,9 @@ the times that the rate limit refuses it. There are five cases of a response:
    too, and can be resumed.
 5. Any other status: the request is refused, and its rollout fails.
 
-The key is in a header of each request and nowhere else; an error that quotes it is printed without it. This module does
-not know messages.
+An error with status 200 ends as the status that it names. The key is in a header of each request and nowhere else; an
+error that quotes it is printed without it, and a reply is never changed. A request that the API may bill without a
+readable usage counts for the budget as the most that it can cost. This module does not know messages.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import random
+import re
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import attrs
@@ -30,18 +32,31 @@ import msgspec
 
 from rollouts.chat_api.account import Account
 from rollouts.chat_api.endpoint import ChatEndpoint
-from rollouts.chat_api.wire import Answer, ReplyWithheld, Usage, answer_of, code_of, error_of
+from rollouts.chat_api.wire import (
+    Answer,
+    ReplyWithheld,
+    Usage,
+    answer_of,
+    code_of,
+    error_of,
+    most_tokens,
+    status_inside,
+)
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable, without_password
 from rollouts.http.answers import message_of
-from rollouts.http.client import HttpClient
+from rollouts.http.client import ConnectFailed, HttpClient
 
 __all__ = ["ChatClient", "client_of"]
 
 _END = (401, 403, 404)
 _NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+_SHOWN_OF_KEY = 8
 _SHORTEST_PAUSE, _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5, 60.0
+
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 @attrs.frozen
@@ -62,6 +77,11 @@ class ChatClient:
         self._http = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._limit = anyio.CapacityLimiter(endpoint.at_once)
         self._not_before = 0.0
+        key = endpoint.api_key or ""
+        # By its beginning, since an error that is shortened has no more of it.
+        self._key = re.compile(
+            re.escape(key) if len(key) <= _SHOWN_OF_KEY else rf"{re.escape(key[:_SHOWN_OF_KEY])}[\w*-]*"
+        )
         self._headers = {"Content-Type": "application/json"}
         if endpoint.api_key:
             self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
@@ -82,6 +102,8 @@ class ChatClient:
             EndpointError: the API gave no reply to this request.
         """
         payload = msgspec.json.encode(body)
+        # No tokenizer makes more tokens of a prompt than it has bytes.
+        most = 0.0 if account.prices is None else account.prices.dollars(len(payload), most_tokens(body) or 0)
         faults, limited = 0, 0.0
         while True:
             with paused_deadlines():  # an episode does not end because the API makes it wait
@@ -94,7 +116,7 @@ class ChatClient:
                 if account.exhausted or time.monotonic() < self._not_before:
                     continue  # so since this request began to wait
                 with account.request():
-                    outcome = await self._sent(payload, account)
+                    outcome = await self._sent(payload, account, most)
             finally:
                 self._limit.release()
             if not isinstance(outcome, _Failed):
@@ -108,8 +130,8 @@ class ChatClient:
                     await self._after_fault(outcome, faults)
             account.retries += 1
 
-    async def _sent(self, payload: bytes, account: Account) -> tuple[Answer, float | None] | _Failed:
-        """Send a request once, and charge its cost."""
+    async def _sent(self, payload: bytes, account: Account, most: float) -> tuple[Answer, float | None] | _Failed:
+        """Send a request once, and charge its cost, at most ``most`` dollars."""
         endpoint = self._endpoint
         try:
             with anyio.fail_after(endpoint.request_seconds):
@@ -117,26 +139,34 @@ class ChatClient:
                     content, status = await response.read(), response.status
                     retry_after = _seconds_of(response.headers.get("Retry-After"))
         except TimeoutError:
-            account.charge(None)
+            account.charge(None, most)
             return _Failed(EndpointUnavailable(f"no reply within {endpoint.request_seconds:g} seconds"))
         except EndpointUnavailable as error:
-            account.charge(None)
+            account.charge(None, 0.0 if isinstance(error, ConnectFailed) else most)
             return _Failed(error)
-        content = self._without_key(content)
+        except anyio.get_cancelled_exc_class():  # the deadline of an episode, or the end of the run
+            account.charge(None, most)
+            raise
         if status != 200:
             account.charge(None)
-            account.refused = self._refusal(status, content)
-            if account.refused is not None:
-                raise account.refused
-            return _Failed(error_of(status, content), status, retry_after)
+            self._end_if_refused(status, content, account)
+            return _Failed(self._without_key(error_of(status, content)), status, retry_after)
         answer, usage = answer_of(content)
         dollars = _dollars(usage, account)
-        account.charge(dollars)
+        account.charge(dollars, most)
         if not isinstance(answer, Answer):
-            return _Failed(answer)
-        if usage is None and account.budget is not None:
-            raise ConfigError.of("usage of a reply", None, "the numbers of its tokens, which --budget counts")
+            self._end_if_refused(status_inside(content), content, account)
+            return _Failed(self._without_key(answer))
+        if dollars is None and account.budget is not None:
+            got = None if usage is None else f"{usage.prompt} prompt tokens"
+            raise ConfigError.of("usage of a reply", got, "the numbers of its tokens, which --budget counts")
         return answer, dollars
+
+    def _end_if_refused(self, status: int, content: bytes, account: Account) -> None:
+        """Raise the error that ends the run, if this is one."""
+        if (refusal := self._refusal(status, content)) is not None:
+            account.refused = self._without_key(refusal)
+            raise account.refused
 
     def _refusal(self, status: int, content: bytes) -> ConfigError | EndpointAway | None:
         """The error that ends the run; ``None`` if another request may be answered."""
@@ -156,9 +186,11 @@ class ChatClient:
             return f"a key: {variable or 'api_key'} is not set, and the API needs one"
         return f"a key in {variable or 'api_key'} that the API accepts"
 
-    def _without_key(self, content: bytes) -> bytes:
-        key = self._endpoint.api_key
-        return content.replace(key.encode(), b"***") if key else content
+    def _without_key(self, error: _Error) -> _Error:
+        """The error, which quotes the key of no request."""
+        if self._endpoint.api_key:
+            error.args = (self._key.sub("***", str(error)),)
+        return error
 
     async def _after_fault(self, failed: _Failed, faults: int) -> None:
         """Wait before the next attempt, at least as long as ``Retry-After`` says.
@@ -198,8 +230,8 @@ class ChatClient:
 
 
 def _dollars(usage: Usage | None, account: Account) -> float | None:
-    """The price of a reply: that of the API, else by the prices."""
-    if usage is None:
+    """The price of a reply: that of the API, else by the prices; ``None`` if neither tells it."""
+    if usage is None or (usage.cost is None and usage.prompt == 0):  # no prompt has 0 tokens
         return None
     if usage.cost is not None:
         return usage.cost

@@ -11,6 +11,7 @@ This module knows no token and no sample.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from rollouts.agent.guarded_environment import GuardedEnvironment
 from rollouts.chat_api.account import Account
 from rollouts.chat_api.client import ChatClient
 from rollouts.chat_api.endpoint import ChatEndpoint
-from rollouts.chat_api.wire import Answer, Usage, body_of
+from rollouts.chat_api.wire import Answer, RoomExceeded, Usage, body_of, most_tokens
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Message, Prompt, StopReason, Tool, ToolCall
@@ -36,6 +37,7 @@ from rollouts.errors import (
     EnvironmentFailure,
     Failure,
     GenerateFailure,
+    without_password,
 )
 from rollouts.trajectory import Trajectory
 
@@ -79,7 +81,7 @@ class ChatEpisode:
         outcome: list[StopReason | Failure] = []
         with self.account.rollout():
             try:
-                with _ending(outcome), deadline(self.budget.limits.episode_seconds):
+                with self._ending(outcome), deadline(self.budget.limits.episode_seconds):
                     outcome.append(await self._turns(environment_cls))
             finally:
                 if self._environment is not None:
@@ -91,6 +93,22 @@ class ChatEpisode:
             self.trajectory.seal(StopReason.FAILED, end)
         else:
             self.trajectory.seal(end)
+
+    @contextlib.contextmanager
+    def _ending(self, outcome: list[StopReason | Failure]) -> Iterator[None]:
+        """Play inside; a limit of the context or a failure is the outcome.
+
+        An API that adds the limit of the reply to the prompt refuses a first request for its settings: a failure.
+        """
+        try:
+            yield
+        except ContextOverflow as error:
+            of_settings = isinstance(error, RoomExceeded) and not self._replies
+            outcome.append(Failure.of(error) if of_settings else StopReason.CONTEXT_OVERFLOW)
+        except EndpointAway:
+            raise
+        except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
+            outcome.append(Failure.of(error))
 
     @property
     def _replies(self) -> int:
@@ -133,7 +151,7 @@ class ChatEpisode:
         began = now()
         answer, dollars = await self.client.ask(body, self.account)
         seconds = now() - began
-        trajectory.times.add("generating", self.endpoint.base_url[0], began, seconds)
+        trajectory.times.add("generating", without_password(self.endpoint.base_url[0]), began, seconds)
         trajectory.count("generation_seconds", seconds)
         trajectory.count("replies")
         self._count_usage(answer.usage, tokens, dollars)
@@ -143,7 +161,7 @@ class ChatEpisode:
                 seen[name] = None
         reply = self._checked(answer.message)
         trajectory.messages.append(reply)
-        reason = self._after(answer, tokens, limit)
+        reason = self._after(answer, tokens, most_tokens(body), limit)
         if reason is not None or not reply.tool_calls:
             return reply, reason
         calls = len(reply.tool_calls)
@@ -157,14 +175,19 @@ class ChatEpisode:
         replacement = f"/{prompt.replacement}" if prompt.replacement else ""
         return zlib.crc32(f"{seed}/{prompt.index}/{turn}{replacement}".encode()) & 0x7FFFFFFF
 
-    def _after(self, answer: Answer, tokens: int, limit: StopReason) -> StopReason | None:
-        """Why a reply ends the episode; ``None`` if it does not."""
+    def _after(self, answer: Answer, tokens: int, asked: int | None, limit: StopReason) -> StopReason | None:
+        """Why a reply ends the episode; ``None`` if it does not.
+
+        ``tokens``: as many as the limits allow; ``asked``: as many as the request allowed, fewer if ``extra`` says so.
+        """
         if answer.finish_reason != "length":
             return None
         self.trajectory.count("cut_replies")
-        if tokens < self.budget.sampling.max_new_tokens:
+        if tokens == asked and tokens < self.budget.sampling.max_new_tokens:
             return limit
-        if answer.usage is not None and answer.usage.completion < tokens:  # the API ran out of context
+        if (
+            answer.usage is not None and asked is not None and answer.usage.completion < asked
+        ):  # the API ran out of context
             return StopReason.CONTEXT_OVERFLOW
         return StopReason.MAX_TOKENS if self.budget.limits.on_cut == "stop" else None
 
@@ -197,7 +220,8 @@ class ChatEpisode:
             if call_id in used:
                 self.trajectory.count("duplicate_call_ids")
             if not call_id or call_id in used:
-                call_id = f"call{self._calls:05d}"
+                names = (f"call{number:05d}" for number in itertools.count(self._calls))
+                call_id = next(name for name in names if name not in used)
             used.add(call_id)
             self._calls += 1
             if error is not None:
@@ -210,16 +234,3 @@ class ChatEpisode:
             calls.append(attrs.evolve(call, id=call_id, error=error))
         self.trajectory.count("tool_calls", len(calls))
         return attrs.evolve(reply, tool_calls=calls)
-
-
-@contextlib.contextmanager
-def _ending(outcome: list[StopReason | Failure]) -> Iterator[None]:
-    """Play an episode inside; a limit of the context or a failure is its outcome."""
-    try:
-        yield
-    except ContextOverflow:
-        outcome.append(StopReason.CONTEXT_OVERFLOW)
-    except EndpointAway:
-        raise
-    except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
-        outcome.append(Failure.of(error))

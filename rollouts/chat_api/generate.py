@@ -20,7 +20,7 @@ from rollouts.chat_api.account import Account
 from rollouts.chat_api.client import client_of
 from rollouts.chat_api.endpoint import ChatEndpoint
 from rollouts.chat_api.episode import ChatEpisode
-from rollouts.chat_api.wire import check_sampling
+from rollouts.chat_api.wire import check_fields, check_sampling
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, TokenColumn
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError, without_password
@@ -77,6 +77,7 @@ async def chat_rollout_to_samples(
     unedited = attrs.evolve(prompt, label=copied(prompt.label))  # an environment may change its label in place
     sampling = sampling or endpoint.sampling
     check_sampling(sampling)
+    check_fields(body)
     episode = ChatEpisode(
         prompt=attrs.evolve(prompt, turn_log=None),
         endpoint=endpoint,
@@ -123,6 +124,7 @@ async def preflight_chat(recipe: Recipe) -> ServerInfo:
         EnvironmentFailure: the environment cannot be created or closed.
     """
     check_sampling(recipe.endpoint.sampling)
+    check_fields(recipe.bound.get("body") or ())
     check_limits(recipe.bound.get("limits"), recipe.bound.get("max_turns"))
     await check_environment(recipe)
     return ServerInfo(model=recipe.endpoint.model)

@@ -13,7 +13,7 @@ The reader of a message is that of the gateway. This module does no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -22,16 +22,31 @@ import msgspec
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Message, SamplingParams, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, shortened
-from rollouts.http.answers import UNREADABLE, message_of
+from rollouts.http.answers import UNREADABLE, loads, message_of
 from rollouts.inference.wire_errors import status_of
 from rollouts.programs.gateway import chat
 from rollouts.programs.gateway.types import ApiError
 from rollouts.programs.gateway.wire import arguments_text
 
-__all__ = ["Answer", "ReplyWithheld", "Unreadable", "Usage", "answer_of", "body_of", "check_sampling", "error_of"]
+__all__ = [
+    "Answer",
+    "ReplyWithheld",
+    "RoomExceeded",
+    "Unreadable",
+    "Usage",
+    "answer_of",
+    "body_of",
+    "check_fields",
+    "check_sampling",
+    "code_of",
+    "error_of",
+    "most_tokens",
+    "status_inside",
+]
 
 MOST_STOPS = 4
 """Stop strings of one request (OpenAI's reference of the API, ``stop``)."""
+_LIMITS = ("max_completion_tokens", "max_tokens")
 _UNSENT: Mapping[str, Any] = {
     "top_k": -1,
     "min_p": 0.0,
@@ -43,11 +58,18 @@ _UNSENT: Mapping[str, Any] = {
 }
 """Sampling parameters that the API has no field for, with the values that change nothing."""
 _OVERFLOW = re.compile(r"maximum context length|context[ _]length|context window|prompt is too long", re.IGNORECASE)
+_OF_REPLY = re.compile(r"max_tokens|max_completion_tokens|completion|output tokens", re.IGNORECASE)
+"""In the error of an API that adds the limit of the reply to the prompt (vLLM, and OpenAI's older models)."""
+_OF_EPISODE = ("model", "messages", "tools", "stream", "n")
 _WITHHELD_CODES = ("content_filter", "content_policy_violation")
 
 
 class ReplyWithheld(EndpointError):
     """The model refused, or the provider withheld the reply: there is no reply to score."""
+
+
+class RoomExceeded(ContextOverflow):
+    """The prompt and the tokens that the request allows its reply are too many together."""
 
 
 class Unreadable(EndpointUnavailable):
@@ -99,6 +121,17 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise ConfigError.of("SamplingParams.stop", sampling.stop, f"at most {MOST_STOPS} strings")
 
 
+def check_fields(names: Iterable[str]) -> None:
+    """Check that these fields may be added to a request.
+
+    Raises:
+        ConfigError: the episode sets one of them, or reads no reply to it.
+    """
+    for name in names:
+        if not name or name in _OF_EPISODE:
+            raise ConfigError.of("--body", name, f"NAME=JSON, and not {', '.join(_OF_EPISODE)}")
+
+
 def body_of(
     model: str,
     messages: Sequence[Message],
@@ -108,7 +141,11 @@ def body_of(
     *,
     send_reasoning: bool = False,
 ) -> dict[str, Any]:
-    """The body of a request. A field of ``extra`` replaces ours, and ``None`` leaves it out."""
+    """The body of a request. A field of ``extra`` replaces ours, and ``None`` leaves it out.
+
+    Only a limit of the reply is never above that of ``sampling``, which the limits of the episode give.
+    """
+    limits = {name: min(extra[name], sampling.max_new_tokens) for name in _LIMITS if is_int(extra.get(name))}
     body: dict[str, Any] = {
         "model": model,
         "messages": [_sent(message, send_reasoning=send_reasoning) for message in messages],
@@ -119,8 +156,15 @@ def body_of(
         "stop": list(sampling.stop) or None,
         "tools": [tool.to_chat() for tool in tools] or None,
         **extra,
+        **limits,
     }
     return {name: value for name, value in body.items() if value is not None}
+
+
+def most_tokens(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that a request allows its reply; ``None`` if it leaves that to the API."""
+    limits = [limit for name in _LIMITS if is_int(limit := body.get(name), 0)]
+    return min(limits, default=None)
 
 
 def _sent(message: Message, *, send_reasoning: bool) -> dict[str, Any]:
@@ -173,8 +217,8 @@ def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | 
         return ReplyWithheld(f"finish_reason: {reason}; the provider withheld the reply")
     if not isinstance(message, dict):
         return _unreadable("choices[0].message", message, "an object")
-    if message.get("refusal"):
-        return ReplyWithheld(f"refusal: {shortened(message['refusal'])}")
+    if (refusal := message.get("refusal") or _refusal_in(message.get("content"))) is not None:
+        return ReplyWithheld(f"refusal: {shortened(refusal)}")
     if reason not in ("stop", "tool_calls", "length"):
         return _unreadable("choices[0].finish_reason", reason, '"stop", "tool_calls", "length" or "content_filter"')
     if message.get("role", "assistant") != "assistant":
@@ -194,6 +238,14 @@ def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | 
         id=_text(value.get("id")),
         served=_text(value.get("model")),
         fingerprint=_text(value.get("system_fingerprint")),
+    )
+
+
+def _refusal_in(content: Any) -> Any:
+    """The first refusal among the parts of a message; ``None`` without one."""
+    parts = content if isinstance(content, list) else ()
+    return next(
+        (part.get("refusal") for part in parts if isinstance(part, dict) and part.get("type") == "refusal"), None
     )
 
 
@@ -223,8 +275,19 @@ def _unreadable(name: str, got: Any, expected: str) -> Unreadable:
 
 def _error_inside(error: Any, payload: bytes) -> EndpointError:
     """An error with status 200, as proxies send it."""
+    return error_of(_status_of_error(error), payload)
+
+
+def _status_of_error(error: Any) -> int:
     status = status_of(error.get("code")) if isinstance(error, dict) else None
-    return error_of(status if status is not None and status >= 400 else 500, payload)
+    return status if status is not None and status >= 400 else 500
+
+
+def status_inside(payload: bytes) -> int:
+    """The status of a body of status 200: that of the error that it is, else 200."""
+    value = loads(payload)
+    error = value.get("error") if isinstance(value, dict) else None
+    return _status_of_error(error) if error else 200
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -236,7 +299,7 @@ def error_of(status: int, payload: bytes) -> EndpointError:
     if code in _WITHHELD_CODES:
         return ReplyWithheld(text)
     if status in (400, 413, 422) and (code == "context_length_exceeded" or _OVERFLOW.search(text)):
-        return ContextOverflow(text)
+        return RoomExceeded(text) if _OF_REPLY.search(text) else ContextOverflow(text)
     if status >= 500 or status in (408, 409, 425, 429):
         return EndpointUnavailable(text)
     refused = EndpointRefused(text)

@@ -10,6 +10,7 @@ import msgspec
 
 from rollouts.chat_api import Account, ChatEndpoint, Prices, chat_recipe, generate_chat_batch
 from rollouts.chat_api.endpoint import key_of
+from rollouts.chat_api.wire import check_fields
 from rollouts.commands.chat_options import OPENAI_KEY, OPENAI_URL, ChatOptions
 from rollouts.dtypes import Prompt
 from rollouts.environments.base import EnvironmentFactory
@@ -103,8 +104,7 @@ def extra_body(texts: Iterable[str]) -> dict[str, Any]:
     body: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not name or name in ("model", "messages", "tools", "stream", "n"):
-            raise ConfigError.of("--body", text, "NAME=JSON, and not model, messages, tools, stream or n")
+        check_fields([name if equals else ""])
         try:
             body[name] = msgspec.json.decode(value)
         except msgspec.DecodeError:

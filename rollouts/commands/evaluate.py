@@ -14,7 +14,7 @@ import argparse
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollouts.base.storable import to_json
+from rollouts.base.validators import is_number
 from rollouts.commands.arguments import add_target, add_verb, in_loop, numbers, positive, target_of
 from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.target import RunTarget, make_folder, open_target
@@ -54,7 +55,7 @@ from rollouts.views.terminal.transcript import visible
 __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evaluation", "scores_table"]
 
 _LINE_SECONDS = 5.0
-_SAME = ("recipe", "environment", "generate", "tokenizer", "model", "sampling")
+_SAME = ("recipe", "environment", "generate", "tokenizer", "model", "api", "sampling")
 """The settings that must not change when an evaluation is resumed."""
 _FILES = ("eval.json", "rollouts.jsonl", "greedy.jsonl")
 
@@ -105,8 +106,10 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
             (options.out / name).unlink(missing_ok=True)
         _write(options.out / "eval.json", {**settings, "rollouts": options.rollouts, "threshold": options.threshold})
         games = {"rollouts.jsonl": (recipe, options.rollouts)}
-        if options.greedy and recipe.endpoint.sampling.temperature > 0:
+        if options.greedy and _temperature_of(recipe) != 0:
             try:
+                if "temperature" in _fields_of(recipe):
+                    raise ConfigError("--body sets the temperature of each request")
                 games["greedy.jsonl"] = (recipe.with_sampling(temperature=0.0), 1)
             except ConfigError as error:  # the recipe's own generate function samples as it likes
                 console.print(Text(visible(f"no greedy rollouts: {error}")), soft_wrap=True)
@@ -139,7 +142,7 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
     _write(options.out / "eval.json", summary)
     console.print(scores_table(scores, options))
     console.print(_counts(scores, options), soft_wrap=True, highlight=False)
-    console.print(_estimates_table(scores, greedy, options.ks, recipe.endpoint.sampling.temperature))
+    console.print(_estimates_table(scores, greedy, options.ks, _temperature_of(recipe)))
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import cost_of  # here: most evaluations are on a server of tokens
 
@@ -237,7 +240,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     description = recipe.describe()
     endpoint = recipe.endpoint
     names = {name: description[name] for name in ("recipe", "environment", "generate", "tokenizer")}
-    return {**names, "model": endpoint.model, "sampling": attrs.asdict(endpoint.sampling)}
+    # The model of a chat API is known by its name alone, and another API may have another model of this name.
+    of_endpoint = description["endpoint"]
+    api = {"api": of_endpoint["base_url"]} if of_endpoint["provider"] == CHAT_PROVIDER else {}
+    return {**names, "model": endpoint.model, **api, "sampling": attrs.asdict(endpoint.sampling)}
 
 
 def _check_folder(options: EvalOptions) -> None:
@@ -314,12 +320,24 @@ def _counts(scores: Sequence[TaskScore], options: EvalOptions) -> Text:
     return text
 
 
+def _fields_of(recipe: Recipe) -> Mapping[str, Any]:
+    """The further fields of requests to a chat API, which replace sampling parameters."""
+    body = recipe.bound.get("body")
+    return body if isinstance(body, Mapping) else {}
+
+
+def _temperature_of(recipe: Recipe) -> Any:
+    """The temperature of the requests; not a number where that is left to a chat API."""
+    return _fields_of(recipe).get("temperature", recipe.endpoint.sampling.temperature)
+
+
 def _estimates_table(
-    scores: Sequence[TaskScore], greedy: Sequence[TaskScore], ks: Sequence[int], temperature: float
+    scores: Sequence[TaskScore], greedy: Sequence[TaskScore], ks: Sequence[int], temperature: Any
 ) -> Table:
     """The estimates, sampled and greedy side by side; a greedy rollout is one a task, so it has no pass@2."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("", f"temperature {temperature:g}", *(["greedy"] if greedy else [])):
+    sampled = f"temperature {temperature:g}" if is_number(temperature) else "temperature of the API"
+    for name in ("", sampled, *(["greedy"] if greedy else [])):
         table.add_column(name)
     for k in ks:
         other = [str(estimate_pass_at_k(greedy, 1)) if k == 1 else ""] if greedy else []

@@ -12,7 +12,7 @@ from rollouts.commands.chat_options import CHAT_PROVIDER, ChatOptions
 from rollouts.commands.target import ENGINE_LOG, RunTarget, built
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 from rollouts.recipe import Recipe
 from rollouts.recipe.files import load_recipe
 from rollouts.runs.info import read_info
@@ -45,6 +45,10 @@ def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_change
         raise ConfigError.of("--provider", provider, f"{stored}: a run has token ids, or text of a chat API")
     if provider != CHAT_PROVIDER and target.chat != ChatOptions():
         raise ConfigError.of("--resume", str(run), "a run with --provider openai, whose options these are")
+    given, urls = target.chat.base_url, [*map(without_password, _stored_urls(run, info))]
+    if given is not None and without_password(given.rstrip("/")) not in urls and not allow_changes:
+        expected = f"{', '.join(urls)}: another API may have another model of this name (--allow-changes)"
+        raise ConfigError.of("--base-url", without_password(given), expected)
     recipe = target.recipe or (Path(before["recipe"]) if before.get("recipe") else None)
     if recipe is None:
         if not (run / JOURNAL).is_dir():

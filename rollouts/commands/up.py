@@ -22,6 +22,7 @@ from rollouts import __version__
 from rollouts.base.extras import install_command
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.run import in_workers
 from rollouts.commands.serve import serve_until_stopped
 from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
@@ -34,6 +35,7 @@ from rollouts.recipe import Recipe, preflight
 from rollouts.recipe.files import absolute
 from rollouts.service import leased_run
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.rows import NO_IDS
 
 if TYPE_CHECKING:
     from rollouts.distributed.joined import JoinedWorkers
@@ -85,6 +87,8 @@ def add(verbs: Any) -> None:
 
 
 def _up(args: argparse.Namespace) -> int:
+    if args.provider == CHAT_PROVIDER:
+        raise ConfigError(f"--provider openai: {NO_IDS}. rollouts run --text stores its replies as text for SFT data")
     try:
         import aiohttp  # noqa: F401 - part of an extra; refused before an engine starts
     except ImportError as error:

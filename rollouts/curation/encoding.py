@@ -9,6 +9,7 @@ This module does not know runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +17,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.storable import to_json
 from rollouts.dtypes import Message, Tool
 from rollouts.errors import ConfigError
-from rollouts.renderer import Renderer, renderer_for
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 
 __all__ = ["REFUSED", "SPECIAL", "Student"]
 
 REFUSED = "the student's chat template cannot write it"
-SPECIAL = "a reply has a stop token of the student in its text"
+SPECIAL = "a reply has a special token of the student in its text"
 
 
 class Student:
@@ -39,6 +41,7 @@ class Student:
     def __init__(self, tokenizer: Any) -> None:
         self.name = tokenizer.name if isinstance(tokenizer, Renderer) else str(tokenizer)
         self._renderer = renderer_for(tokenizer)
+        self._special = _special_texts(load_tokenizer(self.name))
 
     def __repr__(self) -> str:
         return f"<Student {self.name}>"
@@ -85,6 +88,8 @@ class Student:
     def _reply(self, history: Sequence[Message], reply: Message, tools: Sequence[Tool]) -> npt.NDArray[np.int32] | str:
         """The ids that the model would have sampled, with the stop token."""
         renderer = self._renderer
+        if self._special.search(to_json(reply.to_chat()).decode()):  # else its text would be trained as a control id
+            return SPECIAL
         before = renderer.render(history, tools)
         whole = renderer.render([*history, reply], tools, generation_prompt=False)
         if not whole.startswith(before):
@@ -96,3 +101,9 @@ class Student:
         if renderer.decode(ids[stops[0] + 1 :]).strip():
             return SPECIAL
         return ids[: stops[0] + 1]
+
+
+def _special_texts(tokenizer: Any) -> re.Pattern[str]:
+    """The texts of special tokens, which a tokenizer finds in any text."""
+    texts = sorted({str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}, key=len)
+    return re.compile("|".join(map(re.escape, reversed(texts))) or r"(?!)")

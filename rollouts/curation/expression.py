@@ -4,7 +4,7 @@
 
 Invariant: the expression is parsed and never executed; a form that is not listed here is refused with its text. A
 comparison with a field that a rollout does not have is neither true nor false, and neither is ``not`` of it, so that a
-rollout is kept only by values that it has.
+rollout is kept only by values that it has. The same holds where ``None`` would be ordered; ``== None`` asks for it.
 """
 
 from __future__ import annotations
@@ -214,17 +214,18 @@ class Where:
         if isinstance(operation, ast.Eq | ast.NotEq):
             return bool(left == right) is isinstance(operation, ast.Eq)
         if isinstance(operation, ast.In | ast.NotIn):
-            return self._contains(left, right) is isinstance(operation, ast.In)
+            found = self._contains(left, right)
+            return None if found is None else found is isinstance(operation, ast.In)
         if left is None or right is None:
-            return False
+            return None
         try:
             return _ORDER[type(operation)](left, right)
         except TypeError:
             raise self._refused(f"{left!r} and {right!r}", "two numbers, or two strings, to be ordered") from None
 
-    def _contains(self, left: Any, right: Any) -> bool:
+    def _contains(self, left: Any, right: Any) -> bool | None:
         if isinstance(right, _Range):
-            return is_number(left) and right.low <= left <= right.high
+            return None if left is None else is_number(left) and right.low <= left <= right.high
         if isinstance(right, str):
             return isinstance(left, str) and left in right
         if isinstance(right, list | tuple | dict):

@@ -152,9 +152,10 @@ class Selector:
         counted = HashSet()
         for rollout in self._all():
             self.read += 1
+            task = self.tasks.setdefault(rollout.task, TaskStats())
             if len(self._runs) > 1 and (requests := rollout.requests) is not None and not counted.add(requests):
                 continue
-            self.tasks.setdefault(rollout.task, TaskStats()).add(rollout.reward, self._selection.passing)
+            task.add(rollout.reward, self._selection.passing)
         chosen = None if self._limit is None else self._best(self._limit)
         for rollout in self._admitted(self.refused):
             if chosen is None or rollout.place in chosen:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.storable import to_json
 from rollouts.base.validators import finite
 from rollouts.curation.duplicates import digest_of
 from rollouts.dtypes import hashes_in
@@ -210,7 +211,9 @@ class StoredRollout:
         """
         if self.is_text:
             names = [str(name) for name in self.branches[0]["metadata"][CHAT_API].get("replies") or () if name]
-            return digest_of(*(name.encode() for name in names)) if names else None
+            # With the task and the text: some servers give replies one of a thousand names.
+            said = [*names, self.task, to_json(self.branches[0].get("messages")).decode()]
+            return digest_of(*(text.encode() for text in said)) if names else None
         named = {
             str(completion["request_id"]): branch["tokens"][completion["start"] : completion["stop"]]
             for branch in self.branches

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import anyio.to_thread
 
 from rollouts.concurrency.task_groups import first_error
+from rollouts.dtypes import Provider
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
 from rollouts.runs.in_folder import open_in
@@ -22,6 +23,7 @@ from rollouts.runs.info import read_info
 from rollouts.runs.run import Watch, run
 from rollouts.runs.run_history import RunHistory
 from rollouts.service.leases import Leases
+from rollouts.training.rows import NO_IDS
 from rollouts.training.types import Sample
 
 __all__ = ["LEASES", "leased_run"]
@@ -51,9 +53,12 @@ async def leased_run(
         trains_here: whether the consumer is in this process, so that its objects are freed as usual.
 
     Raises:
+        ConfigError: the recipe is on a chat API, whose samples no trainer takes.
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
             raised by :meth:`Leases.take` when no group is left.
     """
+    if recipe.endpoint.provider not in get_args(Provider):  # a chat API
+        raise ConfigError.of("recipe.endpoint", recipe.endpoint, f"a server of tokens: {NO_IDS}")
     size = recipe.config.batch_size
     most = 2 * size if groups_in_work is None else groups_in_work
     if most < size:

@@ -43,7 +43,7 @@ class Asked:
     fault: Fault | None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """Those that are billed: 0 if there is no reply."""
+    """Those that are billed: 0 if the model made no reply. A reply that is lost on its way is billed."""
 
 
 class ChatServer:
@@ -159,7 +159,7 @@ class ChatServer:
             payload = msgspec.json.encode({**answer, "choices": []})
         if fault == "error_in_200":
             payload = msgspec.json.encode(_error("The server had an error.", None, None, "server_error"))
-        billed = (0, 0) if fault in ("cut", "hang_up", "wrong_json", "error_in_200") else (length, words)
+        billed = (0, 0) if fault == "error_in_200" else (length, words)
         self.asked.append(Asked(body, given, 200, fault, *billed))
         if fault in ("cut", "hang_up"):
             return await _cut(request, payload, nothing=fault == "hang_up")

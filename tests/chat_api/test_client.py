@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from rollouts.chat_api import Account, ChatEndpoint, Prices
+from rollouts.chat_api import Account, BudgetSpent, ChatEndpoint, Prices
 from rollouts.chat_api.client import ChatClient, client_of
 from rollouts.chat_api.wire import Answer
 from rollouts.dtypes import SamplingParams
@@ -132,8 +132,100 @@ async def test_a_budget_needs_a_usage() -> None:
         assert (await ask(server.url)).message.text == "1001"
         with pytest.raises(ConfigError, match="which --budget counts"):
             await ask(server.url, Account(Prices(1, 1), 1.0))
+    nothing = {**reply, "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}}
+    async with JsonServer(lambda asked: nothing) as server:
+        with pytest.raises(ConfigError, match=r"0 prompt tokens.*which --budget counts"):
+            await ask(server.url, Account(Prices(1, 1), 1.0))
     with pytest.raises(ConfigError, match="--price-in and --price-out"):
         Account(budget=1.0)
+
+
+@pytest.mark.parametrize(("key", "content"), [("EMPTY", "The list is EMPTY."), ("x", "x is 3"), ("1", "11 of 21")])
+async def test_a_reply_is_read_as_it_came_whatever_the_key_is(key: str, content: str) -> None:
+    """Local servers take keys such as EMPTY: a reply that has these letters keeps them."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}
+    async with JsonServer(lambda asked: {"choices": [choice]}) as server:
+        assert (await ask(server.url, api_key=key)).message.text == content
+
+
+@pytest.mark.parametrize("status", [200, 400, 401, 500])
+@pytest.mark.parametrize("before", [0, 110, 190, 995])
+async def test_an_error_that_quotes_the_key_is_printed_without_it(status: int, before: int) -> None:
+    """Also where its text is cut off in the middle of the key."""
+    key = "sk-live-9f8e7d6c5b4a39281706f5e4d3c2b1a0"
+    error = {"error": {"message": f"{'m' * before} bad key {key}", "code": status}}
+    async with JsonServer(lambda asked: (status, error)) as server:
+        with pytest.raises((ConfigError, EndpointRefused, EndpointUnavailable)) as raised:
+            await ask(server.url, api_key=key, max_retries=0)
+    assert key[8:14] not in str(raised.value)
+
+
+@pytest.mark.parametrize(("code", "error"), [(401, ConfigError), (402, EndpointAway), (404, ConfigError)])
+async def test_an_error_inside_a_reply_ends_the_run_as_its_status_does(code: int, error: Any) -> None:
+    """Proxies send status 200 with it; each rollout of the run would fail alike."""
+    async with JsonServer(lambda asked: {"error": {"message": "the reason", "code": code}}) as server:
+        with pytest.raises(error, match=f"status {code}: the reason"):
+            await ask(server.url)
+        assert len(server.asked) == 1
+
+
+async def test_the_error_that_ends_a_run_stays_when_other_requests_fail_later() -> None:
+    """Those that were in flight: no request begins after the refusal of the key, whatever they got."""
+    answers = iter([(401, {"error": {"message": "bad key"}}), *[(500, {"error": {"message": "down"}})] * 9])
+    account = Account()
+    errors: list[Exception] = []
+
+    async def one(client: ChatClient) -> None:
+        try:
+            await client.ask(BODY, account)
+        except (ConfigError, EndpointUnavailable) as error:
+            errors.append(error)
+
+    async with JsonServer(lambda asked: next(answers)) as server:
+        client = ChatClient(ChatEndpoint(model="stub", base_url=server.url, api_key=KEY, max_retries=1))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one, client)
+            tasks.start_soon(one, client)
+        assert len(server.asked) == 2
+    assert [type(error) for error in errors] == [ConfigError, ConfigError]
+
+
+@pytest.mark.parametrize("fault", ["cut", "hang_up", "wrong_json"])
+async def test_a_reply_that_is_lost_counts_for_the_budget(fault: Any) -> None:
+    """The API bills it: the request counts as the most that it can cost, so that lost replies end the run, too."""
+    prices, body = Prices(2.0, 8.0), {**BODY, "max_completion_tokens": 20}
+    account = Account(prices, 0.0005, settle_seconds=0.0)
+    async with ChatServer(plain, fault=lambda number: fault) as server:
+        endpoint = ChatEndpoint(model="stub", base_url=server.url, api_key=KEY, max_retries=1000)
+        with anyio.fail_after(20), pytest.raises(BudgetSpent, match=r"of unknown cost .at most"):
+            await ChatClient(endpoint).ask(body, account)
+    billed = [prices.dollars(one.prompt_tokens, one.completion_tokens) for one in server.asked]
+    assert sum(billed) <= account.budget + max(billed)
+    assert account.spent + account.most_unpriced >= sum(billed)
+
+
+async def test_a_request_that_is_cancelled_counts_for_the_budget() -> None:
+    """By the deadline of an episode, say: the API may continue the reply and bill it."""
+    account, arrived = Account(Prices(1.0, 1.0), 1.0), anyio.Event()
+
+    async def never() -> None:
+        arrived.set()
+        await anyio.sleep_forever()
+
+    async with ChatServer(plain, before=never) as server, anyio.create_task_group() as tasks:
+        endpoint = ChatEndpoint(model="stub", base_url=server.url, api_key=KEY)
+        tasks.start_soon(ChatClient(endpoint).ask, BODY, account)
+        await arrived.wait()
+        tasks.cancel_scope.cancel()
+    assert (account.unpriced, account.in_flight) == (1, 0)
+    assert account.most_unpriced > 0
+
+
+async def test_a_request_that_was_never_received_costs_nothing() -> None:
+    account = Account(Prices(1.0, 1.0), 1.0)
+    with pytest.raises(EndpointUnavailable):
+        await ask("http://127.0.0.1:1/v1", account, max_retries=0)
+    assert (account.unpriced, account.most_unpriced) == (1, 0.0)
 
 
 async def test_the_price_of_the_api_wins() -> None:

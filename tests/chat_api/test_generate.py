@@ -13,6 +13,7 @@ from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.inference.shared import shared_policy
 from rollouts.testing.chat_server import ChatServer
+from rollouts.testing.json_server import JsonServer
 from rollouts.training import Sample
 from tests.chat_api.sums import KEY, solve, tasks
 
@@ -122,6 +123,65 @@ async def test_a_prompt_that_is_too_long_is_a_stop_reason() -> None:
     async with ChatServer(solve, max_context=10) as server:
         sample = await play(server)
     assert (sample.stop_reason, sample.failure) == (StopReason.CONTEXT_OVERFLOW, None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "'max_tokens' or 'max_completion_tokens' is too large: 9000. This model's maximum context length is 4096 "
+        "tokens and your request has 25 input tokens",
+        "This model's maximum context length is 4097 tokens. However, you requested 4107 tokens (11 in the messages, "
+        "4096 in the completion).",
+    ],
+)
+async def test_a_first_request_for_more_than_the_context_is_a_failure(text: str) -> None:
+    """The prompt is short, and the settings ask for too long a reply: no task would get a reply, and a reward of 0."""
+    error = {"error": {"message": text, "type": "BadRequestError", "param": None, "code": 400}}
+    async with JsonServer(lambda asked: (400, error)) as server:
+        endpoint = ChatEndpoint(model="stub", base_url=server.url)
+        (sample,) = await chat_rollout_to_samples("q", environment_cls=CalculatorEnvironment, endpoint=endpoint)
+    assert sample.failure is not None
+    assert "maximum context length" in sample.failure.message
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_of_the_reply_in_the_body_is_what_was_asked_for(name: str) -> None:
+    """A reply that it cuts was cut by a limit, not by the context; and it exceeds no limit of the episode."""
+    body = {"max_completion_tokens": None, name: 12}
+    async with ChatServer(solve) as server:
+        cut = await play(server, body=body)
+        await play(server, body=body, limits=Limits(max_sampled_tokens=5))
+    assert cut.stop_reason == StopReason.MAX_TOKENS
+    assert [one.body[name] for one in server.asked] == [12, 5]
+
+
+@pytest.mark.parametrize("name", ["n", "stream", "messages"])
+async def test_a_field_of_the_episode_is_refused_in_python_too(name: str) -> None:
+    """``n`` would buy replies that are not read."""
+    async with ChatServer(solve) as server:
+        with pytest.raises(ConfigError, match=f"--body: got '{name}'"):
+            await play(server, body={name: 2})
+    assert server.asked == []
+
+
+async def test_the_password_of_a_url_is_in_no_sample() -> None:
+    """Not in the spans of its time either, which a run stores."""
+    async with ChatServer(solve, key=None) as server:
+        url = server.url.replace("//", "//user:hunter2@")
+        endpoint = ChatEndpoint(model="stub", base_url=url)
+        (sample,) = await chat_rollout_to_samples(
+            tasks(1, 4)[0], environment_cls=CalculatorEnvironment, endpoint=endpoint
+        )
+    assert sample.failure is None
+    assert "hunter2" not in str(sample.to_dict())
+
+
+async def test_the_id_that_a_call_is_given_is_of_no_other_call() -> None:
+    """Models number their calls as we do."""
+    first = calls(("call00001", "add", '{"a": 1, "b": 2}'), ("call00001", "add", '{"a": 1, "b": 2}'))
+    async with ChatServer(says(first, {"content": "done"})) as server:
+        sample = await play(server)
+    assert len({message["tool_call_id"] for message in sample.messages if message["role"] == "tool"}) == 2
 
 
 async def test_reasoning_is_kept_and_sent_back_only_where_asked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from rollouts.dtypes import Endpoint
 from rollouts.environments.calculator import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, agent_recipe, preflight
+from rollouts.service import leased_run
 from rollouts.training.failures import FailurePolicy
 from tests.chat_api.sums import sums, tasks
 
@@ -52,6 +54,14 @@ def test_another_endpoint_or_another_kind_of_agent_is_refused() -> None:
     own = functools.partial(generate_chat_batch)
     with pytest.raises(ConfigError, match="plays no programs, seats"):
         chat_recipe(attrs.evolve(recipe(), config=attrs.evolve(recipe().config, generate_fn=own)))
+
+
+async def test_no_groups_of_a_chat_api_are_leased(tmp_path: Path) -> None:
+    """A service gives groups to trainers: it is refused before a rollout is paid for, and before a folder is made."""
+    with pytest.raises(ConfigError, match="this API has none"):
+        async with leased_run(tmp_path / "run", chat_recipe(recipe())):
+            pass
+    assert not (tmp_path / "run").exists()
 
 
 async def test_the_preflight_sends_nothing_and_needs_no_tokenizer() -> None:

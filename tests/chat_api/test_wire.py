@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollouts.chat_api.wire import Answer, ReplyWithheld, Unreadable, answer_of, error_of
+from rollouts.chat_api.wire import Answer, ReplyWithheld, RoomExceeded, Unreadable, answer_of, error_of
 from rollouts.errors import ContextOverflow, EndpointRefused, EndpointUnavailable
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -57,6 +57,8 @@ def test_a_reply_is_read(message: Any, finish: str, text: str, calls: int, reaso
         (body({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}), Unreadable),
         (body({"role": "assistant", "content": None, "refusal": "no"}), ReplyWithheld),
         (body({"role": "assistant", "content": "ye"}, "content_filter"), ReplyWithheld),
+        (body({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}), ReplyWithheld),
+        (body({"role": "assistant", "content": [{"type": "text", "text": "ye"}, {"type": "refusal"}]}), Unreadable),
         (msgspec.json.encode({"error": {"message": "m", "code": 502}}), EndpointUnavailable),
         (msgspec.json.encode({"error": {"message": "m", "code": 400}}), EndpointRefused),
         (msgspec.json.encode({"error": "m"}), EndpointUnavailable),
@@ -99,6 +101,7 @@ def test_a_usage_is_counted_or_unknown(usage: Any, expected: Any) -> None:
     [
         (400, {"message": "m", "code": "context_length_exceeded"}, ContextOverflow),
         (400, {"message": "This model's maximum context length is 8192 tokens."}, ContextOverflow),
+        (400, {"message": "maximum context length is 9 tokens; you requested 8 output tokens"}, RoomExceeded),
         (400, {"message": "m", "code": "content_policy_violation"}, ReplyWithheld),
         (400, {"message": "m", "code": "content_filter"}, ReplyWithheld),
         (400, {"message": "Invalid schema"}, EndpointRefused),

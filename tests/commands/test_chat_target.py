@@ -58,6 +58,22 @@ def test_an_evaluation_has_pass_rates_and_a_cost_and_no_key(tmp_path: Path, caps
     assert KEY.encode() not in texts_of(out)
 
 
+@pytest.mark.parametrize(("given", "words"), [("0.5", "temperature 0.5"), ("null", "temperature of the API")])
+def test_a_temperature_of_the_body_is_the_one_that_is_printed(
+    given: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It replaces that of greedy rollouts, too, so that there are none."""
+    out = tmp_path / "exam"
+    with serving(solve) as server:
+        command = ["eval", FILE, "--set", "tasks=2", "--set", "temperature=1.0", "--body", f"temperature={given}"]
+        assert main([*command, *provider(server.url), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert words in printed
+    assert "no greedy rollouts: --body sets the temperature" in printed
+    assert not (out / "greedy.jsonl").exists()
+    assert {one.body.get("temperature") for one in server.asked} == {None if given == "null" else 0.5}
+
+
 def test_another_model_does_not_resume_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor do other fields of the requests."""
     out = tmp_path / "exam"
@@ -68,6 +84,27 @@ def test_another_model_does_not_resume_an_evaluation(tmp_path: Path, capsys: pyt
         assert "generate: got {" in capsys.readouterr().err
         command += ["--at-once", "2", "--budget", "1", "--price-in", "1", "--price-out", "1"]
         assert main([*command, "--resume", str(out)]) == 0
+
+
+def test_another_api_with_a_model_of_the_same_name_resumes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither an evaluation nor a run without --allow-changes: a rate is of one model."""
+    exam, run = tmp_path / "exam", tmp_path / "run"
+    with serving(solve) as first, serving(solve) as other:
+        evaluation = ["eval", FILE, "--set", "tasks=4"]
+        assert main([*evaluation, *provider(first.url), "--tasks", "2", "--out", str(exam)]) == 0
+        assert main([*evaluation, *provider(other.url), "--resume", str(exam)]) == 2
+        assert "api: got" in capsys.readouterr().err
+        prices = ["--price-in", "2", "--price-out", "8", "--budget", "0.02"]
+        main(["run", FILE, *SMALL, *provider(first.url, *prices), "--text", "--out", str(run)])
+        resumed = ["run", "--resume", str(run), "--provider", "openai", "--base-url"]
+        assert main([*resumed, other.url]) == 2
+        assert "another API may have another model of this name" in capsys.readouterr().err
+        assert other.asked == []
+        assert main([*resumed, f"{first.url}/", "--batches", "1"]) == 0
+        assert main([*resumed, other.url, "--allow-changes", "--batches", "2"]) == 0
+        assert other.asked
 
 
 def test_text_is_stored_and_curated_and_no_trainer_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +159,7 @@ def final_requests(server: ChatServer) -> Counter[str]:
     ("arguments", "words"),
     [
         (["run", FILE, "--provider", "openai", "--model", "m", "--out", "x"], "rollouts run --text stores"),
+        (["up", FILE, "--provider", "openai", "--model", "m", "--out", "x"], "this API has none"),
         (["run", FILE, "--text", "--out", "x"], "--provider openai with it"),
         (["eval", FILE, "--provider", "openai", "--out", "x"], "--model: got None"),
         (["eval", FILE, "--budget", "1", "--out", "x"], "none without --provider openai"),

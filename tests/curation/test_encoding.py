@@ -87,6 +87,8 @@ def test_exact_rows_and_text_are_never_in_one_data_set(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"reply": "The answer <|im_end|> is 7."}, SPECIAL),
+        ({"reply": "The answer is 7.<|endoftext|>"}, SPECIAL),
+        ({"reply": "<|im_start|>user\nIs it 7?"}, SPECIAL),
         ({"metrics": {"replies": 2, "cut_replies": 1}}, CUT),
         ({"messages": [{"role": "assistant", "content": "7"}], "metrics": {"replies": 1}}, REFUSED),
         ({"metrics": {"replies": 1}}, UNSAMPLED),
@@ -95,7 +97,7 @@ def test_exact_rows_and_text_are_never_in_one_data_set(tmp_path: Path) -> None:
 def test_text_that_the_student_cannot_have_said_is_refused(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    """A stop token or no end in a reply, no prompt, an example reply in the prompt: counted, and not repaired."""
+    """A special token or no end in a reply, no prompt, an example reply in the prompt: counted, and not repaired."""
     curation = curate(stored(tmp_path / "run", [text_sample(1, **changes)]), "tokens", tokenizer=str(DEMO_MODEL))
     assert list(curation) == []
     assert curation.account.refused == {reason: 1}
@@ -120,6 +122,17 @@ def test_a_rollout_of_two_runs_counts_once(tmp_path: Path) -> None:
     runs = [stored(tmp_path / "a", [first]), stored(tmp_path / "b", [first]), stored(tmp_path / "c", [other])]
     (row,) = curate(runs, "chat", Selection(where="pass_rate == 0.5 and n == 2"))
     assert row["source"]["run"].endswith("a")
+
+
+@pytest.mark.parametrize("where", [None, "pass_rate == 0.5 and n == 2"])
+def test_replies_whose_names_are_equal_by_chance_are_no_copies(where: str | None, tmp_path: Path) -> None:
+    """Some servers number their replies up to 999 (Ollama): another reply, or one to another task, counts."""
+    source = {"chat_api": {"provider": "openai", "model": "large", "replies": ["chatcmpl-7"]}}
+    named = [text_sample(1), text_sample(1, "No.", reward=0.0), text_sample(2), text_sample(2, "No.", reward=0.0)]
+    for sample in named:
+        sample.metadata = source
+    runs = [stored(tmp_path / str(number), [sample]) for number, sample in enumerate(named)]
+    assert len(list(curate(runs, "chat", Selection(where=where)))) == 2
 
 
 def test_a_tokenizer_is_for_token_rows_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
