@@ -78,7 +78,7 @@ async def chat_rollout_to_samples(
     sampling = sampling or endpoint.sampling
     check_sampling(sampling)
     episode = ChatEpisode(
-        prompt=attrs.evolve(prompt, turn_log=None),
+        prompt=attrs.evolve(prompt, turn_log=None, urgency=None),
         endpoint=endpoint,
         client=client_of(endpoint),
         account=Account() if account is None else account,
