@@ -161,11 +161,9 @@ def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
 
 
 _PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
-    {
-        "tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
-        "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
-        "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None,
-    },
+    {"tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
+     "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
+     "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None},
     {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
     {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
     {"failure": lambda: None}, {"history": lambda: None}, {"tools": lambda: None},
