@@ -79,7 +79,7 @@ async def chat_rollout_to_samples(
     check_sampling(sampling)
     check_fields(body)
     episode = ChatEpisode(
-        prompt=attrs.evolve(prompt, turn_log=None),
+        prompt=attrs.evolve(prompt, turn_log=None, urgency=None),
         endpoint=endpoint,
         client=client_of(endpoint),
         account=Account() if account is None else account,

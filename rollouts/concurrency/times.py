@@ -114,7 +114,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
     Raises:
         ConfigError: a value is not a span.
     """
-    return tuple([_checked(span) for span in spans]) if spans else ()
+    return () if type(spans) is tuple and not spans else tuple([_checked(span) for span in spans])
 
 
 def _checked(span: Iterable[Any]) -> Span:

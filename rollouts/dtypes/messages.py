@@ -421,7 +421,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def _metadata(value: Any) -> Any:
     """Metadata as a mapping; some data sets store it as JSON text."""
-    if not isinstance(value, str):
+    if type(value) is dict or not isinstance(value, str):
         return value
     decoded = json_object(value)
     if decoded is None:
@@ -430,7 +430,7 @@ def _metadata(value: Any) -> Any:
 
 
 def _prompt_value(value: Any) -> str | tuple[Message, ...]:
-    if isinstance(value, str):
+    if type(value) is str or isinstance(value, str):
         return value
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
         return as_messages(value)
@@ -457,7 +457,8 @@ class Prompt:
     """The log of the turns of this rollout's episode, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
     for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""
     urgency: Any = attrs.field(default=None, eq=False, repr=False)
-    """Returns how many rollouts of the group have finished, -1 for an evaluation. The environment does not get it."""
+    """Returns how many rollouts of the group have finished, -1 for an evaluation. The environment does not receive it,
+    and a pickled or deep-copied prompt has the number of that moment."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

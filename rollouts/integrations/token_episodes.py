@@ -110,7 +110,8 @@ async def token_rollout_to_samples(
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     context = (await describe_once(client)).max_context
     continuing = resuming(client, decode, prompt.urgency)
-    episode = _Episode(prompt, continuing, decode, sampling or endpoint.sampling, limits, context)
+    given = attrs.evolve(prompt, turn_log=None, urgency=None)
+    episode = _Episode(given, continuing, decode, sampling or endpoint.sampling, limits, context)
     name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
     try:
         with deadline(limits.episode_seconds):

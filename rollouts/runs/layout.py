@@ -12,7 +12,7 @@
     leases.log        acknowledgements of a run whose groups are leased
     tools/            the tools that samples name, <sha256>.json, each list of schemas once
 
-This module reads and writes no file.
+This module writes none of them, and reads no content.
 """
 
 from __future__ import annotations

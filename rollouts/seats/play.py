@@ -92,7 +92,7 @@ async def play_rollout_to_samples(
     checked, kinds = check_seats(seats), comparisons_of(seats, by)
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     log = await _log_of(prompt, history)
-    prompt = attrs.evolve(prompt, turn_log=None)
+    prompt = attrs.evolve(prompt, turn_log=None, urgency=None)
     rest = SeatOptions(
         endpoint=endpoint, tokenizer=tokenizer, sampling=sampling, policy=policy, history=history, renderer=options
     )

@@ -65,6 +65,8 @@ class _Round:
     """Deadline of the group."""
     finished: dict[int, list[Sample]]
     """Sound rollouts by number, those of earlier rounds included."""
+    ended: list[int]
+    """Their numbers. Prompts count these: a pickled prompt, as a worker gets it, would otherwise have the samples."""
     lost: dict[int, list[Sample]] = attrs.field(factory=dict)
     broken: Exception | None = None
     """The first broken law."""
@@ -108,7 +110,7 @@ class GroupRunner:
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
                 asked = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
-                group = _Round(asked, limit, finished)
+                group = _Round(asked, limit, finished, [*finished])
                 missing = self._missing(finished)
                 self._slots.reserve(index, len(missing))
                 if len(missing) == 1:  # needs no separate task
@@ -141,7 +143,7 @@ class GroupRunner:
         for number in self._missing(finished):
             error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
             error.late = True
-            request = self._request(prompt, number, finished)
+            request = self._request(prompt, number)
             sample = number_sample(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
             sample.failure = Failure.of(error)
             self.failures.add([sample], sound=False)
@@ -151,9 +153,9 @@ class GroupRunner:
     def _missing(self, finished: Mapping[int, object]) -> list[int]:
         return [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
 
-    def _request(self, prompt: Prompt, number: int, finished: Sized) -> Prompt:
+    def _request(self, prompt: Prompt, number: int, ended: Sized = ()) -> Prompt:
         index = group_index(prompt) * self.config.n_samples_per_prompt + number
-        return attrs.evolve(prompt, index=index, urgency=prompt.urgency or finished.__len__)
+        return attrs.evolve(prompt, index=index, urgency=prompt.urgency or ended.__len__)
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
         """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
@@ -206,7 +208,7 @@ class GroupRunner:
 
     async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None]) -> None:
         """Run one rollout in a slot; cancel its siblings if the group can no longer become sound."""
-        request = self._request(group.prompt, number, group.finished)
+        request = self._request(group.prompt, number, group.ended)
         index = request.index
         assert index is not None
         try:
@@ -221,6 +223,7 @@ class GroupRunner:
             group.broken = group.broken or error
         else:
             (group.finished if policy is None else group.lost)[number] = samples
+            group.ended += [number] if policy is None else []
         finally:
             self._attempts.pop(index, None)
         possible = self.config.n_samples_per_prompt - len(group.lost)

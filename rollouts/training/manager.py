@@ -316,9 +316,8 @@ class AsyncRolloutManager:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        numbers = self._report.of_samples(
-            samples, seconds if self._streaming else None
-        )  # raises: the groups stay ready
+        waited = seconds if self._streaming else None
+        numbers = self._report.of_samples(samples, waited)  # may raise: then the groups stay ready
         self._ledger.seal(groups)
         head = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4)}
         self.metrics = {**head, **numbers, **self._report.of_run()}

@@ -1,4 +1,4 @@
-"""The protocol through which the scheduler reports events, for example to the journal of a run.
+"""The reports of the scheduler: the protocol of a log, such as the journal of a run, and the recorder that calls it.
 
 Invariant: the log has accepted a rollout or group before the manager counts it: ``finished`` and ``settled`` return
 when the record is durable. The scheduler knows this protocol and no implementation of it.

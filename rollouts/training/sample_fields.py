@@ -51,8 +51,6 @@ def _are_numbers(values: Collection[Any]) -> bool:
 
 _NUMBERS = {int, float}
 _HISTORIES = get_args(OnRewrite)
-
-
 _are_messages = _all_are(Message | Mapping)
 _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
     ("prompt", lambda value: isinstance(value, str) or _are_messages(value), "a string, or messages", None),
@@ -60,7 +58,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("metrics", lambda value: isinstance(value, dict) and _are_numbers(value.values()), "a dict of numbers", None),
     ("stop_reason", _is(StopReason | None), "a StopReason, or None", StopReason),
     ("failure", _is(Failure | None), "a Failure, or None", lambda fields: Failure(**fields)),
-    ("history", lambda value: type(value) is str and value in _HISTORIES, f"one of {_HISTORIES}", None),
+    ("history", lambda v: (type(v) is str or isinstance(v, str)) and v in _HISTORIES, f"one of {_HISTORIES}", None),
     ("times", _is(Timeline), "a Timeline", Timeline),
     ("images", _all_are(ImageSpan), "ImageSpans", None),
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
@@ -110,10 +108,9 @@ def check_values(sample: Any) -> None:
     for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
         if type(value) not in sound_types and not good(value):
             raise ConfigError.of(f"Sample.{name}", value, expected)
-    conversation, shared = sample.conversation, sample.shared
-    if type(conversation) is not int or type(shared) is not int or conversation < 0 or shared < 0:
-        got = {"conversation": conversation, "shared": shared}
-        raise ConfigError.of("Sample.conversation, Sample.shared", got, "integers >= 0")
+    for name, value in (("conversation", sample.conversation), ("shared", sample.shared)):
+        if (type(value) is not int or value < 0) and not is_int(value, 0):
+            raise ConfigError.of(f"Sample.{name}", value, "an integer >= 0")
     for name in ("advantages", "teacher_log_probs"):
         column = getattr(sample, f"_{name}")
         if column is not None and len(column) != len(sample):

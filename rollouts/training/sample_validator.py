@@ -59,8 +59,8 @@ def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str
     pack_or_fail(samples, failure, f"after {name}")
 
 
-_Identity: TypeAlias = tuple[Any, int | None, int | None, int | None, str, int, Any, tuple[Any, ...] | None]
-"""Prompt, group index, index, rollout id, seat, conversation, completions and replies of a sample."""
+_Identity: TypeAlias = tuple[Any, ...]
+"""The values of ``_UNCHANGED``, the completions, and the replies or ``None``."""
 
 
 def _identity_of(sample: Sample) -> _Identity:
@@ -76,12 +76,12 @@ def _identity_of(sample: Sample) -> _Identity:
     columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
     replies = (*columns, versions, sample.images) if recorded else None
     group = sample.prompt, sample.group_index, sample.index, sample.rollout_id
-    return *group, sample.seat, sample.conversation, completions, replies
+    return *group, sample.seat, sample.conversation, sample.parent, sample.shared, completions, replies
 
 
 def _restore(sample: Sample, identity: _Identity) -> None:
     sample.prompt, sample.group_index, sample.index, sample.rollout_id = identity[:4]
-    sample.seat, sample.conversation, sample._completions, replies = identity[4:]
+    sample.seat, sample.conversation, sample.parent, sample.shared, sample._completions, replies = identity[4:]
     if replies is not None:
         sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
 
@@ -123,7 +123,7 @@ def _change_of(sample: Sample, before: _Identity) -> str:
     return ""
 
 
-_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation")
+_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 
 
@@ -161,14 +161,13 @@ def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
 
 
 _PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
-    {
-        "tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
-        "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
-        "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None,
-    },
+    {"tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
+     "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
+     "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None},
     {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
     {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
-    {"failure": lambda: None}, {"history": lambda: None}, {"seat": str, "conversation": int},
+    {"failure": lambda: None}, {"history": lambda: None}, {"tools": lambda: None},
+    {"seat": str, "conversation": int, "parent": lambda: None, "shared": int},
 )  # fmt: skip
 """The fields of a sample that pack or do not pack together, with their values if they do not."""
 

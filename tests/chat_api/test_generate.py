@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import pytest
 
 from rollouts.chat_api import Account, ChatEndpoint, Prices, chat_rollout_to_samples
@@ -238,3 +239,17 @@ async def test_a_client_of_token_ids_refuses_the_endpoint() -> None:
     """The endpoint of a chat API is an Endpoint; a policy of it would send ids to a server without them."""
     with pytest.raises(ConfigError, match="OpenAI's chat API has no token ids"):
         shared_policy(ChatEndpoint(model="stub"))
+
+
+async def test_the_environment_does_not_get_the_urgency_of_its_group() -> None:
+    """It gets the task only."""
+    given: list[Prompt] = []
+
+    class Noted(CalculatorEnvironment):
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            given.append(prompt)
+            return await super().start(prompt)
+
+    async with ChatServer(solve) as server:
+        await play(server, attrs.evolve(tasks(1, 4)[0], urgency=lambda: 0), environment_cls=Noted)
+    assert [prompt.urgency for prompt in given] == [None]

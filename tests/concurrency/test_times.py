@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 
-from rollouts.concurrency.times import Span, Timeline, now
+from rollouts.concurrency.times import Span, Timeline, checked_spans, now
 from rollouts.errors import ConfigError
 
 SPANS = [Span("environment", "World.start", 10.0, 0.5), Span("generating", "http://a", 10.5, 2.0)]
@@ -50,3 +52,18 @@ def test_a_span_before_a_timeline() -> None:
     for before in (Span("queued", "a slot", 0.5, 1.5), Span("generating", "a server", 1.0, 0.5)):
         assert list(timeline.after(before)) == [before, *spans]
     assert list(timeline) == spans
+
+
+@pytest.mark.parametrize("spans", [None, 0, False])
+def test_only_an_iterable_has_spans(spans: Any) -> None:
+    """A false value is not an empty timeline."""
+    with pytest.raises(TypeError):
+        checked_spans(spans)
+
+
+def test_spans_may_be_in_any_iterable() -> None:
+    """Also in one whose truth is not its length, such as an array."""
+    row = ["tool", "ask", 3.0, 0.5]
+    for spans in (np.array([row], object), np.array([row, row], object), iter([row])):
+        assert {*checked_spans(spans)} == {Span("tool", "ask", 3.0, 0.5)}
+    assert checked_spans(np.empty((0, 4))) == checked_spans([]) == ()

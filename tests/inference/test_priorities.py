@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
 
-from rollouts.dtypes import Endpoint, SamplingParams, packed_tokens
+from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.inference import priorities, vllm_wire
 from rollouts.inference.base import CompletionRequest
 from rollouts.inference.priorities import behind_training
@@ -18,6 +22,7 @@ from rollouts.inference.token_json import SequenceCache
 from rollouts.inference.vllm import VLLMPolicy
 from rollouts.testing.json_server import JsonServer
 from rollouts.testing.server import StubServer
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from rollouts.training.agent_integration import resuming
 
 ON = {"enable_priority_scheduling": True}
@@ -126,3 +131,31 @@ async def test_the_policy_of_a_rollout_stops_as_its_servers_do() -> None:
             async with kind(Endpoint(base_url="http://127.0.0.1:1", priority=wanted)) as policy:
                 found = getattr(policy.of_rollout(behind_training), "minimum_delays_stops", None)
                 assert found == (kind is VLLMPolicy)
+
+
+def pickled(prompt: Prompt) -> Prompt:
+    text = pickle.dumps(prompt)
+    assert len(text) < 1_000
+    found: Prompt = pickle.loads(text)
+    return found
+
+
+@pytest.mark.parametrize("copied", [pickled, copy.deepcopy])
+async def test_a_copy_of_a_prompt_has_the_number_of_its_group_and_none_of_the_samples(
+    copied: Callable[[Prompt], Prompt],
+) -> None:
+    """A worker gets a pickled prompt: it must not grow with the group, or fail for what its samples have."""
+    found: list[int] = []
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        found.append(copied(prompt).urgency())
+        assert prompt.urgency() == len(found) - 1
+        sample = Sample(tokens=[*range(2_000)], reward=1.0)
+        sample.trainer_record = threading.Lock()  # has no copy
+        return [sample]
+
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=4, generate_fn=generate, in_flight=1, max_attempts=1)
+    async with AsyncRolloutManager(config, DataBuffer(["a"], epochs=1)) as manager:
+        await manager.generate_batch()
+    assert found == [0, 1, 2, 3]

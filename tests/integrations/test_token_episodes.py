@@ -21,6 +21,7 @@ class Scripted:
     def __init__(self, *observations: Observation | Exception) -> None:
         self.observations = list(observations)
         self.replies: list[Completion] = []
+        self.prompt: Prompt | None = None
 
     def next(self) -> Observation:
         seen = self.observations.pop(0)
@@ -29,6 +30,7 @@ class Scripted:
         return seen
 
     async def start(self, prompt: Prompt) -> Observation:
+        self.prompt = prompt
         return self.next()
 
     async def step(self, reply: Completion) -> Observation:
@@ -158,3 +160,17 @@ async def test_a_limit_of_tool_calls_is_refused() -> None:
     """Replies are tokens here."""
     with pytest.raises(ConfigError, match=r"limits\.max_tool_calls: got 3"):
         await play(Scripted(), limits=Limits(max_tool_calls=3))
+
+
+async def test_the_environment_does_not_get_the_urgency_of_its_group() -> None:
+    """The policy does."""
+    environment = Scripted(Observation([1]), Observation(done=True))
+    await generate_token_batch(
+        [Prompt("go", urgency=lambda: 0)],
+        environment_cls=lambda: environment,
+        decode=_text,
+        endpoint=Endpoint(model="m"),
+        policy=ScriptedPolicy([[5]]),
+    )
+    assert environment.prompt == Prompt("go")
+    assert environment.prompt.urgency is None

@@ -591,6 +591,18 @@ async def test_the_comparison_of_a_play_travels_with_its_samples(renderer: Rende
             play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=wrong)
 
 
+async def test_a_play_does_not_get_the_urgency_of_its_group(renderer: Renderer) -> None:
+    """It passes its prompt to the environments of its seats."""
+
+    async def play_noting(seats: Any, prompt: Prompt) -> Any:
+        assert prompt.urgency is None
+        return await duel(seats, prompt)
+
+    prompt = Prompt("deal", group_index=0, index=0, urgency=lambda: 0)
+    samples = await played(renderer, play_noting, speaker(renderer, lambda text: "hm"), DUEL, prompt=prompt)
+    assert [sample.failure for sample in samples] == [None, None]
+
+
 def test_a_trained_seat_has_the_tokenizer_of_the_rollout() -> None:
     """Ids of another tokenizer would be trained as other text; a frozen seat may have one."""
     with pytest.raises(ConfigError, match=r"Seat\.tokenizer: got 'other'; expected None, or trained=False"):

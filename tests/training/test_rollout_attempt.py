@@ -173,12 +173,14 @@ PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = 
         (lambda sample: setattr(sample, "group_index", 1), "Sample.group_index: got 1; expected 0, unchanged"),
         (lambda sample: setattr(sample, "index", 9), "Sample.index: got 9; expected 0, unchanged"),
         (lambda sample: setattr(sample, "rollout_id", None), "Sample.rollout_id: got None; expected 0, unchanged"),
+        (lambda sample: setattr(sample, "parent", 5), "Sample.parent: got 5; expected None, unchanged"),
+        (lambda sample: setattr(sample, "shared", 7), "Sample.shared: got 7; expected 0, unchanged"),
         (lambda sample: setattr(sample, "completions", []), "Sample.completions: got 0 that it changed"),
         (lambda sample: setattr(sample, "versions", []), "Sample.versions: got values that it changed"),
         (lambda sample: setattr(sample, "versions", renamed(sample)), "Sample.versions: got values that it changed"),
         (lambda sample: setattr(sample, "images", (span(),)), "Sample.images: got values that it changed"),
     ],
-    ids=["group_index", "index", "rollout_id", "completions", "no versions", "versions", "images"],
+    ids=["group_index", "index", "rollout_id", "parent", "shared", "completions", "no versions", "versions", "images"],
 )
 async def test_hardening_07_what_identifies_a_sample_is_not_changed(place: str, change: Any, message: str) -> None:
     """H7: a reward or filter that edits identity fails its group by name; the stored samples keep theirs."""
@@ -314,6 +316,9 @@ async def test_hardening_13_a_filter_that_sets_a_reward_costs_one_group(value: A
         ("metadata", lambda: {"fit": 1, "unfit": cyclic()}, {"fit": 1}),
         ("metrics", lambda: {"fit": 1.0, "unfit": float("nan")}, {"fit": 1.0}),
         ("messages", lambda: [cyclic()], []),
+        ("tools", b"[]", None),
+        ("parent", "0", None),
+        ("shared", -1, 0),
     ],
 )
 def test_a_failed_sample_loses_only_what_cannot_be_stored(field: str, value: Any, stored: Any) -> None:

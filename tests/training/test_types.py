@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import json
 import operator
 import pickle
@@ -156,6 +157,10 @@ def test_packed_columns_are_small() -> None:
         ({"metrics": {"note": "x"}}, "Sample.metrics: got {'note': 'x'}; expected a dict of numbers"),
         ({"completions": [{"request_id": "r"}]}, "a list of CompletionRecord"),
         ({"metadata": None}, "Sample.metadata: got None; expected a dict"),
+        ({"history": "keep"}, "Sample.history: got 'keep'; expected one of ('append', 'fork', 'error')"),
+        ({"conversation": -1}, "Sample.conversation: got -1; expected an integer >= 0"),
+        ({"conversation": True}, "Sample.conversation: got True; expected an integer >= 0"),
+        ({"shared": 1.0}, "Sample.shared: got 1.0; expected an integer >= 0"),
     ],
 )
 def test_a_malformed_sample_is_not_made(fields: dict[str, Any], words: str) -> None:
@@ -163,6 +168,14 @@ def test_a_malformed_sample_is_not_made(fields: dict[str, Any], words: str) -> N
     with pytest.raises(ConfigError) as caught:
         packed(**fields)
     assert words in str(caught.value)
+
+
+def test_a_subclass_of_a_fields_type_is_one() -> None:
+    """The members of enumerations too, which name a user's options."""
+    history = enum.Enum("History", {"KEPT": "append"}, type=str)
+    number = enum.IntEnum("Number", {"SECOND": 1})
+    sample = packed(history=history.KEPT, conversation=number.SECOND, seat=np.str_("judge"), shared=number.SECOND)
+    assert json.loads(json.dumps(sample.to_dict()))["history"] == "append"
 
 
 @pytest.mark.parametrize(
