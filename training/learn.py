@@ -115,7 +115,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     Raises:
         RolloutsError: an invalid recipe, an unreachable server, or the end of the prompts.
     """
-    began = time.monotonic()
+    entered = time.monotonic()
     source = lesson.checkpoint if lesson.resume else lesson.model
     async with contextlib.AsyncExitStack() as stack:
         endpoint = await stack.enter_async_context(_endpoint(lesson, source))
@@ -146,6 +146,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                     {
                         "elapsed": now - started,
                         "sampled_tokens": manager.run_metrics.sampled_tokens,
+                        "started_groups": manager.accounting.taken,
                         **numbers,
                         "generation_seconds": generated - began,
                         "step_seconds": trained - generated,
@@ -173,7 +174,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             "after": {kind: scores.describe() for kind, scores in after.items()},
             "steps": step,
             "sampled_tokens": manager.run_metrics.sampled_tokens,
-            "seconds": {"total": ended - began, "learning": learned - started},
+            "seconds": {"total": ended - entered, "learning": learned - started},
             "accounting": attrs.asdict(manager.accounting),
             "lesson": {
                 "recipe": recipe.describe(),

@@ -12,19 +12,24 @@ from rollouts.environments.base import ToolEnvironment, tool
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.testing.canned import Canned
 
-__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "calculated", "reward"]
+__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "calculated", "restart", "reward"]
 
 EPISODES, IN_FLIGHT, TURNS, REPLY = 256, 64, 3, 256
 ANSWER = "The answer is 8."
 SYSTEM = "Use the tools. Finish with: The answer is N."
 
 
-_CALCULATIONS = itertools.count()
+_CALCULATIONS = [itertools.count()]
 
 
 def calculated(value: float) -> str:
     """The result of each loop's tools; never twice the same, so that no loop profits from a cache."""
-    return f"{value:g} (calculation {next(_CALCULATIONS)})"
+    return f"{value:g} (calculation {next(_CALCULATIONS[-1])})"
+
+
+def restart() -> None:
+    """Number the calculations from 0 again, so that another loop gets the same results."""
+    _CALCULATIONS[-1] = itertools.count()
 
 
 class Calculator(ToolEnvironment):
