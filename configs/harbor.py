@@ -28,16 +28,21 @@ def recipe(
     path: Path | None = None,
     grade: Grade = "auto",
     root: str = "",
+    layers: tuple[str, ...] = (),
     network: Literal["none", "task"] = "none",
     ignore: tuple[str, ...] = (),
     variables: tuple[str, ...] = (),
     reward_key: str = "",
     max_calls: int = 100,
     max_seconds: float = 3600.0,
+    warm: int | None = None,
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
-    """agent: of Harbor (needs rollouts[harbor]); program: of ours, script with path; root: one image for all tasks."""
+    """agent: of Harbor (needs rollouts[harbor]); program: of ours, script with path; root: one image for all tasks.
+
+    layers: folders over every image, e.g. with an agent.
+    """
     if data is None:
         raise ConfigError.of("data", None, "a folder of tasks: --data FOLDER")
     launch: Any = None
@@ -56,10 +61,11 @@ def recipe(
         agent=agent or None,
         program=launch,
         grade=grade,
-        boxes=BoxOptions(root=root or None, network=network, ignore=ignore),
+        boxes=BoxOptions(root=root or None, layers=layers, network=network, ignore=ignore),
         variables=variables,
         reward_key=reward_key or None,
         limits=SessionLimits(max_calls=max_calls, max_seconds=max_seconds),
+        warm=warm,
         seed=seed,
         **options,
     )

@@ -42,6 +42,7 @@ def recipe(
     readable: tuple[str, ...] = (),
     max_calls: int = 60,
     max_seconds: float = 1800.0,
+    warm: int | None = None,
     seed: int = 0,
     **options: Unpack[RecipeOptions],
 ) -> Recipe:
@@ -59,6 +60,7 @@ def recipe(
         sandbox=kind,
         workspace=RepositoryWorkspace(TASKS),
         limits=SessionLimits(max_calls=max_calls, max_seconds=max_seconds),
+        warm=warm,
         reward_fn=functools.partial(repository_reward, tasks=TASKS, sandbox=kind),
         seed=seed,
         **options,

@@ -10,6 +10,7 @@ SCHEMA = {
         "tags": {"type": "array", "items": {"type": "string"}},
         "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "free": {},
+        "open": {"type": "boolean"},
     },
 }
 TOOLS = [Tool("weather", "Tells the weather.", SCHEMA), Tool("now", "Tells the time.")]
@@ -310,6 +311,11 @@ MALFORMED = {
             "integer",
         ),
         ("<tool_call>weather\n<arg_key>city</arg_key></tool_call>", "bad_arguments", "not an argument with its tags"),
+        (
+            "<tool_call>weather<arg_key>city</arg_key><arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
+            "bad_arguments",
+            "not an argument with its tags",
+        ),
         ("<tool_call>now", "unclosed", "</tool_call> is missing"),
     ],
     "llama_json": [
@@ -333,6 +339,8 @@ MALFORMED = {
         ("<|python_start|>[5]<|python_end|>", "no_name", "name of a tool"),
         ("<|python_start|>[]<|python_end|>", "bad_form", "no call"),
         ("<|python_start|>", "unclosed", "is missing"),
+        ('<|tool_call_start|>[{"name": "weather"}]<|tool_call_end|>', "no_arguments", '"parameters" is missing'),
+        ('<|tool_call_start|>[{"name": "weather", "parameters": {', "not_json", "not valid JSON"),
     ],
     "mistral": [
         ('[TOOL_CALLS][{"name": "weather", "arguments": "{}"}]', "string_arguments", "is a string"),

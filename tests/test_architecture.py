@@ -655,11 +655,11 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (173, ("base",)),
     "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7150,
+        7163,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        24_581,
+        24_719,
         (
             "agent",
             "base",

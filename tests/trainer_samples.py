@@ -10,6 +10,7 @@ import numpy as np
 
 from rollouts.dtypes import Completion, FinishReason, Message, Prompt, StopReason, VersionSpan
 from rollouts.training import Sample, trajectory_to_samples
+from rollouts.training.comparisons import COMPARISON
 from rollouts.trajectory import Trajectory, digest
 
 
@@ -47,6 +48,29 @@ def scored_groups(
                 sample.reward, sample.rollout_id = reward, index
             samples += made
     return samples
+
+
+def two_seats() -> list[Sample]:
+    """A group of three plays of a zero-sum game: each of its rollouts has a sample of either seat."""
+    rows = scored_groups(1, 6)
+    for number, sample in enumerate(rows):
+        index, sample.seat = divmod(number, 2)[0], "player0" if number % 2 == 0 else "player1"
+        sample.index = sample.rollout_id = index
+        sample.reward = (1.0, -1.0, 2.0)[index] * (1 if number % 2 == 0 else -1)
+    return rows
+
+
+def proposed(rollouts: int = 2) -> list[Sample]:
+    """Rollouts of one group: in each a proposer, and three solvers that are compared with each other only."""
+    rows = scored_groups(1, 4 * rollouts)
+    for number, sample in enumerate(rows):
+        rollout, role = divmod(number, 4)
+        sample.index = sample.rollout_id = rollout
+        sample.seat, sample.conversation = ("solver", role - 1) if role else ("proposer", 0)
+        sample.reward = float(role == 1) + rollout
+        if role:
+            sample.metadata[COMPARISON] = "episode"
+    return rows
 
 
 def _branch(

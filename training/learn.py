@@ -128,6 +128,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         board = stack.enter_context(Board(lesson.out / "steps.csv", console, steps=lesson.steps, resume=lesson.resume))
         if lesson.resume:
             _load_buffer(lesson, recipe)
+        if recipe.lifetime is not None:
+            await stack.enter_async_context(recipe.lifetime)
         before = await _evaluate(lesson, recipe, held_out, board, "before")
         started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:

@@ -131,8 +131,8 @@ async def begin_episode(
 ) -> Episode:
     """The episode of a prompt, with the turns that the prompt's log contains. Play it inside :func:`ending`."""
     log: TurnLog | None = prompt.turn_log
+    prompt = attrs.evolve(prompt, turn_log=None, urgency=None)
     if log is not None:
-        prompt = attrs.evolve(prompt, turn_log=None)
         log = await log.claim()
     budget = Budget(limits or Limits(), sampling, max_context)
     episode = Episode(prompt, policy, renderer, budget, on_step, history, prior)

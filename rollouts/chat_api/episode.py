@@ -132,8 +132,9 @@ class ChatEpisode:
         body = body_of(self.endpoint.model, trajectory.messages, self._tools, sampling, self.extra, **options)
         began = now()
         answer, dollars = await self.client.ask(body, self.account)
-        trajectory.times.ended("generating", self.endpoint.base_url[0], began)
-        trajectory.count("generation_seconds", now() - began)
+        seconds = now() - began
+        trajectory.times.add("generating", self.endpoint.base_url[0], began, seconds)
+        trajectory.count("generation_seconds", seconds)
         trajectory.count("replies")
         self._count_usage(answer.usage, tokens, dollars)
         self.ids.append(answer.id)

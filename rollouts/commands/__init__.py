@@ -59,6 +59,8 @@ VERBS = {
     "check-env": Verb("check_env", "does an environment work? It is played with random replies"),
     "check-task": Verb("check_task", "do the tests of a recipe's tasks tell a solution from none?"),
     "serve": Verb("serve", "start the embedded engine as a server"),
+    "up": Verb("up", "serve a recipe's groups to a trainer, which leases them"),
+    "work": Verb("work", "play rollouts for rollouts up"),
     "serve-env": Verb("serve_env", "serve a recipe's environment (Open Reward Standard)"),
     "gateway": Verb("gateway", "serve the model APIs to a program, and keep its tokens"),
     "check-server": Verb("conformance", "does a server have what a run relies on, point by point?"),
@@ -71,7 +73,7 @@ GROUPS = {
     "See": ("ls", "show", "view", "compare", "export", "curate", "replay", "rescore"),
     "Judge": ("check-env", "check-task", "check-model", "check-server", "check-run", "audit", "doctor"),
     "Environments": ("recipes", "new-env", "play"),
-    "Serve": ("serve", "serve-env", "gateway"),
+    "Serve": ("up", "work", "serve", "serve-env", "gateway"),
 }
 """The verbs by what they are for; a verb in no group, such as that of another package, comes last."""
 

@@ -34,6 +34,7 @@ NEEDS: dict[str, str] = {
     "run, play, eval without --endpoint": "engine",
     "serve": "engine",
     "serve-env": "serve",
+    "up": "serve",
     "gateway": "gateway",
     "run --format parquet, export --to parquet or hf": "parquet",
     "export --to slime": "engine",

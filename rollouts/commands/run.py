@@ -75,7 +75,10 @@ if TYPE_CHECKING:
     from rollouts.observability.run_logger import RunLogger
     from rollouts.training.manager_state import ManagerState
 
-__all__ = ["Distribute", "Telemetry", "add", "launch", "recorded_server"]
+if TYPE_CHECKING:
+    from rollouts.distributed.dispatch import Dispatcher, Workers
+
+__all__ = ["Distribute", "Telemetry", "add", "in_workers", "launch", "recorded_server"]
 
 _BLOCKED_SECONDS = 0.25
 """How long a callback may block the event loop before it is named."""
@@ -473,15 +476,23 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _in_workers(count: int | tuple[int, int]) -> Distribute:
-    from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
-
+def _in_workers(count: Workers) -> Distribute:
     @contextlib.asynccontextmanager
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
-        assert target.recipe is not None, "the recipe was built from a file"
-        async with in_processes(
-            RecipeConfig(absolute(target.recipe), recipe.endpoint, target.options), count
-        ) as workers:
-            yield workers.config(recipe.config)
+        async with in_workers(count, target, recipe) as (config, _):
+            yield config
 
     return distribute
+
+
+@contextlib.asynccontextmanager
+async def in_workers(
+    count: Workers, target: RunTarget, recipe: Recipe
+) -> AsyncIterator[tuple[RolloutConfig, Dispatcher]]:
+    """Start processes of this machine that play a recipe; yields the config that sends rollouts to them."""
+    from rollouts.distributed import RecipeConfig, in_processes  # here: most runs have one process
+
+    assert target.recipe is not None, "the recipe was built from a file"
+    factory = RecipeConfig(absolute(target.recipe), recipe.endpoint, target.options)
+    async with in_processes(factory, count) as workers:
+        yield workers.config(recipe.config), workers

@@ -1,9 +1,10 @@
 """Settings of Python's garbage collector and of the heap that avoid long pauses and idle memory in a run.
 
 Invariant: inside :func:`calm_collector` a full collection skips the objects that existed before (tokenizer, template,
-torch: some hundred thousand), and the objects of any full collection that took long: those of many thousand rollouts in
-flight. Afterwards the settings are as before. Objects without reference cycles are freed at once, as usual; only cycles
-wait for the collector, and cycles among skipped objects until the context ends.
+torch: some hundred thousand), and, unless a trainer works in the same process, the objects of any full collection that
+took long: those of many thousand rollouts in flight. Afterwards the settings are as before. Objects without reference
+cycles are freed at once, as usual; only cycles wait for the collector, and cycles among skipped objects until the
+context ends.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ _FROZEN_BY_PYTHON = 5_000
 
 
 @contextlib.contextmanager
-def calm_collector() -> Iterator[None]:
-    """Collect once, freeze all existing objects and raise the thresholds; for a long run of one process."""
+def calm_collector(*, shared: bool = False) -> Iterator[None]:
+    """Collect once, freeze all existing objects and raise the thresholds; for a long run of one process.
+
+    Args:
+        shared: whether other work of the process, such as a trainer, creates objects meanwhile: its cycles, which may
+            hold tensors, are then freed also after a long collection, and long collections are repeated.
+    """
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON or not gc.isenabled():  # the user has set the collector already
         yield
         return
@@ -46,7 +52,7 @@ def calm_collector() -> Iterator[None]:
             return
         if phase == "start":
             began = time.perf_counter()
-        elif time.perf_counter() - began > _LONG_SECONDS:
+        elif not shared and time.perf_counter() - began > _LONG_SECONDS:
             gc.freeze()
 
     gc.callbacks.append(freeze_after_a_long_one)

@@ -32,10 +32,10 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.distributed.messages import Request, order, read_records, received_sample, received_turn
+from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
-from rollouts.runs.record_bytes import Columns
+from rollouts.runs.record_bytes import Columns, read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
@@ -54,6 +54,9 @@ _REPLACED_AFTER = 12
 """A worker that is silent for this multiple of the limit is killed and replaced."""
 _REMEMBERED_GROUPS = 20_000
 """More groups than are in flight; a group may have no rollout in flight for a while, e.g. before a replacement."""
+_MOST_DEPARTURES = 20
+"""Departures of its worker that a rollout survives without costing an attempt: a worker that leaves under every rollout
+that it gets would otherwise be asked for ever."""
 _TRANSIT_SECONDS = 60.0
 """Added to a rollout's deadline, for the messages to its worker and back."""
 
@@ -156,8 +159,8 @@ class _Slot:
     def alive(self) -> bool:
         return self.state is _State.ALIVE
 
-    async def orders(self) -> bytes:
-        """Wait for requests or cancellations; return all of them as one message."""
+    async def orders(self) -> tuple[list[bytes], list[int]]:
+        """Wait for requests or cancellations; return all of them."""
         while not (self.cancelled or (self.requests and not self.leaves.is_set())):
             self.wanted = anyio.Event()
             await self.wanted.wait()
@@ -166,7 +169,7 @@ class _Slot:
         else:
             requests, self.requests = self.requests, {}
         cancelled, self.cancelled = self.cancelled, []
-        return order(list(requests.values()), cancelled)
+        return list(requests.values()), cancelled
 
     def submit(self, number: int, request: bytes) -> _PendingRequest:
         self.requests[number] = request
@@ -224,6 +227,9 @@ class Dispatcher:
         connect: starts a worker.
         workers: number of workers, or the minimum and the maximum.
         silent_seconds: time without a sign of life after which a worker's rollouts go to the others.
+        orders: the format of messages to workers.
+        refills: whether the slot of a worker that left is open for the next one at once, where workers join by
+            themselves; by default it stays empty while the minimum is there.
 
     Attributes:
         rollouts: number of rollouts that workers returned.
@@ -238,11 +244,21 @@ class Dispatcher:
         ConfigError: on entering, if the minimum of workers cannot start.
     """
 
-    def __init__(self, connect: Connect, workers: Workers, *, silent_seconds: float = SILENT_SECONDS) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        workers: Workers,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        orders: OrderFormat = PICKLED,
+        refills: bool = False,
+    ) -> None:
         if not 0 < silent_seconds < float("inf"):
             raise ConfigError.of("silent_seconds", silent_seconds, "a number of seconds > 0")
         self._minimum, maximum = _checked(workers)
         self._connect = connect
+        self._orders = orders
+        self._refills = refills
         self._slots = [_Slot(number) for number in range(maximum)]
         self._changed = anyio.Event()
         self._entered = False
@@ -269,6 +285,16 @@ class Dispatcher:
     def alive(self) -> tuple[int, ...]:
         """Numbers of the workers that get new groups."""
         return tuple(slot.number for slot in self._slots if slot.alive)
+
+    def numbers(self) -> dict[str, int]:
+        """Gauges of the workers, for telemetry."""
+        return {
+            "workers": len(self.alive),
+            "workers_most": len(self._slots),
+            "outstanding": sum(len(slot.pending) for slot in self._slots),
+            "worker_deaths": self.deaths,
+            "worker_departures": self.departures,
+        }
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -335,12 +361,14 @@ class Dispatcher:
             raise RuntimeError("Dispatcher.generate: workers play only while the context is open")
         if self._broken is not None:
             raise self._broken
-        was_silent = False
+        was_silent, departures = False, 0
         while True:
             try:
                 return await self._play_once(prompt, log)
-            except WorkerLeft:  # a rollout does not make its worker leave
-                pass
+            except WorkerLeft:  # probably not the rollout's fault either
+                departures += 1
+                if departures > _MOST_DEPARTURES:
+                    raise
             except WorkerSilent:  # probably not the rollout's fault: once more, without costing an attempt
                 if was_silent:
                     raise
@@ -351,7 +379,7 @@ class Dispatcher:
 
     async def _play_once(self, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
         number, ended = next(self._numbers), False
-        request = Request(number, prompt, log is not None, log.turns if log is not None else ()).to_bytes()
+        request = self._orders.encode(Request(number, prompt, log is not None, log.turns if log is not None else ()))
         slot = self._slot_for(prompt.group_index)
         pending = slot.submit(number, request)
         try:
@@ -428,7 +456,7 @@ class Dispatcher:
         self._set(slot, _State.EMPTY)
         slot.give_away(WorkerLeft(f"worker {slot.number} left"))
         slot.cancelled.clear()
-        while sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
+        while not self._refills and sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
             await self._changed.wait()
         self._set(slot, _State.STARTING)
 
@@ -459,7 +487,7 @@ class Dispatcher:
         async def send() -> None:
             try:
                 while True:
-                    await link.send(await slot.orders())
+                    await link.send(self._orders.join(*await slot.orders()))
             except LinkLost:
                 return  # receive() reports the reason
 
@@ -516,7 +544,7 @@ class Dispatcher:
         self.messages += 1
         self.bytes += len(message)
         slot.deaths_without_result = 0
-        records = read_records(message)
+        records = read_framed(message)
         while True:
             await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
             record = next(records, None)

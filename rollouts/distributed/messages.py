@@ -1,33 +1,38 @@
 """Messages between the manager's process and its worker processes.
 
-A worker receives orders (pickled :class:`Request` objects and cancellations) and sends records: samples, turns, errors.
+A worker receives orders (:class:`Request` objects and cancellations) and sends records: samples, turns, errors. Orders
+have one of two formats: :data:`PICKLED` for processes that this one started, and :data:`PLAIN` for a network.
 
 Invariant: samples and turns are encoded as in the journal (``runs/record_bytes.py``): columns bit for bit, fields as
 plain data. Fields that a sample shares unchanged with its prompt are not sent back; :func:`received_sample` restores
-them. A label may be any value that pickle accepts. A message contains any number of requests, or any number of records.
+them. A pickled label may be any value that pickle accepts, a plain one consists of the types of MessagePack and tuples;
+:func:`check_plain` refuses a prompt that would change on its way. A message contains any number of requests, or any
+number of records.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 
 from rollouts.agent.turn_log import Turn
-from rollouts.dtypes import Image, LoadImage, Prompt
+from rollouts.dtypes import Image, LoadImage, Prompt, with_images
 from rollouts.errors import ConfigError
-from rollouts.runs.record_bytes import LENGTH, Columns, packed, sample_of, turn_of, unpacked
+from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, turn_of
 from rollouts.training.types import Sample
 
 __all__ = [
+    "PICKLED",
+    "PLAIN",
+    "OrderFormat",
     "Request",
     "broken_record",
+    "check_plain",
     "leaving_record",
-    "order",
-    "read_order",
-    "read_records",
     "received_sample",
     "received_turn",
     "reset_record",
@@ -48,33 +53,116 @@ class Request:
     turns: tuple[Turn, ...] = ()
     """Turns of the rollout that an earlier process logged."""
 
-    def to_bytes(self) -> bytes:
-        """Encode the request for a worker.
 
-        Raises:
-            ConfigError: the prompt cannot be sent to another process.
-        """
-        try:
-            return pickle.dumps(self, protocol=5)
-        except Exception as error:
-            raise ConfigError.of("Prompt", self.prompt, f"one that can be pickled for a worker ({error})") from error
+@attrs.frozen
+class OrderFormat:
+    """How orders are encoded."""
+
+    encode: Callable[[Request], bytes]
+    """Encode a request; raises ConfigError for a prompt that cannot be sent."""
+    join: Callable[[Sequence[bytes], Sequence[int]], bytes]
+    """A message to a worker of encoded requests, and of the numbers of requests to cancel."""
+    read: Callable[[bytes], tuple[list[Request], list[int]]]
+    """Decode a message."""
 
 
-def order(requests: Sequence[bytes], cancelled: Sequence[int] = ()) -> bytes:
-    """A message to a worker: encoded requests, and the numbers of requests to cancel."""
+def _pickled(request: Request) -> bytes:
+    try:
+        return pickle.dumps(request, protocol=5)
+    except Exception as error:
+        raise ConfigError.of("Prompt", request.prompt, f"one that can be pickled for a worker ({error})") from error
+
+
+def _join_pickled(requests: Sequence[bytes], cancelled: Sequence[int]) -> bytes:
     return pickle.dumps((list(requests), list(cancelled)), protocol=5)
 
 
-def read_order(message: bytes) -> tuple[list[Request], list[int]]:
-    """Decode a message of :func:`order`."""
+def _read_pickled(message: bytes) -> tuple[list[Request], list[int]]:
     requests, cancelled = pickle.loads(message)
     return [pickle.loads(request) for request in requests], cancelled
+
+
+PICKLED = OrderFormat(_pickled, _join_pickled, _read_pickled)
+
+
+def _plain(request: Request) -> bytes:
+    prompt, fields = request.prompt, {"number": request.number, "kind": "request", "logs_turns": request.logs_turns}
+    text = prompt.prompt
+    fields |= {"prompt": text if isinstance(text, str) else [message.to_record() for message in text]}
+    fields |= {name: getattr(prompt, name) for name in _PROMPT_FIELDS}
+    images = {image.sha256: image for message in prompt.messages for image in message.images}
+    if images:
+        fields[_IMAGES] = _data_of(images)
+    fields["values"] = msgspec.msgpack.encode(_with_tuples([prompt.label, dict(prompt.metadata)]))
+    return framed(fields, None) + b"".join(turn_record(request.number, turn) for turn in request.turns)
+
+
+def _join_plain(requests: Sequence[bytes], cancelled: Sequence[int]) -> bytes:
+    end = [framed({"number": -1, "kind": "cancel", "numbers": list(cancelled)}, None)] if cancelled else []
+    return b"".join([*requests, *end])
+
+
+def _read_plain(message: bytes) -> tuple[list[Request], list[int]]:
+    requests: list[Request] = []
+    cancelled: list[int] = []
+    for fields, columns in read_framed(message):
+        match fields["kind"]:
+            case "request":
+                load_image = _received(fields.get(_IMAGES, {}), {})
+                text = fields["prompt"]
+                label, metadata = msgspec.msgpack.decode(fields["values"], ext_hook=_tuple_of)
+                values = {name: fields[name] for name in _PROMPT_FIELDS} | {"label": label, "metadata": metadata}
+                prompt = Prompt(text if isinstance(text, str) else tuple(with_images(text, load_image)), **values)
+                requests.append(Request(fields["number"], prompt, fields["logs_turns"]))
+            case "turn" if columns is not None:
+                last = requests[-1]
+                requests[-1] = attrs.evolve(last, turns=(*last.turns, received_turn(fields["of"], columns)))
+            case "cancel":
+                cancelled += fields["numbers"]
+    return requests, cancelled
+
+
+PLAIN = OrderFormat(_plain, _join_plain, _read_plain)
+"""Records as those of workers, so that messages may be joined; nothing is unpickled."""
+_PROMPT_FIELDS = ("group_index", "index", "replacement")
+_TUPLE = 1
+"""The code of a tuple in labels and metadata: an extension of MessagePack whose data is the list of its values."""
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([_with_tuples(each) for each in value]))
+    if isinstance(value, list):
+        return [_with_tuples(each) for each in value]
+    return {key: _with_tuples(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _tuple_of(code: int, data: memoryview) -> tuple[Any, ...]:
+    if code != _TUPLE:
+        raise ConfigError.of("an order's extension type", code, f"{_TUPLE}, a tuple")
+    return tuple(msgspec.msgpack.decode(data, ext_hook=_tuple_of))
+
+
+def check_plain(prompts: Iterable[Prompt]) -> None:
+    """Refuse prompts that workers on a network would receive changed.
+
+    Raises:
+        ConfigError: a prompt has a value that is not plain data, such as a set.
+    """
+    expected = "plain data, of the types of MessagePack and tuples: workers receive it over a network"
+    for prompt in prompts:
+        try:
+            ((received,), _) = _read_plain(_plain(Request(0, prompt, False)))
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+            raise ConfigError.of("Prompt", prompt, f"{expected} ({error})") from error
+        if received.prompt != prompt:
+            raise ConfigError.of("Prompt", prompt, expected)
 
 
 def sample_records(number: int, prompt: Prompt, samples: Sequence[Sample]) -> bytes:
     """Records of a finished rollout, one per branch."""
     return b"".join(
-        _record(
+        framed(
             {"number": number, "kind": "sample", "branches": len(samples), "sample": _fields(sample, prompt)},
             Columns.of(sample),
         )
@@ -87,31 +175,22 @@ def turn_record(number: int, turn: Turn) -> bytes:
     fields: dict[str, Any] = {"number": turn.number, "turn": turn.fields}
     if turn.images:
         fields[_IMAGES] = _data_of(turn.images)
-    return _record({"number": number, "kind": "turn", "of": fields}, Columns.of(turn))
+    return framed({"number": number, "kind": "turn", "of": fields}, Columns.of(turn))
 
 
 def reset_record(number: int) -> bytes:
     """The record that discards the turns of a rollout so far."""
-    return _record({"number": number, "kind": "reset"}, None)
+    return framed({"number": number, "kind": "reset"}, None)
 
 
 def broken_record(number: int, error: Exception) -> bytes:
     """The record of a broken law, or of a config error that fails every rollout."""
-    return _record({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
+    return framed({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
 
 
 def leaving_record() -> bytes:
     """The record of a worker that leaves; it belongs to no request."""
-    return _record({"number": -1, "kind": "leaving"}, None)
-
-
-def read_records(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | None]]:
-    """Decode the records of a message, in order."""
-    rest = memoryview(message)
-    while rest:
-        (size,) = LENGTH.unpack_from(rest)
-        yield unpacked(rest[LENGTH.size : LENGTH.size + size])
-        rest = rest[LENGTH.size + size :]
+    return framed({"number": -1, "kind": "leaving"}, None)
 
 
 def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:
@@ -155,8 +234,3 @@ def _fields(sample: Sample, prompt: Prompt) -> dict[str, Any]:
     known = {image.sha256 for message in prompt.messages for image in message.images}
     new = {sha256: image for sha256, image in sample.named_images.items() if sha256 not in known}
     return {**fields, _IMAGES: _data_of(new)} if new else fields
-
-
-def _record(fields: dict[str, Any], columns: Columns | None) -> bytes:
-    head, buffers = packed(fields, columns)
-    return b"".join((LENGTH.pack(LENGTH.size + len(head) + len(buffers)), LENGTH.pack(len(head)), head, buffers))

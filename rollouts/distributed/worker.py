@@ -20,10 +20,11 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.distributed.messages import (
+    PICKLED,
+    OrderFormat,
     Request,
     broken_record,
     leaving_record,
-    read_order,
     reset_record,
     sample_records,
     turn_record,
@@ -76,10 +77,14 @@ class Player:
         config: provides ``generate_fn``, ``reward_fn`` and deadlines.
         at_least: finished rollouts that a message waits for.
         linger: the longest wait for them, in seconds; a message never waits when no rollout is in flight.
+        orders: the format of submitted messages.
     """
 
-    def __init__(self, config: RolloutConfig, *, at_least: int = 1, linger: float = 0.0) -> None:
+    def __init__(
+        self, config: RolloutConfig, *, at_least: int = 1, linger: float = 0.0, orders: OrderFormat = PICKLED
+    ) -> None:
         self.config = config
+        self._orders = orders
         self._at_least = at_least
         self._linger = linger
         self._tasks: TaskGroup | None = None
@@ -113,7 +118,7 @@ class Player:
     def submit(self, message: bytes) -> None:
         """Start the requests of a message, and cancel the requests that it names."""
         assert self._tasks is not None, "run() is active"
-        requests, cancelled = read_order(message)
+        requests, cancelled = self._orders.read(message)
         for request in requests:
             self._playing[request.number] = anyio.CancelScope()
             self._tasks.start_soon(self._play, request)

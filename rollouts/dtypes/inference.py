@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
@@ -92,7 +92,7 @@ class VersionSpan:
     stop: int
 
 
-CONSTRAINTS = ("json_schema", "regex", "ebnf")
+CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag")
 """The sampling parameters that constrain a reply."""
 
 
@@ -107,6 +107,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _checked(default: Any, expected: str, valid: Callable[[Any], bool]) -> Any:
+    return attrs.field(default=default, validator=check(expected, valid, optional=default is None))
+
+
 @attrs.frozen
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
@@ -116,15 +120,9 @@ class SamplingParams:
     """
 
     temperature: float = attrs.field(default=1.0, validator=number(least=0))
-    top_p: float = attrs.field(
-        default=1.0, validator=check("a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
-    )
-    top_k: int = attrs.field(
-        default=-1, validator=check("-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
-    )
-    min_p: float = attrs.field(
-        default=0.0, validator=check("a number in [0, 1]", lambda v: is_number(v) and 0 <= v <= 1)
-    )
+    top_p: float = _checked(1.0, "a number in (0, 1]", lambda v: is_number(v) and 0 < v <= 1)
+    top_k: int = _checked(-1, "-1 or an integer >= 1", lambda v: is_int(v) and (v == -1 or v >= 1))
+    min_p: float = _checked(0.0, "a number in [0, 1]", lambda v: is_number(v) and 0 <= v <= 1)
     max_new_tokens: int = attrs.field(default=1024, validator=integer(1))
     """Budget of one reply, in tokens."""
     stop: tuple[str, ...] = attrs.field(
@@ -133,29 +131,27 @@ class SamplingParams:
         validator=check("a string or several, at most 32", lambda v: are_texts(v) and len(v) <= 32),
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
-    seed: int | None = attrs.field(default=None, validator=check("an integer", is_int, optional=True))
+    seed: int | None = _checked(None, "an integer", is_int)
     min_new_tokens: int = attrs.field(default=0, validator=integer(0))
-    repetition_penalty: float = attrs.field(
-        default=1.0, validator=check("a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
-    )
+    repetition_penalty: float = _checked(1.0, "a number in (0, 2]", lambda v: is_number(v) and 0 < v <= 2)
     """Logprobs belong to the penalised distribution."""
-    json_schema: str | None = attrs.field(
-        default=None, validator=check("a JSON schema, as text", _is_json_object, optional=True)
-    )
-    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the three.
+    json_schema: str | None = _checked(None, "a JSON schema, as text", _is_json_object)
+    """Constrains the whole reply, also thoughts and tool calls, as do ``regex`` and ``ebnf``; at most one of the four.
     Logprobs belong to the distribution over the ids that it allows, and a trainer computes others."""
-    regex: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
-    ebnf: str | None = attrs.field(default=None, validator=check("a non-empty string", _is_text, optional=True))
+    regex: str | None = _checked(None, "a non-empty string", _is_text)
+    ebnf: str | None = _checked(None, "a non-empty string", _is_text)
+    structural_tag: str | None = _checked(None, "a structural tag, as JSON", _is_json_object)
+    """Constrains the parts of a reply that begin with one of its triggers, such as tool calls; the rest is free."""
 
     def __attrs_post_init__(self) -> None:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ConfigError.of("SamplingParams", " and ".join(given), "at most one of json_schema, regex and ebnf")
+            raise ConfigError.of("SamplingParams", " and ".join(given), f"at most one of {', '.join(CONSTRAINTS)}")
 
     @property
     def constrained(self) -> bool:
         """Whether a grammar limits the ids of a reply."""
-        return self.json_schema is not None or self.regex is not None or self.ebnf is not None
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def greedy(self) -> bool:
@@ -245,6 +241,9 @@ class Endpoint:
     )
     """Concurrent requests for each server; further ones wait in the client. ``"adaptive"``: as many as the server runs
     without queueing or running out of KV cache, as its load report says. ``None``: no limit."""
+
+    priority: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
+    """Send priorities where the server schedules by them: evaluations last, the last rollouts of a group first."""
 
     def __attrs_post_init__(self) -> None:
         for name, key in (("api_key", self.api_key), ("admin_key", self.admin_key)):

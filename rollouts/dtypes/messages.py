@@ -456,6 +456,8 @@ class Prompt:
     turn_log: Any = attrs.field(default=None, eq=False, repr=False)
     """The log of the turns of this rollout's episode, a :class:`rollouts.agent.turn_log.TurnLog`. The manager sets it
     for each attempt. The environment does not receive it, and a pickled or deep-copied prompt has none."""
+    urgency: Any = attrs.field(default=None, eq=False, repr=False)
+    """Returns how many rollouts of the group have finished, -1 for an evaluation. The environment does not get it."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

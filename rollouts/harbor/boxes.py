@@ -42,6 +42,12 @@ class BoxOptions:
     """The folder of unpacked images."""
     root: str | None = None
     """An image's folder that is used in the place of every task's image, whose Dockerfile is then not read."""
+    layers: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=as_texts,
+        validator=check("folders that exist", lambda value: all(map(os.path.isdir, value))),
+    )
+    """Folders that lie over the image of every task, the topmost first, e.g. with an agent that is installed there."""
     network: Literal["none", "task"] = attrs.field(
         default="none", validator=check('"none" or "task"', lambda value: value in ("none", "task"))
     )
@@ -70,9 +76,12 @@ class BoxOptions:
         if unknown:
             raise ConfigError.of("BoxOptions", sorted(unknown), f"some of {', '.join(sorted(cls.names()))}")
         numbers = {name: int(given[name]) for name in ("memory_mb", "storage_mb") if name in given}
-        words = given.get("ignore", ())
-        ignore = tuple(word for word in words.split(",") if word) if isinstance(words, str) else tuple(words)
-        return cls(**{**given, **numbers, "ignore": ignore})
+        lists = {name: _words(given[name]) for name in ("ignore", "layers") if name in given}
+        return cls(**{**given, **numbers, **lists})
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    return tuple(word for word in value.split(",") if word) if isinstance(value, str) else tuple(value)
 
 
 @attrs.frozen
@@ -110,6 +119,8 @@ async def sandbox_of(wanted: Wanted, options: BoxOptions, *, force_build: bool =
         image = await named_image(wanted.docker_image, options.store, seconds=wanted.build_seconds)
     else:
         image = await build_image(wanted.folder, options.store, seconds=wanted.build_seconds)
+    if options.layers:
+        image = attrs.evolve(image, roots=(*map(os.path.abspath, options.layers), *image.roots))
     env: Any = dict(wanted.env)  # attrs' type of the converter takes no mapping
     return ImageSandbox(
         image,

@@ -10,10 +10,13 @@ is imported by Harbor, or by :mod:`rollouts.harbor.trial`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import mmap
 import os
 import posixpath
 import tarfile
 import tempfile
+import time
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,13 +24,14 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import harbor
 from harbor.environments.base import BaseEnvironment, ExecResult
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import is_in, sanitize, way_to
+from rollouts.harbor.grading import FOLDERS, is_in, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -37,6 +41,9 @@ _MOST_BYTES = 1 << 26  # of one file that is copied through memory
 _LONGEST_SECONDS = 1e6
 _CLOSE_SECONDS = 30.0
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_CLOCK_SECONDS = 1.0
+"""Of which the times of files may differ from the clock."""
+_HARBOR = Path(harbor.__file__).resolve().parent
 _LOGS = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 
 
@@ -62,7 +69,11 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         self.carried: tuple[str, ...] = ()
         """Paths that the rung ``carry`` takes to the fresh box, in addition to the working folder."""
         self.secrets: dict[str, str] = {}
-        """Values that no command of the box may contain, with the names of their variables."""
+        """Values that no command and no file of the box may contain, with the names of their variables."""
+        self.sources: tuple[Path, ...] | None = None
+        """Files and folders of this machine that the box may get, besides those of Harbor and temporary files newer
+        than this environment; ``None`` for all. An agent may ask for files with a login of the user."""
+        self._began = time.time() - _CLOCK_SECONDS
         super().__init__(*args, **options)
         self._aborted: bool = any(each._aborted for each in self._of_trial())
         _LIVE.add(self)
@@ -176,7 +187,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod 777 /logs/verifier"
             )
             return
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             packed: list[tuple[str, str]] = []
             for number, source in enumerate((self._workdir, "/logs/artifacts", *map(self._inside, self.carried))):
                 archive, clean = f"{folder}/{number}.tar", f"{folder}/{number}-clean.tar"
@@ -219,9 +230,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             RuntimeError: it did not end within ``timeout_sec``, in the words of Harbor's own environments.
         """
         variables = self._merge_env(env) or {}
-        for secret, name in self.secrets.items():
-            if secret in command or any(secret in value for value in variables.values()):
-                raise ConfigError.of(name, "a variable of this process", "no such value in a box: unset it, or name it")
+        self._check_secrets(lambda secret: secret in command or any(secret in value for value in variables.values()))
         who = self._resolve_user(user)
         if who in ("root", 0) and self._root is None:
             who = None  # a kind without users runs all commands as its one user
@@ -238,17 +247,57 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    def _check_secrets(self, holds: Callable[[str], bool]) -> None:
+        for secret, name in self.secrets.items():
+            if holds(secret):
+                raise ConfigError.of(name, "a variable of this process", "no such value in a box: unset it, or name it")
+
+    def _check_source(self, path: Path) -> None:
+        """Refuse a file or folder of this machine that the box must not get.
+
+        Raises:
+            ConfigError: it is not of the task, the agent or Harbor, or contains a secret of this process.
+        """
+        place = path.resolve()
+        if not self._is_source(place):
+            expected = "a file of the task or of Harbor: unset the variable that names a login, or name it in options"
+            raise ConfigError.of("upload", str(path), expected)
+        if place.is_dir():
+            for inner in place.iterdir():  # a link there to a file is followed
+                if inner.is_symlink() and inner.is_file() and not self._is_source(inner.resolve()):
+                    raise ConfigError.of("upload", str(inner), "no link to a file that the box must not get")
+        for file in (place, *place.rglob("*")) if self.secrets else ():
+            if file.is_file() and file.stat().st_size:
+                with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    self._check_secrets(functools.partial(_is_in_content, content))
+
+    def _is_source(self, place: Path) -> bool:
+        if self.sources is None or any(place.is_relative_to(each.resolve()) for each in (*self.sources, _HARBOR)):
+            return True
+        is_temporary = place.is_relative_to(Path(tempfile.gettempdir()).resolve())
+        return is_temporary and place.stat().st_ctime >= self._began
+
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
-        """Write one file of this machine, with its mode."""
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        """Write one file of this machine, with its mode.
+
+        Raises:
+            ConfigError: the box must not get it.
+        """
+        await anyio.to_thread.run_sync(self._check_source, Path(source_path))
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/file.tar"
             parent, name = posixpath.split(self._inside(target_path))
             await anyio.to_thread.run_sync(_pack, {name: Path(source_path)}, archive)
             await self.place.unpack(archive, parent)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
-        """Write the content of a folder of this machine over a folder of the box."""
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        """Write the content of a folder of this machine over a folder of the box.
+
+        Raises:
+            ConfigError: the box must not get it.
+        """
+        await anyio.to_thread.run_sync(self._check_source, Path(source_dir))
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/files.tar"
             await anyio.to_thread.run_sync(_pack_content, Path(source_dir), archive)
             await self.place.unpack(archive, self._inside(target_dir))
@@ -261,7 +310,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             SandboxError: it is too large.
         """
         inside = self._inside(source_path)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/file.tar"
             found = await self.place.pack(inside, archive)
             data = await anyio.to_thread.run_sync(_only_file, archive) if found else None
@@ -276,7 +325,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
             FileNotFoundError: it is missing.
         """
         inside = self._inside(source_dir)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             archive = f"{folder}/files.tar"
             if not await self.place.pack(inside, archive):
                 raise FileNotFoundError(f"{source_dir} is not a folder of the box")
@@ -284,6 +333,10 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
 
     def _inside(self, path: str | os.PathLike[str]) -> str:
         return posixpath.normpath(posixpath.join(self._workdir, str(path)))
+
+
+def _is_in_content(content: mmap.mmap, secret: str) -> bool:
+    return content.find(secret.encode()) >= 0
 
 
 def _pack(paths: dict[str, Path], archive: str) -> None:

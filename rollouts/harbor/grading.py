@@ -16,7 +16,6 @@ import io
 import posixpath
 import re
 import tarfile
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -31,8 +30,10 @@ from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
 from rollouts.sandboxes.archives import LATEST
 from rollouts.sandboxes.image import ImageSandbox
+from rollouts.sandboxes.leftovers import Folders
 
 __all__ = [
+    "FOLDERS",
     "Box",
     "box_in",
     "fill",
@@ -48,6 +49,8 @@ __all__ = [
 
 AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
+FOLDERS = Folders("harbor")
+"""Temporary folders of this machine; those of a killed process are removed by the next."""
 _SETUP_SECONDS = 120.0
 _TAIL = 4000
 _MOST_BYTES = 1 << 20
@@ -173,7 +176,7 @@ async def upload(box: Box, files: Sequence[TaskFile], folder: str) -> None:
                 member.size, member.mode = len(file.data), file.mode
                 archive.addfile(member, io.BytesIO(file.data))
 
-    with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as name:
+    with FOLDERS.temporary() as name:
         path = f"{name}/files.tar"
         await anyio.to_thread.run_sync(pack, path)
         await box.place.unpack(path, folder)
@@ -211,7 +214,7 @@ async def grade(
             again = f"rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS}"
             await box.must(again)
             return await _tested(task, box, rung, env, reward_key, collect_failures)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             packed = await _packed(task, box, rung, Path(folder))
             async with fresh() as other:
                 await fill(task, other)
@@ -388,7 +391,7 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
     Raises:
         NoVerdict: something else is there, or a file that is too large.
     """
-    with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+    with FOLDERS.temporary() as folder:
         archive = f"{folder}/file.tar"
         if not await box.place.pack(path, archive):
             return None
@@ -405,7 +408,7 @@ async def _regular(task: HarborTask, box: Box, rung: Rung, path: str) -> bytes |
 
 async def _end_of(box: Box, path: str) -> str:
     """The end of a file; nothing where it is missing or no regular file."""
-    with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+    with FOLDERS.temporary() as folder:
         archive = f"{folder}/file.tar"
         if not await box.place.pack(path, archive):
             return ""

@@ -20,8 +20,8 @@ from rollouts.harbor.verdict import Rung
 from rollouts.harbor.workspace import HarborWorkspace, rungs_of
 from rollouts.programs import Program
 from rollouts.programs.gateway.session import SessionLimits
-from rollouts.programs.generate import check_program, program_rollout_to_samples
-from rollouts.programs.recipe import function_recipe
+from rollouts.programs.generate import SandboxChoice, check_program, program_rollout_to_samples
+from rollouts.programs.recipe import function_recipe, opened_ahead
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe
 from rollouts.training.agent_integration import generate_all
 from rollouts.training.types import Sample
@@ -32,23 +32,34 @@ Grade: TypeAlias = Literal["auto", "separate", "carry", "kill", "keep"]
 
 
 async def harbor_rollout_to_samples(
-    prompt: Prompt, *, workspace: HarborWorkspace, limits: SessionLimits | None = None, **options: Any
+    prompt: Prompt,
+    *,
+    workspace: HarborWorkspace,
+    sandbox: SandboxChoice | None = None,
+    limits: SessionLimits | None = None,
+    **options: Any,
 ) -> list[Sample]:
     """:func:`~rollouts.programs.program_rollout_to_samples` in the box of the prompt's task, within its time.
 
     Args:
         prompt: one of :func:`~rollouts.harbor.tasks.prompts_of`.
         workspace: chooses the box, fills and grades it.
+        sandbox: opens the boxes that ``workspace`` chooses, e.g. ahead.
         limits: ``max_seconds`` is at most ``[agent].timeout_sec`` of the task.
-        **options: of that function, without ``sandbox``.
+        **options: of that function.
     """
     limits = limits or SessionLimits()
-    seconds = task_of(prompt.metadata, workspace.tasks).config.agent.timeout_sec
+    task = task_of(prompt.metadata, workspace.tasks)
+    seconds = task.config.agent.timeout_sec
     if seconds is not None:
         limits = attrs.evolve(limits, max_seconds=min(limits.max_seconds, seconds))
-    return await program_rollout_to_samples(
-        prompt, sandbox=workspace.kind_for, workspace=workspace, limits=limits, **options
+    samples = await program_rollout_to_samples(
+        prompt, sandbox=sandbox or workspace.kind_for, workspace=workspace, limits=limits, **options
     )
+    failure = samples[-1].failure
+    if failure is not None and failure.cause == "environment_step":  # while the program ran: no tests were begun
+        workspace.lost.note(task.name, "died", checked=workspace.checked)
+    return samples
 
 
 async def generate_harbor_batch(prompts: Iterable[Prompt], **options: Any) -> list[Sample]:
@@ -76,6 +87,7 @@ def harbor_recipe(
     reward_key: str | None = None,
     agent_options: Mapping[str, Any] | None = None,
     limits: SessionLimits | None = None,
+    warm: int | None = None,
     **options: Unpack[AllOptions],
 ) -> Recipe:
     """A recipe over the tasks of a folder.
@@ -93,6 +105,8 @@ def harbor_recipe(
         reward_key: the key of the reward that is trained; by default the only one, or ``reward``.
         agent_options: further arguments of the agent's class in Harbor.
         limits: of each session.
+        warm: boxes that are opened ahead for a program, as for :func:`~rollouts.programs.recipe.opened_ahead`; Harbor
+            opens those of its agents.
         **options: those of :func:`~rollouts.recipe.agent_recipe`.
 
     Raises:
@@ -107,6 +121,8 @@ def harbor_recipe(
     prompts = prompts_of(tasks)
     shared: dict[str, Any] = {"rungs": rungs, "reward_key": reward_key, "checked": grade == "auto"}
     if agent is not None:
+        if warm:
+            raise ConfigError.of("warm", warm, "None: Harbor opens the boxes of its agents")
         play = HarborAgent(agent, named, boxes, options=agent_options or {}, variables=variables, **shared)
         return function_recipe(name, endpoint, play, prompts, limits=limits, **options)
     values = _values_of(variables)
@@ -114,7 +130,8 @@ def harbor_recipe(
     generate_fn = functools.partial(generate_harbor_batch, program=program, workspace=workspace)
     if limits is not None:
         generate_fn = functools.partial(generate_fn, limits=limits)
-    return assembled_recipe(harbor_recipe, name, endpoint, generate_fn, prompts, options)
+    recipe = assembled_recipe(harbor_recipe, name, endpoint, generate_fn, prompts, options)
+    return opened_ahead(recipe, workspace.kind_for, warm)
 
 
 def _rungs(tasks: list[HarborTask], grade: Grade, stored: Path) -> dict[str, Rung]:

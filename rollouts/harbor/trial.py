@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EnvironmentFailure, GenerateFailure, RolloutsError, shortened
 from rollouts.harbor.boxes import BoxOptions
+from rollouts.harbor.grading import FOLDERS
 from rollouts.harbor.schema import TaskConfig
 from rollouts.harbor.tasks import HarborTask, task_of
 from rollouts.harbor.verdict import LostVerdicts, NoVerdict, Reason, Rung, no_verdict, reward_in
@@ -180,8 +180,14 @@ class HarborAgent:
             if self.rungs.get(name, rungs[-1]) not in rungs:
                 raise ConfigError.of(f"HarborAgent.rungs[{name!r}]", self.rungs[name], f"one of {', '.join(rungs)}")
 
-    async def __call__(self, server: ModelServer, prompt: Prompt, over: anyio.Event) -> dict[str, Any]:
+    async def __call__(
+        self, server: ModelServer, prompt: Prompt, over: anyio.Event, done: Callable[[], None]
+    ) -> dict[str, Any]:
         """Play one Trial.
+
+        Args:
+            over: set at a limit of the session.
+            done: ends the session; called before the tests, for a task with steps before those of the last.
 
         Returns:
             The reward; ``verdict`` with all rewards and the rung; ``trial`` with what Harbor recorded.
@@ -194,7 +200,7 @@ class HarborAgent:
         from rollouts.programs.gateway.server import shared_gateway  # here: aiohttp is part of an extra
 
         task = task_of(prompt.metadata, self.tasks)
-        with tempfile.TemporaryDirectory(prefix="rollouts-harbor-") as folder:
+        with FOLDERS.temporary() as folder:
             async with contextlib.AsyncExitStack() as stack:
                 gateway = await stack.enter_async_context(shared_gateway())
 
@@ -202,12 +208,15 @@ class HarborAgent:
                     if place.listener is not None:
                         await stack.enter_async_context(gateway.listening(place.listener))
 
-                result = await self._played(task, server, Path(folder), over, listen)
+                result = await self._played(task, server, Path(folder), over, done, listen)
         checked = self.checked and task.name in self.rungs
         try:
             outcome = self._outcome(task, result)
-        except NoVerdict as error:
-            self.lost.note(task.name, error, checked=checked)
+        except EnvironmentFailure as error:
+            if isinstance(error, NoVerdict):
+                self.lost.note(task.name, error.reason, checked=checked)
+            elif any(each.agent_execution for each in (result, *(result.step_results or ()))):
+                self.lost.note(task.name, "died", checked=checked)
             raise
         self.lost.note(task.name, None, checked=checked)
         return outcome
@@ -218,6 +227,7 @@ class HarborAgent:
         server: ModelServer,
         folder: Path,
         over: anyio.Event,
+        done: Callable[[], None],
         listen: Callable[[RunningSandbox], Awaitable[None]],
     ) -> Any:
         from harbor.trial.hooks import TrialEvent
@@ -227,6 +237,7 @@ class HarborAgent:
         environment = trial.agent_environment
         environment.on_open = listen
         environment.secrets = secrets_of(os.environ, self.variables)
+        environment.sources = (task.folder, folder, *_paths_in(self.options))
         environment.carried = tuple(artifact.source for artifact in task.config.artifacts)
         ended = anyio.Event()
         if not self.install and hasattr(trial.agent, "install"):
@@ -234,9 +245,13 @@ class HarborAgent:
         for name in ("run", "resume", "load"):
             if hasattr(trial.agent, name):
                 setattr(trial.agent, name, _until(getattr(trial.agent, name), ended))
-        rung = self._rung(task)
+        rung, left = self._rung(task), len(task.config.steps or ()) or 1
 
         async def before_tests(event: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                done()
             if rung == "separate":
                 return
             try:
@@ -288,11 +303,12 @@ class HarborAgent:
                 "env": dict.fromkeys(_key_names(self.agent, provider), server.api_key),
             }
         boxes = attrs.asdict(self.boxes)
+        lists = {name: list(boxes[name]) for name in ("ignore", "layers")}
         return TrialConfig(
             task=TaskPath(path=task.folder),
             trials_dir=folder,
             agent=AgentConfig(**agent),
-            environment=EnvironmentConfig(import_path=ENVIRONMENT, kwargs={**boxes, "ignore": list(self.boxes.ignore)}),
+            environment=EnvironmentConfig(import_path=ENVIRONMENT, kwargs={**boxes, **lists}),
         )
 
     def _outcome(self, task: HarborTask, result: Any) -> dict[str, Any]:
@@ -326,10 +342,14 @@ class HarborAgent:
         ]
         kind = errors[0].exception_type if errors else "no reward"
         text = f"{kind}: {errors[0].exception_message}" if errors else kind
-        if cause in (None, "verifier_failed") or kind == "RungError":
-            return no_verdict(_REASONS.get(kind, "missing"), task.name, rung, shortened(text))
+        if kind == "ConfigError":
+            return GenerateFailure(f"Harbor's agent {self.agent} on task {task.name}: {text}")
+        if kind == "SandboxError" and any(each.verifier for each in (result, *(result.step_results or ()))):
+            return no_verdict("box", task.name, rung, shortened(text))
         if cause in ("sandbox_failed", "harbor_failed", "cancelled") or kind == "SandboxError":
             return EnvironmentFailure(f"Harbor's Trial of task {task.name} ({cause}): {text}")
+        if cause in (None, "verifier_failed") or kind == "RungError":
+            return no_verdict(_REASONS.get(kind, "missing"), task.name, rung, shortened(text))
         return GenerateFailure(f"Harbor's agent {self.agent} on task {task.name} ({cause}): {text}")
 
 
@@ -356,6 +376,14 @@ def _key_names(agent: str, provider: str) -> list[str]:
     spec: Any = AgentFactory.get_agent_class(AgentName(agent)).MODEL_CONNECTION
     of_agent = spec.agent_provider_access.api_key_candidate_names
     return list(dict.fromkeys([*PROVIDERS[provider].api_key_candidate_names, *of_agent]))
+
+
+def _paths_in(value: Any) -> list[Path]:
+    """The files and folders of this machine that the options of an agent name."""
+    if isinstance(value, Mapping | list | tuple):
+        return [path for each in (value.values() if isinstance(value, Mapping) else value) for path in _paths_in(each)]
+    path = Path(value).expanduser() if isinstance(value, str | Path) and "\0" not in str(value) else None
+    return [path] if path is not None and path.is_absolute() and path.exists() else []
 
 
 def _until(run: Callable[..., Awaitable[Any]], ended: anyio.Event) -> Callable[..., Awaitable[Any]]:

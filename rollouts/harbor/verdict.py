@@ -47,7 +47,7 @@ RUNGS: tuple[Rung, ...] = ("separate", "carry", "kill", "keep")
 - ``keep``: the agent's box with its processes, as Harbor grades a task whose verifier is shared.
 """
 
-Reason: TypeAlias = Literal["missing", "empty", "not_a_file", "unreadable", "no_reward", "timeout", "box"]
+Reason: TypeAlias = Literal["missing", "empty", "not_a_file", "unreadable", "no_reward", "timeout", "box", "died"]
 REASONS: Mapping[Reason, str] = {
     "missing": "the tests wrote no reward file",
     "empty": "the reward file is empty",
@@ -56,6 +56,7 @@ REASONS: Mapping[Reason, str] = {
     "no_reward": "the rewards have several keys, and none is named as the trained one",
     "timeout": "the tests did not end within their deadline",
     "box": "the verifier's box failed",
+    "died": "the agent's box ended before the tests",
 }
 """Why there is no verdict."""
 
@@ -111,18 +112,18 @@ class LostVerdicts:
     """Rollouts without one by task and reason."""
     _warned: set[str] = attrs.field(factory=set)
 
-    def note(self, task: str, error: NoVerdict | None, *, checked: bool) -> None:
+    def note(self, task: str, reason: Reason | None, *, checked: bool) -> None:
         """Count one rollout.
 
         Args:
-            error: why it has no verdict; ``None`` if it has one.
+            reason: why it has no verdict; ``None`` if it has one.
             checked: whether the task's solution and an agent that does nothing are known to get one.
         """
-        if error is None:
+        if reason is None:
             self.given[task] += 1
             return
-        self.lost[task, error.reason] += 1
-        reasons = {reason: count for (name, reason), count in self.lost.items() if name == task}
+        self.lost[task, reason] += 1
+        reasons = {each: count for (name, each), count in self.lost.items() if name == task}
         count = sum(reasons.values())
         if checked and count >= _ENOUGH and task not in self._warned:
             self._warned.add(task)
@@ -132,7 +133,7 @@ class LostVerdicts:
                 task,
                 count,
                 count + self.given[task],
-                ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items())),
+                ", ".join(f"{each} {number}" for each, number in sorted(reasons.items())),
             )
 
 

@@ -127,7 +127,7 @@ class HarborWorkspace:
                 reward_key=self.reward_key,
             )
         except NoVerdict as error:
-            self.lost.note(task.name, error, checked=self.checked)
+            self.lost.note(task.name, error.reason, checked=self.checked)
             raise
         self.lost.note(task.name, None, checked=self.checked)
         return {"reward": verdict.reward, "verdict": verdict.metadata()}

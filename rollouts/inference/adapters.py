@@ -136,11 +136,6 @@ class RolloutAdapter(PolicyWrapper):
     def __repr__(self) -> str:
         return f"<RolloutAdapter {self.adapter or 'of no request yet'}>"
 
-    @property
-    def minimum_delays_stops(self) -> bool:
-        """As of the inner policy."""
-        return bool(getattr(self.inner, "minimum_delays_stops", False))
-
     async def interrupt(self) -> None:
         await self.inner.interrupt()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import anyio
 import attrs
@@ -20,12 +20,17 @@ __all__ = [
     "ExtrasRequest",
     "Policy",
     "PolicyWrapper",
+    "PriorityOrder",
     "ServerInfo",
     "check_takes_images",
     "describe_as",
     "describe_once",
     "wait_for_servers",
 ]
+
+
+PriorityOrder: TypeAlias = Literal["higher first", "lower first"]
+"""How a server schedules requests by their priorities."""
 
 
 @attrs.frozen
@@ -43,6 +48,8 @@ class ServerInfo:
     """Whether the server has a tokenizer, which stop strings, ``min_new_tokens`` and grammars need."""
     has_grammars: bool | None = None
     """Whether the server can constrain replies to a grammar, and reports their logprobs under it."""
+    has_structural_tags: bool | None = None
+    """Whether it can hold a part of a reply to a grammar, and leave the rest free."""
     honours_seeds: bool | None = None
     """Whether a seeded request gets the same reply again."""
 
@@ -79,6 +86,8 @@ class CompletionRequest:
     """All images of ``tokens``, in order; only for a policy with ``takes_images = True``."""
     version: str = ""
     """Policy version of the last sampled token in ``tokens``; empty if there is none."""
+    priority: int | None = None
+    """In the order of the servers; ``None``: not sent."""
     adapter: str = ""
     """LoRA adapter of the reply; by default the newest one of ``Endpoint.lora``."""
 
@@ -133,6 +142,11 @@ class PolicyWrapper:
     def takes_images(self) -> bool:
         """Whether requests may have images."""
         return bool(getattr(self.inner, "takes_images", False))
+
+    @property
+    def minimum_delays_stops(self) -> bool:
+        """Whether no stop string ends a reply within its ``min_new_tokens``."""
+        return bool(getattr(self.inner, "minimum_delays_stops", False))
 
     async def describe(self) -> ServerInfo:
         return await self.inner.describe()

@@ -75,7 +75,7 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
     else:
         weights = text_of(model.get("weight_version")) or text_of(server.get("weight_version"))
     skips_tokenizer = server.get("skip_tokenizer_init")
-    deterministic = server.get("enable_deterministic_inference")
+    deterministic, grammars = server.get("enable_deterministic_inference"), server.get("grammar_backend")
     return ServerInfo(
         version=_version(server),
         model=text_of(model.get("model_path")) or text_of(server.get("model_path")),
@@ -83,11 +83,14 @@ async def _describe_one(transport: HttpClient, url: str, headers: Mapping[str, s
         max_context=_max_context(models, server),
         http_workers=workers,
         has_tokenizer=not skips_tokenizer if isinstance(skips_tokenizer, bool) else None,
-        has_grammars=None
-        if not isinstance(server.get("grammar_backend"), str)
-        else server["grammar_backend"] != "none",
+        has_grammars=grammars != "none" if isinstance(grammars, str) else None,
+        has_structural_tags=grammars in _WITH_TAGS if isinstance(grammars, str) else None,
         honours_seeds=deterministic if isinstance(deterministic, bool) else None,
     )
+
+
+_WITH_TAGS = ("xgrammar", "llguidance")
+"""The grammar backends with structural tags (SGLang 0.5.23, constrained/)."""
 
 
 def _version(server: Mapping[str, Any]) -> str | None:
@@ -161,6 +164,7 @@ def merged(infos: list[ServerInfo]) -> ServerInfo:
         http_workers=max((info.http_workers for info in infos if info.http_workers is not None), default=None),
         has_tokenizer=_all_of(info.has_tokenizer for info in infos),
         has_grammars=_all_of(info.has_grammars for info in infos),
+        has_structural_tags=_all_of(info.has_structural_tags for info in infos),
         honours_seeds=_all_of(info.honours_seeds for info in infos),
     )
 

@@ -173,6 +173,7 @@ def request_body(
     extras: ExtrasRequest | None = None,
     images: Sequence[bytes] = (),
     adapter: str = "",
+    priority: int | None = None,
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
@@ -187,6 +188,8 @@ def request_body(
         extra = b'%b"return_prompt_token_ids":true,"image_data":[%b],' % (extra, b",".join(images))
     if adapter:
         extra = b'%b"lora_path":%b,' % (extra, msgspec.json.encode(adapter))
+    if priority is not None:
+        extra = b'%b"priority":%d,' % (extra, priority)
     head = b'{"rid":"%b",%b"input_ids":[' % (rid.encode(), extra)
     return b"".join((head, *ids.pieces, options)), len(head)
 

@@ -23,7 +23,7 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Completion, Endpoint, ImageSpan, SamplingParams, TokenColumn, digest
 from rollouts.errors import EndpointUnavailable
 from rollouts.inference.attempts import Attempts
-from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
+from rollouts.inference.base import CompletionRequest, PriorityOrder, ServerInfo, check_takes_images
 from rollouts.inference.call import Call
 from rollouts.inference.discovery import merged
 from rollouts.inference.image_json import ImageTexts, collapsed
@@ -91,6 +91,7 @@ class ServerPolicy:
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._images = ImageTexts()
         self._checked_stops: set[tuple[int, ...]] = set()
+        self._orders: set[PriorityOrder | None] | None = None
         self._last_options: tuple[object, bytes] = None, b""
 
     def __repr__(self) -> str:
@@ -219,13 +220,34 @@ class ServerPolicy:
             self._last_options = key, options
         return options
 
-    def of_rollout(self) -> InterruptiblePolicy:
-        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter."""
-        if self.endpoint.lora is None:
-            return self
-        from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
+    def of_rollout(self, urgency: Callable[[], int] | None = None) -> InterruptiblePolicy:
+        """The policy of one rollout: with ``Endpoint.lora``, all its requests have one adapter.
 
-        return RolloutAdapter(self, self.endpoint)
+        With ``Endpoint.priority``, they have priorities by the ``urgency`` of its prompt.
+        """
+        policy: InterruptiblePolicy = self
+        if self.endpoint.lora is not None:
+            from rollouts.inference.adapters import RolloutAdapter  # here: few runs have adapters
+
+            policy = RolloutAdapter(self, self.endpoint)
+        if self.endpoint.priority and urgency is not None:
+            from rollouts.inference.priorities import RolloutPriority  # here: few runs have priorities
+
+            policy = RolloutPriority(policy, urgency, self.priority_order)
+        return policy
+
+    async def priority_order(self) -> PriorityOrder | None:
+        """How all servers schedule by priority, asked once; ``None`` if one does not, or does not say.
+
+        Raises:
+            EndpointError: as :meth:`describe`, after the wait for a server.
+        """
+        while self._orders is None:
+            try:
+                self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
+            except EndpointUnavailable as error:
+                await self.wait_for_servers(error)
+        return next(iter(self._orders)) if len(self._orders) == 1 else None
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.

@@ -22,6 +22,7 @@ _NO_GRAMMARS = (
     "none: the server has no grammar backend (--grammar-backend none, or the embedded engine), or reports logprobs"
     " before it (vLLM's --logprobs-mode raw_logprobs)"
 )
+_NO_TAGS = "none: the server's grammar backend has no structural tags (--grammar-backend xgrammar or llguidance has)"
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def check_flags(server: ServerInfo, sampling: SamplingParams) -> None:
     if server.has_grammars is False and sampling.constrained:
         given = next(name for name in CONSTRAINTS if getattr(sampling, name) is not None)
         raise ConfigError.of(f"SamplingParams.{given}", getattr(sampling, given), _NO_GRAMMARS)
+    if server.has_structural_tags is False and sampling.structural_tag is not None:
+        raise ConfigError.of("SamplingParams.structural_tag", sampling.structural_tag, _NO_TAGS)
     if server.http_workers is not None and server.http_workers > 1:
         _LOG.warning(
             "the server has --tokenizer-worker-num %d: weight updates retract running requests in every mode but in"

@@ -21,7 +21,7 @@ from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams
 from rollouts.errors import EndpointError, EndpointUnavailable, without_password
 from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.pauses import POLL_SECONDS
@@ -71,6 +71,10 @@ class ServerProtocol(abc.ABC):
     @abc.abstractmethod
     async def describe(self, worker: Worker) -> ServerInfo:
         """Query the description of one server."""
+
+    @abc.abstractmethod
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        """Query how a server schedules by priority; ``None`` if it does not, or does not say."""
 
     @abc.abstractmethod
     async def is_ready(self, url: str) -> bool | None:

@@ -20,10 +20,10 @@ from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import describe_server
+from rollouts.inference.discovery import Routes, describe_server
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
@@ -56,7 +56,14 @@ class SGLangProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         return generate_wire.request_body(
-            rid, call.ids, call.options, call.namespace, call.request.extras, call.images, call.adapter
+            rid,
+            call.ids,
+            call.options,
+            call.namespace,
+            call.request.extras,
+            call.images,
+            call.adapter,
+            call.request.priority,
         )
 
     def session_headers(self, session: str) -> dict[str, str]:
@@ -67,6 +74,12 @@ class SGLangProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         return await describe_server(self._transport, worker.url, self._headers)
+
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        server = await Routes(self._transport, worker.url, self._headers, "an SGLang server").first("/server_info")
+        if server.get("enable_priority_scheduling") is not True:
+            return None
+        return "lower first" if server.get("schedule_low_priority_values_first") is True else "higher first"
 
     async def is_ready(self, url: str) -> bool | None:
         return await is_ready(self._transport, url, self._headers)

@@ -23,7 +23,7 @@ from rollouts.http.answers import loads, message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
-from rollouts.inference.base import ServerInfo
+from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
@@ -81,7 +81,9 @@ class VLLMProtocol(ServerProtocol):
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         assert not call.images, "complete refuses images"
-        return vllm_wire.request_body(rid, call.ids, call.options, call.namespace, call.request.extras, call.adapter)
+        return vllm_wire.request_body(
+            rid, call.ids, call.options, call.namespace, call.request.extras, call.adapter, call.request.priority
+        )
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}
@@ -91,7 +93,15 @@ class VLLMProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
-        return attrs.evolve(info, has_grammars=await self._mode(worker) == "processed")
+        processed = await self._mode(worker) == "processed"
+        return attrs.evolve(info, has_grammars=processed, has_structural_tags=processed)
+
+    async def priority_order(self, worker: Worker) -> PriorityOrder | None:
+        """Known with ``VLLM_SERVER_DEV_MODE=1`` only; the server collects its environment for the answer (seconds)."""
+        routes = Routes(self._transport, worker.url, self._headers, "a vLLM server")
+        config = (await routes.first("/server_info?config_format=json")).get("vllm_config")
+        scheduler = config.get("scheduler_config") if isinstance(config, dict) else None
+        return "lower first" if isinstance(scheduler, dict) and scheduler.get("policy") == "priority" else None
 
     async def is_ready(self, url: str) -> bool | None:
         with anyio.move_on_after(POLL_SECONDS), contextlib.suppress(EndpointUnavailable):

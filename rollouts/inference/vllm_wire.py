@@ -90,8 +90,13 @@ def request_options(sampling: SamplingParams, stop_token_ids: Sequence[int], *, 
     if sampling.stop:
         params["stop"] = sampling.stop
     params |= rare_params(sampling, minimum="min_tokens", seed="seed")
-    grammars = {"json": sampling.json_schema, "regex": sampling.regex, "grammar": sampling.ebnf}
     if sampling.constrained:
+        grammars = {
+            "json": sampling.json_schema,
+            "regex": sampling.regex,
+            "grammar": sampling.ebnf,
+            "structural_tag": sampling.structural_tag,
+        }
         params["structured_outputs"] = {name: value for name, value in grammars.items() if value is not None}
     encoded = msgspec.json.encode(params)
     return b"".join((b'],"return_token_ids":true,"stream":false,"sampling_params":', encoded, b"}"))
@@ -104,6 +109,7 @@ def request_body(
     namespace: str = "",
     extras: ExtrasRequest | None = None,
     adapter: str = "",
+    priority: int | None = None,
 ) -> tuple[bytes, int]:
     """Return the body of one attempt, which has its own rid, and the offset of the ids in it.
 
@@ -120,6 +126,8 @@ def request_body(
     salt = b'"cache_salt":%b,' % msgspec.json.encode(namespace) if namespace else b""
     if adapter:
         salt = b'%b"model":%b,' % (salt, msgspec.json.encode(adapter))
+    if priority is not None:
+        salt = b'%b"priority":%d,' % (salt, priority)
     head = b'{"request_id":"%b",%b"token_ids":[' % (rid.encode(), salt)
     return b"".join((head, *ids.pieces, options)), len(head)
 

@@ -1,6 +1,6 @@
 """SkyRL 0.3: samples as a ``GeneratorOutput``, and our agent as the generator of its trainer.
 
-    out: to_generator_output(samples)
+    out: to_generator_output(samples); with register_advantages() also Sample.advantages
     in:  Generator(episodes, client, tokenizer), from an override of BasePPOExp.get_generator
 
 Invariant: one row for each prompt, in the order of the prompts; with ``step_wise`` one for each branch, those of a
@@ -22,6 +22,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import ImageSpan, SamplingParams, TokenColumn
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.integrations.episodes import Episodes, prompt_of
+from rollouts.integrations.given_advantages import given_advantages
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
@@ -30,10 +31,11 @@ from rollouts.training.rows import (
     reward_of_branches,
     row_images,
     split,
+    split_advantages,
 )
 from rollouts.training.types import Sample, Status
 
-__all__ = ["Generator", "SkyRLPolicy", "to_generator_output", "write_batch"]
+__all__ = ["Generator", "SkyRLPolicy", "register_advantages", "to_generator_output", "write_batch"]
 _UNUSED = ("trajectory_generation_times", "rollout_expert_indices", "env_metrics")
 _VISION = ("pixel_values", "image_grid_thw")
 """The arrays of images that SkyRL passes to the model: a tensor for each row, or for none."""
@@ -45,6 +47,7 @@ def to_generator_output(
     step_wise: bool = False,
     trajectory_ids: Sequence[Any] | None = None,
     temperature: float | None = None,
+    advantages: bool = False,
 ) -> dict[str, Any]:
     """Convert samples to a ``GeneratorOutput``, conversations in order: one of each rollout, or of each of its seats.
 
@@ -54,13 +57,18 @@ def to_generator_output(
         trajectory_ids: one for each conversation; by default its comparison, and the number in it. SkyRL
             compares the rewards of one ``instance_id``.
         temperature: SkyRL's ``generator.sampling_params.temperature``; samples of another temperature are refused.
+        advantages: ``Sample.advantages`` of each token in place of the rewards, for a trainer with the estimator of
+            :func:`register_advantages`. SkyRL's metrics of rewards are then sums of advantages.
 
     Raises:
         ConfigError: a sample that is failed, unscored, without logprobs, sampled at another temperature, or with a
             field that SkyRL has no place for; a rollout that forks, without ``step_wise``, or whose branches have
-            unlike rewards; a row of text among rows with images; no sample; or another number of ``trajectory_ids``.
+            unlike rewards; a row of text among rows with images; no sample; another number of ``trajectory_ids``; or
+            ``advantages`` and a sample without them, or ``step_wise``, where SkyRL copies those of the last row.
     """
     rollouts = by_conversation(samples)
+    if advantages and step_wise:
+        raise ConfigError.of("advantages", True, "False with step_wise: SkyRL copies the last row's to the others")
     if not rollouts:
         raise ConfigError.of("to_generator_output(samples)", samples, "at least one sample")
     if trajectory_ids is None:
@@ -80,12 +88,14 @@ def to_generator_output(
         reward = reward_of_branches(branches)
         for branch in branches:
             check_temperature(branch, "SkyRL", temperature)
-            check_fields(branch, "SkyRL", "loss_multiplier", "advantages", "teacher_log_probs")
+            check_fields(branch, "SkyRL", "loss_multiplier", "teacher_log_probs")
+            if not advantages:
+                check_fields(branch, "SkyRL without advantages=True", "advantages")
             row = split(branch)
             arrays.append((branch, row_images(branch, "SkyRL", *_VISION)))
             output["prompt_token_ids"].append(row.prompt.tolist())
             output["response_ids"].append(row.response.tolist())
-            output["rewards"].append(reward)
+            output["rewards"].append(split_advantages(branch).tolist() if advantages else reward)
             output["loss_masks"].append(row.mask.astype(int).tolist())
             output["stop_reasons"].append("length" if branch.status is Status.TRUNCATED else "stop")
             output["rollout_logprobs"].append(row.logprobs.tolist())
@@ -93,6 +103,18 @@ def to_generator_output(
             output["is_last_step"].append(branch is branches[-1])
     output["is_last_step"] = output["is_last_step"] if step_wise else None
     return {**output, **_vision(arrays), "rollout_metrics": {}, **dict.fromkeys(_UNUSED)}
+
+
+def register_advantages(name: str = "rollouts") -> None:
+    """Register the estimator that takes advantages as they come: ``trainer.algorithm.advantage_estimator=rollouts``.
+
+    For outputs with ``advantages=True``: SkyRL's own estimators would take a column for rewards, and sum it. Call it
+    before the trainer starts (SkyRL 0.3.0, backends/skyrl_train/utils/ppo_utils.py: AdvantageEstimatorRegistry).
+    """
+    from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
+
+    if name not in AdvantageEstimatorRegistry.list_available():
+        AdvantageEstimatorRegistry.register(name, given_advantages)
 
 
 def _vision(rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> dict[str, Any]:

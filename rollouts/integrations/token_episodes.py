@@ -109,7 +109,8 @@ async def token_rollout_to_samples(
     client = shared_policy(endpoint, None) if policy is None else policy
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     context = (await describe_once(client)).max_context
-    episode = _Episode(prompt, resuming(client, decode), decode, sampling or endpoint.sampling, limits, context)
+    continuing = resuming(client, decode, prompt.urgency)
+    episode = _Episode(prompt, continuing, decode, sampling or endpoint.sampling, limits, context)
     name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
     try:
         with deadline(limits.episode_seconds):

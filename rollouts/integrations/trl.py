@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import shutil
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,6 +31,7 @@ import numpy.typing as npt
 from rollouts.dtypes import ChatDict, Endpoint, Prompt
 from rollouts.errors import ConfigError
 from rollouts.inference.weights import update_weights
+from rollouts.integrations.leases import LeasedBatch
 from rollouts.training.batch import group_advantages
 from rollouts.training.comparisons import comparison_of
 from rollouts.training.config import RolloutConfig
@@ -38,7 +41,16 @@ from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import check_fields, check_has_ids, check_temperature, int_version
 from rollouts.training.types import Sample, Status
 
-__all__ = ["RolloutFunc", "RolloutRow", "RolloutWorker", "WeightTransfer", "dataset_rows", "env_reward", "to_row"]
+__all__ = [
+    "LeasedRolloutWorker",
+    "RolloutFunc",
+    "RolloutRow",
+    "RolloutWorker",
+    "WeightTransfer",
+    "dataset_rows",
+    "env_reward",
+    "to_row",
+]
 
 _FULL_SECONDS = 0.05
 _NO_IMAGES = "TRL, whose trainer makes pixel_values only of the images of its data set,"
@@ -325,6 +337,89 @@ class RolloutWorker:
                     break
                 except queue.Full:
                     await anyio.sleep(_FULL_SECONDS)
+
+
+class LeasedRolloutWorker:
+    """The ``rollout_worker`` of an ``AsyncGRPOTrainer`` whose batches are leased, e.g. from ``rollouts up``.
+
+    A batch is acknowledged at the first :meth:`update_model_version` after the trainer took its last row. Its lease
+    must last that long.
+
+    Args:
+        batches: read in a thread of this process.
+        rows_ahead: most rows in the queue.
+        temperature: that of the trainer's ``AsyncGRPOConfig``; a sample with another ends the worker.
+    """
+
+    def __init__(
+        self, batches: Iterable[LeasedBatch], *, rows_ahead: int = 256, temperature: float | None = None
+    ) -> None:
+        self.temperature = temperature
+        self.rollout_buffer: queue.Queue[RolloutRow] = queue.Queue(rows_ahead)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self.model_version = 0
+        self._batches = iter(batches)
+        self._untrained: deque[tuple[int, LeasedBatch]] = deque()
+        """The batches, each with the number of rows up to its last one."""
+        self._rows = 0
+        self._stops = threading.Event()
+        self._thread = threading.Thread(target=self._fill, name="leased-rollouts", daemon=True)
+        self._error: BaseException | None = None
+        self._alive_at = time.monotonic()
+
+    def start(self) -> None:
+        """Start to take batches."""
+        self._alive_at = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take no more batches; unacknowledged groups return when their leases end."""
+        self._stops.set()
+
+    def update_model_version(self, model_version: int) -> None:
+        """Acknowledge the batches whose rows the trainer took before this step."""
+        self.model_version = model_version
+        taken = self._rows - self.rollout_buffer.qsize()
+        while self._untrained and self._untrained[0][0] <= taken:
+            self._untrained[0][1].ack(model_version)
+            self._untrained.popleft()
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise if no more batches come, or none has come for ``stale_after_s`` seconds.
+
+        Raises:
+            RuntimeError: its cause is the error of the batches.
+        """
+        if self._thread.ident is not None and not self._thread.is_alive():
+            raise RuntimeError(f"leases have ended: {self._error or 'the data is exhausted'}") from self._error
+        silent = time.monotonic() - self._alive_at
+        if silent > stale_after_s:
+            raise RuntimeError(f"no batch has come for {silent:.0f} s")
+
+    def _fill(self) -> None:
+        try:
+            for batch in self._batches:
+                samples = batch.samples
+                rows = [
+                    to_row(sample, float(advantage), temperature=self.temperature)
+                    for sample, advantage in zip(samples, group_advantages(samples), strict=True)
+                ]
+                self._untrained.append((self._rows + len(rows), batch))
+                for row in rows:
+                    if not self._put(attrs.evolve(row, enqueued_at=time.time())):
+                        return
+        except BaseException as error:  # noqa: BLE001 - raised by check_health in the trainer's thread
+            self._error = error
+
+    def _put(self, row: RolloutRow) -> bool:
+        """Wait for room; whether the row is in the queue, ``False`` after :meth:`stop`."""
+        while not self._stops.is_set():
+            self._alive_at = time.monotonic()
+            with contextlib.suppress(queue.Full):
+                self.rollout_buffer.put(row, timeout=_FULL_SECONDS)
+                self._rows += 1
+                return True
+        return False
 
 
 class WeightTransfer:

@@ -59,8 +59,8 @@ __all__ = [
 ]
 
 AgentFunction: TypeAlias = Callable[..., Awaitable[Any]]
-"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``, also with a third parameter ``over``; see
-:func:`function_rollout_to_samples`."""
+"""``async def agent(client, prompt)`` or ``async def agent(server, prompt)``, also with further parameters ``over`` and
+``done``; see :func:`function_rollout_to_samples`."""
 
 SandboxChoice: TypeAlias = Sandbox | Callable[[Prompt], Sandbox | Awaitable[Sandbox]]
 """One kind of sandbox for all prompts, or a function that chooses the kind of a prompt, sync or async."""
@@ -196,6 +196,8 @@ async def function_rollout_to_samples(
             ``base_url`` (Anthropic), ``api_key`` and ``model``. It returns the reward, or a dict of metadata of which
             ``"reward"`` is the reward, or ``None``. It is cancelled at a limit of the session; with a third parameter
             named ``over`` it gets an ``anyio.Event`` instead, which is set at the limit, and must return soon after it.
+            A fourth parameter named ``done`` is a function that ends the session before the agent function returns,
+            e.g. before it grades the work: later calls of the model are refused, and no limit applies.
         limits: this and the other arguments are as for :func:`program_rollout_to_samples`.
 
     Returns:
@@ -208,7 +210,7 @@ async def function_rollout_to_samples(
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     name = function_name(function)
-    wants_client, wants_over = _wants_client(function), _wants_over(function)
+    wants_client, wants_over, wants_done = _wants_client(function), _wants_over(function), _wants_done(function)
     limits = limits or SessionLimits()
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
@@ -217,12 +219,17 @@ async def function_rollout_to_samples(
 
     async def play(gateway: Gateway) -> dict[str, Any]:
         server = rollout.server(endpoint, gateway.open(session), "/")
+
+        def done() -> None:
+            gateway.close(session)
+            _end(session, f"agent {name} returned")
+
         async with contextlib.AsyncExitStack() as stack:
             first: Any = await stack.enter_async_context(_openai_client(server)) if wants_client else server
             returned: Any = None
             async with first_error() as tasks:
                 if wants_over:
-                    arguments: tuple[Any, ...] = (first, given, session.over)
+                    arguments: tuple[Any, ...] = (first, given, session.over, *([done] if wants_done else []))
                 else:
                     tasks.start_soon(_cancel_at, session.over, tasks.cancel_scope)
                     arguments = (first, given)
@@ -230,7 +237,7 @@ async def function_rollout_to_samples(
                 tasks.cancel_scope.cancel()
         gateway.close(session)
         record = _returned(returned, name)
-        _end(session, f"agent {name} returned")
+        done()
         return record
 
     return await _samples(prompt, rollout, limits, play)
@@ -391,7 +398,7 @@ async def _session(
         raise ConfigError.of("context_window", None, "a number of tokens: the server does not report its context")
     window = min(size for size in (known, context_window) if size is not None)
     session = ProgramSession(
-        resuming(client, renderer.decode),
+        resuming(client, renderer.decode, prompt.urgency),
         renderer,
         sampling or endpoint.sampling,
         name=f"{prompt.group_index}/{prompt.index}/{prompt.replacement}",
@@ -542,13 +549,13 @@ def _wants_client(function: AgentFunction) -> bool:
     Raises:
         ConfigError: the function is not async or does not take two arguments, or ``openai`` is not installed.
     """
-    expected = "async def agent(client, prompt), or async def agent(server, prompt); also with a third parameter over"
+    expected = "async def agent(client, prompt), or async def agent(server, prompt); also with over, and done"
     called = function if inspect.isroutine(function) else getattr(function, "func", function)
     if not inspect.iscoroutinefunction(called) and not inspect.iscoroutinefunction(getattr(called, "__call__", None)):  # noqa: B004
         raise ConfigError.of("function", function, expected)
     signature = inspect.signature(function)
     try:
-        signature.bind(*[None] * (3 if _wants_over(function) else 2))
+        signature.bind(*[None] * (2 + _wants_over(function) + _wants_done(function)))
     except TypeError:
         raise ConfigError.of("function", f"{function_name(function)}{signature}", expected) from None
     if next(iter(signature.parameters)) != "client":
@@ -564,6 +571,11 @@ def _wants_client(function: AgentFunction) -> bool:
 def _wants_over(function: AgentFunction) -> bool:
     """Whether an agent function ends by itself at a limit of its session."""
     return list(inspect.signature(function).parameters)[2:3] == ["over"]
+
+
+def _wants_done(function: AgentFunction) -> bool:
+    """Whether an agent function that ends by itself says when its agent has ended."""
+    return list(inspect.signature(function).parameters)[2:4] == ["over", "done"]
 
 
 @contextlib.asynccontextmanager
@@ -584,7 +596,7 @@ async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
 
 
 def _without_log(prompt: Prompt) -> Prompt:
-    return prompt if prompt.turn_log is None else attrs.evolve(prompt, turn_log=None)
+    return attrs.evolve(prompt, turn_log=None, urgency=None)
 
 
 def _returned(value: Any, name: str) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class WarmSandboxes:
         for name, value in (("ahead", ahead), ("copies", copies)):
             if not is_int(value, 1):
                 raise ConfigError.of(f"WarmSandboxes.{name}", value, "an integer >= 1")
-        self._sandbox, self._buffer = sandbox, buffer
+        self._sandbox = self.__wrapped__ = sandbox
+        self._buffer = buffer
         self._calls: Counter[int] = Counter()
         """How many rollouts of each group that is out have asked for their kind."""
         self._order = functools.lru_cache(maxsize=2)(functools.partial(shuffled, len(buffer), buffer.seed))

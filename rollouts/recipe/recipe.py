@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
@@ -80,6 +81,8 @@ class Recipe:
     environment_cls: EnvironmentFactory | None = attrs.field(default=None, validator=_factory, repr=_name_of)
     """``None`` if the agents are programs or functions."""
     batches: int = attrs.field(default=1, validator=integer(1))
+    lifetime: AbstractAsyncContextManager[Any] | None = attrs.field(default=None, repr=False)
+    """Entered while the rollouts of a run are played, e.g. of sandboxes that are opened ahead."""
     seed: int = attrs.field(default=0, validator=check("an integer", is_int))
 
     def renderer(self, metadata: Mapping[str, Any] = MappingProxyType({})) -> Renderer:
@@ -267,6 +270,7 @@ class AllOptions(RecipeOptions, RendererOptions, total=False):
     json_schema: str | None
     regex: str | None
     ebnf: str | None
+    structural_tag: str | None
     seed: int | None
     """Of the shuffle and of the replies. Default: 0, and for the replies the endpoint's where it has one."""
     shuffled: bool
@@ -455,6 +459,8 @@ def _describe(value: Any) -> Any:
         return [_describe(inner) for inner in value]
     if isinstance(value, Renderer):
         return value.name
+    if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+        return _describe(wrapped)
     if attrs.has(type(value)):
         fields = {field.name: (field.repr, getattr(value, field.name)) for field in attrs.fields(type(value))}
         return {name: shown(inner) if callable(shown) else _describe(inner) for name, (shown, inner) in fields.items()}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.dtypes import ImageSpan, Message, TokenColumn, Tool
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge_ids import Bridges
-from rollouts.renderer.call_check import CallCheck
+from rollouts.renderer.call_check import CallCheck, Reader
 from rollouts.renderer.dialects import Dialect, parse_stopped, thought_marks
 from rollouts.renderer.memory import BridgeMemory
 from rollouts.renderer.model_format import ModelFormat, images_of
@@ -340,6 +340,11 @@ class Renderer:
     def quotable(self, text: str) -> str:
         """Text that quotes a reply, without the special tokens that ``special_text`` refuses."""
         return self._model.marks.without(text)
+
+    @property
+    def reader(self) -> Reader:
+        """The functions that write and parse the calls of this template."""
+        return self._tests.reader(self.dialect)
 
     # -- the start-up test --------------------------------------------------------------------------------------------
 

@@ -141,16 +141,17 @@ class StartupTests:
         declared, dialect = self._model.declared, self._model.dialect
         if declared is None or declared is dialect or self._calls_are_text:
             return result
-        difference = difference_of(self._reader(dialect), declared, name)
+        difference = difference_of(self.reader(dialect), declared, name)
         if not difference:
             return result
         note = f"the model's response_template reads replies otherwise than dialect {dialect.name!r}: {difference}"
         return attrs.evolve(result, notes=(*result.notes, f'{note}; dialect="{declared.name}" uses it'))
 
     def _reads(self, dialect: Dialect, name: str) -> tuple[Calls, str]:
-        return dialect_reads(self._reader(dialect), name)
+        return dialect_reads(self.reader(dialect), name)
 
-    def _reader(self, dialect: Dialect) -> Reader:
+    def reader(self, dialect: Dialect) -> Reader:
+        """The functions that write the template's calls, and parse them with a dialect."""
         codec = self._model.codec
         return Reader(
             self._model.template.render,

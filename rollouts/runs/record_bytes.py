@@ -3,13 +3,17 @@
     payload = length u32 · MessagePack fields · tokens int32[n] · mask uint8[n] · logprobs float32[n]   (little-endian)
 
 Invariant: columns are decoded bit for bit, fields as plain data. The journal stores records on disk; workers send them
-to their parent process. This module knows neither.
+to their parent process, and a service to its consumers, many in a message:
+
+    message = (length u32 · payload)*
+
+This module knows none of them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -23,7 +27,7 @@ from rollouts.dtypes import LoadImage, hashes_in
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
 
-__all__ = ["LENGTH", "Columns", "packed", "sample_of", "turn_of", "unpacked"]
+__all__ = ["LENGTH", "Columns", "framed", "packed", "read_framed", "sample_of", "turn_of", "unpacked"]
 
 LENGTH = struct.Struct("<I")
 
@@ -71,6 +75,21 @@ def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
     mask = np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_)
     logprobs = np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32) if has_logprobs else None
     return fields, Columns(tokens, mask, logprobs)
+
+
+def framed(fields: Mapping[str, Any], columns: Columns | None) -> bytes:
+    """Encode a record of a message."""
+    head, buffers = packed(fields, columns)
+    return b"".join((LENGTH.pack(LENGTH.size + len(head) + len(buffers)), LENGTH.pack(len(head)), head, buffers))
+
+
+def read_framed(message: bytes) -> Iterator[tuple[dict[str, Any], Columns | None]]:
+    """Decode the records of a message, in order."""
+    rest = memoryview(message)
+    while rest:
+        (size,) = LENGTH.unpack_from(rest)
+        yield unpacked(rest[LENGTH.size : LENGTH.size + size])
+        rest = rest[LENGTH.size + size :]
 
 
 def sample_of(fields: Mapping[str, Any], columns: Columns, load_image: LoadImage) -> Sample:

@@ -120,6 +120,7 @@ async def run(
     on_batch: Callable[[Mapping[str, float]], None] | None = None,
     loggers: Sequence[RunLogger] = (),
     deliver: Deliver | None = None,
+    trains_here: bool = False,
 ) -> RunResult:
     """Fill ``recipe.batches`` batches and write them; end early on ``stop``, at the end of the data, or at an error.
 
@@ -133,6 +134,7 @@ async def run(
         on_batch: called with the metrics of each batch when it is written; must not raise.
         loggers: receive these metrics, too; their errors do not affect the run.
         deliver: receives the samples of each batch when it is written; the next batch begins when it returns.
+        trains_here: whether a trainer works in this process, see :func:`calm_collector`.
 
     Returns:
         The result; the reason of an early end is in ``error``, and in ``run.json``.
@@ -143,7 +145,7 @@ async def run(
         Exception: an error that is not a RolloutsError, after everything is written.
     """
     recipe.check_spread()
-    with calm_collector():  # a pause for garbage collection stops every rollout
+    with calm_collector(shared=trains_here):  # a pause for garbage collection stops every rollout
         if not loggers:
             return await _run(recipe, writer, stop, watch, run_journal, state, on_batch, deliver)
         from rollouts.observability.run_logger import LoggedRun, logging_to  # here: few runs have loggers
@@ -198,7 +200,7 @@ async def _run(
             tasks.start_soon(_cancel_when_asked, stop, tasks.cancel_scope)
             if watch is not None:
                 tasks.start_soon(observe, watch, manager)
-            async with manager:
+            async with recipe.lifetime or contextlib.nullcontext(), manager:
                 for _ in range(manager.batches, recipe.batches):
                     samples = await _one_batch(manager, writer, run_journal)
                     metrics.append(manager.metrics)  # before a stop can end the run: the batch is written

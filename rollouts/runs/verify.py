@@ -37,6 +37,7 @@ from rollouts.runs.reading import reading
 from rollouts.runs.run_history import RunHistory
 from rollouts.runs.seat_records import check_seats
 from rollouts.runs.tools import ToolFolder
+from rollouts.runs.tree_records import check_tree
 from rollouts.training.rows import CHAT_API
 from rollouts.training.sample_laws import LAWS, Stored, Violation, check_sample, check_stored, reply_key
 from rollouts.training.types import Sample
@@ -299,6 +300,8 @@ class _Verification:
             rows = [(entry.stored, entry.row.data.get("metadata"), entry.place) for entry in branches]
             if seated := check_seats(rows, self._broken):
                 self.report.checked[4]["conversations of seats"] += seated
+            if shared := check_tree([(entry.stored, entry.place) for entry in branches], self._broken):
+                self.report.checked[3]["branches"] += shared
             for _, of_one in itertools.groupby(
                 branches, key=lambda entry: (entry.stored.seat, entry.stored.conversation)
             ):

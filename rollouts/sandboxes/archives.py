@@ -13,7 +13,7 @@ import tarfile
 from pathlib import PurePosixPath
 from typing import BinaryIO
 
-__all__ = ["LATEST", "check_members", "pack", "unpack"]
+__all__ = ["LATEST", "check_members", "limit_times", "pack", "unpack"]
 
 _HEADER = 512
 LATEST = (1 << 33) - 1
@@ -135,6 +135,29 @@ def check_members(archive: str | os.PathLike[str], max_bytes: int) -> None:
                     links.add(name)
     except tarfile.TarError as error:
         raise OSError(f"not a tar archive that can be read: {error}") from None
+
+
+def limit_times(archive: str | os.PathLike[str], limited: str | os.PathLike[str]) -> bool:
+    """Copy an archive that has a member of a time that not every library can convert, with the nearest that all can.
+
+    Returns:
+        False if it has none; then no copy is written.
+
+    Raises:
+        OSError: it is not a tar archive.
+    """
+    try:
+        with tarfile.open(archive, mode="r:") as source:
+            if all(0 <= member.mtime <= LATEST for member in source):
+                return False
+            with tarfile.open(limited, mode="w", format=tarfile.PAX_FORMAT) as target:
+                for member in source:
+                    member.mtime = min(max(member.mtime, 0), LATEST)
+                    member.pax_headers = {name: text for name, text in member.pax_headers.items() if name != "mtime"}
+                    target.addfile(member, source.extractfile(member) if member.isreg() else None)
+    except tarfile.TarError as error:
+        raise OSError(f"not a tar archive that can be read: {error}") from None
+    return True
 
 
 def _make_way(place: str, member: tarfile.TarInfo) -> None:

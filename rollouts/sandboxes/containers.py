@@ -18,9 +18,10 @@ import posixpath
 import shlex
 import socket
 import tarfile
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +69,8 @@ _OF_RUNTIME = "unable to start container process"
 _SHOWN, _SHOWN_PROCESSES = 80, 5
 _WAITS = "sleep 3600"
 """The command that process 1 waits for."""
+_COLUMNS = "user,pid,ppid,args"
+_ROOT = ("root", "0")
 _OPEN_FILES, _PROCESSES = 4096, 4096
 """Podman asks for more by itself, which a machine without CAP_SYS_RESOURCE refuses."""
 _CPUS = check("a number > 0, or None", lambda value: value is None or (is_number(value) and value > 0))
@@ -237,6 +240,21 @@ def _reason(message: str) -> str:
     return next((plain for found, plain in words.items() if found in message.lower()), message)
 
 
+def left_in(rows: Sequence[Sequence[str]], users: Sequence[str] | None) -> list[str]:
+    """The processes of a container besides the first and the command that it waits for.
+
+    Args:
+        rows: user, number, parent and command of each.
+        users: of that command; ``None`` for any.
+    """
+    numbers = {row[1] for row in rows}
+    first = next((row for row in rows if row[2] not in numbers and row[3] == " ".join(FIRST_PROCESS)), None)
+    if first is None:
+        return [row[3] for row in rows]
+    waits = [row for row in rows if row[2] == first[1] and row[3] == _WAITS and (users is None or row[0] in users)]
+    return [row[3] for row in rows if row is not first and row not in waits[:1]]
+
+
 def _archive_of(name: str, data: bytes, mode: int, user: str) -> bytes:
     """A tar archive of one file."""
     owner, _, group = user.partition(":")
@@ -335,18 +353,23 @@ class RunningContainer(Running):
     async def kill_all(self) -> None:
         """Kill every process but the first; the daemon, not the container, says whether they are gone.
 
+        A program that is root may have replaced the ``sleep`` that process 1 runs, and then lives on as that.
+
         Raises:
             SandboxError: one is not gone within 20 s.
         """
         self._check_open()
+        # Podman runs the container's own ps, unless it is asked for columns that it knows (4.3, libpod: Container.Top).
+        parts = (await self._api.json("GET", "/version")).get("Components") or ()
+        is_podman = any("Podman" in str(part.get("Name")) for part in parts)
+        query = {"ps_args": _COLUMNS if is_podman else f"-eo {_COLUMNS}"}
         left: list[str] = []
         with anyio.move_on_after(_GRACE_SECONDS):
             while True:
                 await self._kill("-1")
-                rows = (await self._api.json("GET", f"/containers/{self.id}/top"))["Processes"]
-                lines = [" ".join(row) for row in rows]  # Podman 4.3 does not split them into columns
-                left = [line for line in lines if not line.endswith(" ".join(FIRST_PROCESS))]
-                if len(lines) <= 2 and all(line.endswith(_WAITS) for line in left):
+                rows = (await self._api.json("GET", f"/containers/{self.id}/top", query))["Processes"]
+                left = left_in(rows, _ROOT if self._kind._not_root else None)
+                if not left:
                     return
         names = ", ".join(repr(line[-_SHOWN:]) for line in left[:_SHOWN_PROCESSES])
         raise SandboxError(f"{len(left)} processes are left {_GRACE_SECONDS:g} s after they were killed: {names}")
@@ -447,6 +470,9 @@ class RunningContainer(Running):
             if error.status in (400, 404):
                 return False
             raise
+        limited = f"{os.fspath(archive)}.limited"
+        if await anyio.to_thread.run_sync(archives.limit_times, archive, limited):
+            await anyio.Path(limited).replace(os.fspath(archive))
         return True
 
     async def unpack(self, archive: str | os.PathLike[str], folder: str) -> None:
@@ -460,7 +486,10 @@ class RunningContainer(Running):
         made = await self._exec(_shell(f"mkdir -p {shlex.quote(place)}", _GRACE_SECONDS), self._user)
         if made.code != 0:
             await self._set_up(f"mkdir -p {shlex.quote(place)}", "0:0")
-        await self._put(place, Path(archive))
+        with tempfile.TemporaryDirectory(prefix="rollouts-archive-") as name:
+            limited = f"{name}/limited.tar"
+            is_limited = await anyio.to_thread.run_sync(archives.limit_times, archive, limited)
+            await self._put(place, Path(limited if is_limited else archive))
 
     async def close(self) -> None:
         """Remove the container with its files."""

@@ -8,8 +8,8 @@ version 2 was not.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import uuid
 from collections.abc import Mapping
 
 from rollouts.sandboxes.base import SandboxError
@@ -19,7 +19,6 @@ __all__ = ["join_groups", "make_groups", "remove_groups"]
 _ROOT = "/sys/fs/cgroup"
 _PERIOD = 100_000
 """Microseconds in which the processors are counted."""
-_NUMBERS = itertools.count()
 
 
 def make_groups(memory_bytes: int | None, cpus: float | None, root: str = _ROOT) -> list[str]:
@@ -28,7 +27,7 @@ def make_groups(memory_bytes: int | None, cpus: float | None, root: str = _ROOT)
     Raises:
         SandboxError: this machine or its rights do not allow it; none is left.
     """
-    name = f"rollouts-{os.getpid()}-{next(_NUMBERS)}"
+    name = f"rollouts-{os.getpid()}-{uuid.uuid4().hex[:12]}"  # a number of a process is used again
     quota = None if cpus is None else round(cpus * _PERIOD)
     second = os.path.exists(os.path.join(root, "cgroup.controllers"))
     limits: dict[str, dict[str, str]] = {}

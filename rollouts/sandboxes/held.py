@@ -26,7 +26,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollouts.errors import ConfigError
-from rollouts.sandboxes import archives, filesystem, holder, image_root, kernel
+from rollouts.sandboxes import archives, filesystem, holder, image_root, kernel, seccomp
 from rollouts.sandboxes.base import Ability, Command, Exit, SandboxError, SandboxLimits, check_size, inner_path
 from rollouts.sandboxes.control_groups import join_groups, remove_groups
 from rollouts.sandboxes.running import Running, stopped_by
@@ -50,7 +50,7 @@ def interpreter() -> tuple[str, list[str]]:
 
 @functools.cache
 def _sources() -> list[tuple[str, str]]:
-    modules: list[ModuleType] = [kernel, archives, filesystem, image_root, holder]
+    modules: list[ModuleType] = [kernel, seccomp, archives, filesystem, image_root, holder]
     return [
         ("rollouts", ""),
         ("rollouts.sandboxes", ""),
@@ -126,6 +126,8 @@ class RunningHeld(Running):
 
     listener: socket.socket | None = None
     process: Process | None = None
+    send_seconds = _ARCHIVE_SECONDS
+    """Deadline of sending one request: the holder does nothing else while it packs or unpacks."""
     _control: socket.socket | None = None
 
     def __init__(
@@ -292,7 +294,7 @@ class RunningHeld(Running):
     async def _send(self, request: Mapping[str, Any], data: bytes = b"", descriptor: int | None = None) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
-        with anyio.CancelScope(shield=True):  # half a request would spoil the next
+        with anyio.move_on_after(self.send_seconds, shield=True) as scope:  # half a request would spoil the next
             async with self._sending:
                 if descriptor is not None:
                     assert self._control is not None
@@ -301,6 +303,9 @@ class RunningHeld(Running):
                 await self.process.stdin.send(line.encode() + b"\n")
                 if data:
                     await self.process.stdin.send(data)
+        if scope.cancelled_caught:
+            self.process.kill()
+            raise SandboxError(f"a request is not read {self.send_seconds:g} s after it was sent")
 
     async def _arrival(self, number: int) -> None:
         while number not in self._arrived:

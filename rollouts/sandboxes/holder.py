@@ -1,9 +1,9 @@
 """The holder: process 1 of a namespace sandbox. It makes the listener, and starts, watches and kills the commands.
 
 Invariant: when it answers ``kill_all``, or a command whose processes are not kept, every other process of its namespace
-is gone. When its standard input ends, it ends, and with it the namespace and its files. No program can trace or kill
-it: it is process 1, and cannot be dumped. It runs nothing that a program may have written: it imports no module after
-its set-up, and calls no look-up of the C library.
+is gone. When its standard input ends, it ends, and with it the namespace and its files. No program can trace, kill or
+limit it: it is process 1, cannot be dumped, and a filter of system calls refuses to change its limits. It runs nothing
+that a program may have written: it imports no module after its set-up, and calls no look-up of the C library.
 
 It uses the standard library only: its source is passed to an interpreter that sees no installed package. Without
 bubblewrap it first enters the namespaces itself; the chain is then launcher, gate, holder.
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from rollouts.sandboxes import archives, kernel
+from rollouts.sandboxes import archives, kernel, seccomp
 from rollouts.sandboxes.filesystem import build_root
 from rollouts.sandboxes.image_root import build_image_root, map_image
 
@@ -73,6 +73,7 @@ def main(request: dict[str, Any]) -> None:
     sys.meta_path.clear()
     kernel.no_new_privileges()
     kernel.hide_from_tracers()
+    seccomp.protect_first_process()
     os.umask(0o022)
     if request["port"] is not None:
         with socket.socket() as listener:

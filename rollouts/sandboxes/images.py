@@ -1,7 +1,8 @@
 """Unpacked images: folders with the files of a container image, and what its configuration says.
 
-Invariant: an image of the store is complete, and is never changed: it is made under another name and renamed. The same
-key is the same image. buildah reads Dockerfiles and keeps its layers; nothing here interprets them.
+Invariant: an image of the store is complete, and is never changed: it is made under another name and renamed. Only this
+user reaches its files, which may run as their owner. The same key is the same image. buildah reads Dockerfiles and
+keeps its layers; nothing here interprets them.
 
 Images are built with ``buildah --isolation chroot``, which needs no daemon; no image is pulled.
 """
@@ -180,15 +181,14 @@ async def _stored(
         finally:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(_remove, new)
+    os.chmod(place, 0o700)  # an earlier version left it open
     return load_image(place)
 
 
 def _new_folder(place: str) -> str:
     store, key = os.path.split(place)
     os.makedirs(store, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f".{key}-", dir=store)
-    os.chmod(folder, 0o755)
-    return folder
+    return tempfile.mkdtemp(prefix=f".{key}-", dir=store)  # of this user alone: the image has set-user programs
 
 
 def _move(new: str, place: str) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import uuid
+from collections.abc import Iterator
 
 from rollouts.sandboxes.removal import remove_tree
 
@@ -47,6 +48,15 @@ class Folders:
                 self.sweep()
                 self._owner = (os.getpid(), self._locked_mark())
         return os.path.realpath(tempfile.mkdtemp(prefix=f"{self._prefix}{self._owner[1]}-"))
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[str]:
+        """Make a folder, and remove it at the end."""
+        folder = self.new()
+        try:
+            yield folder
+        finally:
+            remove_tree(folder)
 
     def sweep(self) -> list[str]:
         """Remove the folders of processes that have ended; returns their paths."""

@@ -1,9 +1,9 @@
-"""A seccomp filter that denies system calls that untrusted Python does not need.
+"""Seccomp filters: one denies system calls that untrusted Python does not need, one protects process 1 of a namespace.
 
-Invariant: an unknown machine gets no filter (:func:`forbid_syscalls` returns ``False``); system calls of another
-architecture kill the process. A denied call fails with ``EPERM``, so the program continues.
+Invariant: an unknown machine gets no filter; for untrusted Python, system calls of another architecture kill the
+process. A denied call fails with ``EPERM``, so the program continues.
 
-The filter is written by hand (forty lines) because no maintained Python binding of libseccomp exists.
+The filters are written by hand (sixty lines) because no maintained Python binding of libseccomp exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 
 from rollouts.sandboxes.kernel import MACHINES
 
-__all__ = ["forbid_syscalls"]
+__all__ = ["forbid_syscalls", "protect_first_process"]
 
 _ABSENT = -1
 
@@ -130,8 +130,24 @@ _SET_OWNER = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902)}
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACE, _THREAD = 0x7E020000, 0x00010000
 
+_OF_A_PROCESS: dict[str, tuple[int, int, int, int]] = {
+    "prlimit64": (302, 261, 340, 369),
+    "sched_setaffinity": (203, 122, 241, 241),
+    "sched_setattr": (314, 274, 351, 380),
+    "sched_setparam": (142, 118, 154, 154),
+    "sched_setscheduler": (144, 119, 156, 156),
+}
+"""Calls that change the process of the first argument, of the same user; for x86_64, aarch64, i386 and arm."""
+_OF_PROCESSES: dict[str, tuple[int, tuple[int, int, int, int]]] = {
+    "setpriority": (2, (141, 140, 97, 97)),
+    "ioprio_set": (3, (251, 30, 289, 314)),
+}
+"""Such calls with the process in the second argument, and the value of the first that means all of a user."""
+_ALSO = {"x86_64": 0x40000003, "aarch64": 0x40000028}
+"""The 32-bit architecture of a machine, whose numbers are two columns further."""
+
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 _ALLOW, _ERROR, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER, _ARCHITECTURE = 0, 4
 _PR_SET_SECCOMP, _FILTER = 22, 2
@@ -194,7 +210,43 @@ def forbid_syscalls(*, alone: bool) -> bool:
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
         return False
-    program = _program(MACHINES[machine], _ARCHITECTURES[machine], alone)
+    return _install(_program(MACHINES[machine], _ARCHITECTURES[machine], alone))
+
+
+def protect_first_process() -> None:
+    """Deny this process and its children to change the limits and the priority of process 1 of their namespace.
+
+    The kernel allows it to every process of the same user. Requires ``no_new_privileges``.
+
+    Raises:
+        OSError: the machine is not known, or its kernel has no filters.
+    """
+    machine = platform.machine()
+    if machine not in _ARCHITECTURES or not _install(_protection(machine)):
+        raise OSError(f"process 1 cannot be protected: no seccomp filter on {machine}")
+
+
+def _protection(machine: str) -> bytes:
+    column = MACHINES[machine]
+    wide, narrow = (_calls_of_the_first(each) for each in (column, column + 2))
+    steps = _step(_LOAD, _ARCHITECTURE) + _step(_EQUAL, _ALSO[machine], no=1 + len(narrow) // 8)
+    steps += _step(_LOAD, _NUMBER) + narrow
+    if machine == "x86_64":  # the x32 ABI has the same numbers, with a bit
+        return steps + _step(_LOAD, _NUMBER) + _step(_AND, 0xFFFFFFFF ^ 0x40000000) + wide
+    return steps + _step(_LOAD, _NUMBER) + wide
+
+
+def _calls_of_the_first(column: int) -> bytes:
+    steps = b""
+    for numbers in _OF_A_PROCESS.values():
+        steps += _when(numbers[column], _argument(0), _step(_EQUAL, 1, no=1), _REFUSE, _PASS)
+    for of_user, numbers in _OF_PROCESSES.values():
+        is_user = _step(_EQUAL, of_user, yes=2)
+        steps += _when(numbers[column], _argument(0), is_user, _argument(1), _step(_EQUAL, 1, no=1), _REFUSE, _PASS)
+    return steps + _PASS
+
+
+def _install(program: bytes) -> bool:
     steps = ctypes.create_string_buffer(program, len(program))
 
     class Program(ctypes.Structure):

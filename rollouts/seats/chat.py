@@ -79,7 +79,8 @@ class Chat:
         self._limits = of.limits if isinstance(of.limits, Limits) else CHAT_LIMITS
         self._factory = of.environment_cls or SingleTurnEnvironment
         self._left = self._limits.episode_seconds
-        self._asking = False
+        self.asking = False
+        """Whether an ask is waiting for its reply."""
         self._episode: Episode | None = None
         self._player: Player | None = None
         self._guarded: GuardedEnvironment | None = None
@@ -123,12 +124,12 @@ class Chat:
         """
         table = self._table
         table.check(self)
-        if self._asking:
+        if self.asking:
             raise table.fail(self, GenerateFailure("asked while it is being asked; expected one ask after the other"))
         if self.over is not None:
             text = f"asked after its end ({self.over.value}); expected the play to look at Reply.over"
             raise table.fail(self, GenerateFailure(text))
-        self._asking = True
+        self.asking = True
         try:
             with at(f"{current_place()} · seat {self.seat} {self.number}"):
                 return await self._answer(as_sent(said))
@@ -143,7 +144,7 @@ class Chat:
             self.over = self.over or StopReason.DEADLINE
             raise
         finally:
-            self._asking = False
+            self.asking = False
 
     async def _answer(self, said: Sequence[Message]) -> Reply:
         if not self._first:
@@ -225,7 +226,10 @@ class Chat:
         self._guarded = episode.environment = GuardedEnvironment.create(self._factory, self._limits)
         opening = await self._guarded.open(prompt, episode.trajectory)
         self._tools = episode.tools_of(self._guarded)
-        await episode.open_conversation(opening, self._tools)
+        try:
+            await episode.open_conversation(opening, self._tools)
+        except ConfigError as error:  # what the play says may be the text of another seat
+            raise GenerateFailure(f"the chat template refuses the opening of the chat: {error}") from error
 
     async def finish(self) -> None:
         """Close the environment and seal the branches."""

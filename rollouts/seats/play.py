@@ -16,10 +16,12 @@ import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, Unpack, get_args
 
+import anyio
 import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Message, OnRewrite, Prompt, SamplingParams
 from rollouts.errors import (
     ConfigError,
@@ -193,13 +195,18 @@ async def _played(table: Table, play: PlayFn) -> tuple[dict[str, Any], Failure |
         failure = Failure.of(error)
     finally:
         table.over = True
-        for conversations in table.conversations.values():
-            for conversation in conversations:
-                await conversation.finish()
+        for conversation in table.all():
+            if conversation.asking:
+                text = "still asked when the play returned; expected every ask to be awaited in it"
+                table.fail(conversation, GenerateFailure(text))
+        with anyio.CancelScope(shield=True):  # each environment has its own deadline
+            async with first_error() as tasks:
+                for conversation in table.all():
+                    tasks.start_soon(conversation.finish)
     if table.raised is not None:
         raise table.raised
     failure = table.failure or failure
-    kept = table.log.untaken or any(one.kept for ones in table.conversations.values() for one in ones)
+    kept = table.log.untaken or any(one.kept for one in table.all())
     if failure is None and kept:
         table.diverged = True
     return metadata, failure

@@ -23,9 +23,10 @@ class Diverged(GenerateFailure):
     """The play asks something else than the log contains; it begins again. Raised to end it, never stored."""
 
 
-def digest_of(messages: Sequence[Message]) -> str:
-    """A checksum of messages, images by their hashes."""
-    return hashlib.blake2b(to_msgpack([message_to_dict(one) for one in messages]), digest_size=12).hexdigest()
+def digest_of(messages: Sequence[Message], *others: Any) -> str:
+    """A checksum of messages, images by their hashes, and of other values."""
+    values = [[message_to_dict(one) for one in messages], *others]
+    return hashlib.blake2b(to_msgpack(values), digest_size=12).hexdigest()
 
 
 class PlayLog:

@@ -47,6 +47,8 @@ class Run:
         self.seat = seat
         self.number = table.begin(self)
         self.reward: float | None = None
+        self.asking = False
+        """Whether it is being played."""
         self.metadata: dict[str, Any] = {}
         self._samples: list[Sample] = []
         self._kept = list(table.log.take(self._key))
@@ -86,6 +88,7 @@ class Run:
         """
         table, seat = self._table, self._table.seats[self.seat]
         table.check(self)
+        self.asking = True
         try:
             with at(f"{current_place()} · seat {self.seat} {self.number}"):
                 prompt = self._prompt(given)
@@ -95,7 +98,7 @@ class Run:
                 elif options:
                     raise ConfigError.of(f"seats.{self.seat}.run", sorted(options), "none: the seat has no program")
                 else:
-                    await self._run_episode(prompt, player)
+                    await self._run_episode(prompt, player, own=given is table.prompt)
         except (ConfigError, EndpointAway, TokenMismatchError) as error:
             table.note(error)
             raise
@@ -103,6 +106,8 @@ class Run:
             raise
         except Exception as error:
             raise table.fail(self, error) from error
+        finally:
+            self.asking = False
         failure = self._samples[-1].failure
         if self._samples[-1].status in (Status.FAILED, Status.ABORTED):
             raise table.fail(self, failure or Failure.of(GenerateFailure("the run was aborted")))
@@ -116,9 +121,15 @@ class Run:
             )
         return attrs.evolve(of, prompt=given if isinstance(given, str) else tuple(as_sent(given)))
 
-    async def _run_episode(self, prompt: Prompt, player: Player) -> None:
+    async def _run_episode(self, prompt: Prompt, player: Player, *, own: bool) -> None:
+        """Play an episode, or take the kept one.
+
+        Raises:
+            GenerateFailure: the template refuses the text of the play; with ``own`` the prompt is that of the rollout,
+                as for one agent: then ConfigError.
+        """
         table, seat = self._table, self._table.seats[self.seat]
-        asked = digest_of(prompt.messages) if table.log.logs else ""
+        asked = digest_of(prompt.messages, prompt.label, prompt.metadata) if table.log.logs else ""
         branches = self._kept_episode(asked, player)
         if branches is None:
             episode = await begin_episode(
@@ -130,8 +141,14 @@ class Run:
                 max_context=player.max_context,
                 history=table.options.history,
             )
-            async with ending(episode):
-                episode.stop_reason = await episode.play(seat.environment_cls or SingleTurnEnvironment)
+            try:
+                async with ending(episode):
+                    episode.stop_reason = await episode.play(seat.environment_cls or SingleTurnEnvironment)
+            except ConfigError as error:
+                if own or episode.tools is None or len(episode.trajectory):
+                    raise
+                player.renderer.self_test(episode.tools).raise_if_refused()
+                raise GenerateFailure(f"the chat template refuses the opening of the run: {error}") from error
             branches = episode.branches
             (last,) = branches[-1:]
             if len(branches) == 1 and last.completions and last.stop_reason not in _UNFINISHED:

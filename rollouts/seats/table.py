@@ -59,6 +59,7 @@ class Conversation(Protocol):
 
     seat: str
     number: int
+    asking: bool
 
     async def finish(self) -> None:
         """End it, and close its environment."""
@@ -102,6 +103,10 @@ class Table:
         of_seat.append(conversation)
         return len(of_seat) - 1
 
+    def all(self) -> list[Conversation]:
+        """The conversations of all seats."""
+        return [one for conversations in self.conversations.values() for one in conversations]
+
     def check(self, conversation: Conversation) -> None:
         """Raise if the rollout has failed, or is over."""
         if self.diverged:
@@ -121,8 +126,11 @@ class Table:
         return SeatFailed(message)
 
     def note(self, error: Exception) -> None:
-        """Note an error that is not the rollout's: a play may wrap it in an exception group, or suppress it."""
-        if isinstance(error, ConfigError | EndpointAway | TokenMismatchError):
+        """Note an error that is not the rollout's: a play may wrap it in an exception group, or suppress it.
+
+        After the play has returned, nothing: an ask that it left behind meets a sealed conversation.
+        """
+        if not self.over and isinstance(error, ConfigError | EndpointAway | TokenMismatchError):
             self.raised = self.raised or error
 
     def diverge(self, why: str) -> Diverged:

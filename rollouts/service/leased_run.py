@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import anyio.to_thread
 
@@ -18,7 +19,7 @@ from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
 from rollouts.runs.in_folder import open_in
 from rollouts.runs.info import read_info
-from rollouts.runs.run import run
+from rollouts.runs.run import Watch, run
 from rollouts.runs.run_history import RunHistory
 from rollouts.service.leases import Leases
 from rollouts.training.types import Sample
@@ -31,7 +32,13 @@ LEASES = "leases.log"
 
 @contextlib.asynccontextmanager
 async def leased_run(
-    path: str | Path, recipe: Recipe, *, groups_in_work: int | None = None, max_staleness: int | None = None
+    path: str | Path,
+    recipe: Recipe,
+    *,
+    groups_in_work: int | None = None,
+    max_staleness: int | None = None,
+    watch: Watch | None = None,
+    trains_here: bool = True,
 ) -> AsyncIterator[Leases]:
     """Run a recipe in a folder while the context is open, and lease its groups.
 
@@ -40,6 +47,8 @@ async def leased_run(
         recipe: of a new run, or equal to that of the run in the folder.
         groups_in_work: most groups that are ready or leased, at least ``batch_size``; by default twice that.
         max_staleness: as for :class:`Leases`.
+        watch: as for :func:`rollouts.runs.run.run`.
+        trains_here: whether the consumer is in this process, so that its objects are freed as usual.
 
     Raises:
         ConfigError, JournalError, RolloutsError: as :func:`rollouts.runs.resume.reopen`; an error of generation is
@@ -69,7 +78,8 @@ async def leased_run(
             if writer.batches < recipe.batches:
                 await leases.room_for(size)
             state = None if found is None else found.state
-            result = await run(recipe, writer, run_journal=run_journal, state=state, deliver=deliver)
+            options: dict[str, Any] = {"watch": watch, "deliver": deliver, "trains_here": trains_here}
+            result = await run(recipe, writer, run_journal=run_journal, state=state, **options)
             leases.finish(result.error)
 
         async with first_error() as tasks:

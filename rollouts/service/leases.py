@@ -167,6 +167,21 @@ class Leases:
         """Number of groups that consumers have."""
         return sum(len(held.lease.groups) for held in self._held.values())
 
+    @property
+    def ready(self) -> int:
+        """Number of groups that may be leased."""
+        return len(self._ready)
+
+    @property
+    def version(self) -> str | None:
+        """The last announced version."""
+        return self._versions[-1] if self._versions else None
+
+    @property
+    def ended(self) -> RolloutsError | None:
+        """Why no more groups come; ``None`` while they do."""
+        return self._end
+
     async def room_for(self, groups: int) -> None:
         """Wait until some groups may be added."""
         while self.room < groups:
@@ -303,6 +318,10 @@ class Leases:
         if held.is_written:
             raise LeaseLost(f"lease {token} is being acknowledged")
         self._return(held)
+
+    def lease(self, token: int) -> Lease:
+        """The lease of a token; raises LeaseLost if it has ended."""
+        return self._current(token).lease
 
     def held(self, consumer: str | None = None) -> list[Lease]:
         """The leases that have not ended, of one consumer or of all."""

@@ -119,7 +119,7 @@ async def agent_rollout_to_samples(
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
     episode = await begin_episode(
         prompt,
-        resuming(client, renderer.decode),
+        resuming(client, renderer.decode, prompt.urgency),
         renderer,
         sampling=sampling or endpoint.sampling,
         limits=check_limits(limits, max_turns),
@@ -194,12 +194,12 @@ async def generate_all(
     return list(itertools.chain.from_iterable(samples))
 
 
-def resuming(policy: Policy, decode: Decode) -> Policy:
+def resuming(policy: Policy, decode: Decode, urgency: Callable[[], int] | None = None) -> Policy:
     """The policy of one rollout; one of servers continues a reply that they abort, as an update of weights may order.
 
-    ``decode`` is the text of ids, special tokens included.
+    ``decode`` is the text of ids, special tokens included; ``urgency`` is that of the prompt.
     """
-    return ResumablePolicy(policy.of_rollout(), decode=decode) if isinstance(policy, ServerPolicy) else policy
+    return ResumablePolicy(policy.of_rollout(urgency), decode=decode) if isinstance(policy, ServerPolicy) else policy
 
 
 _DEFAULT_LIMITS = Limits()

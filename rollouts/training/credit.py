@@ -34,6 +34,7 @@ __all__ = [
     "maxrl",
     "returns_to_go",
     "rloo",
+    "tree_leaf",
     "turn_deltas",
 ]
 
@@ -72,12 +73,28 @@ def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Co
         for conversation, values in zip(conversations, estimator(conversations), strict=True):
             offset = 0
             for branch in conversation.branches:
-                turns = turn_column(branch)
+                turns, count = _turns(branch)
                 numbers = values[np.minimum(np.maximum(turns, 0) + offset, len(values) - 1)]
-                column = np.zeros(len(branch), np.float32)
-                column[: len(turns)] = np.where(turns >= 0, numbers, 0)
-                branch.advantages = column
-                offset += int(turns.max()) + 1
+                branch.advantages = np.where(turns >= 0, numbers, 0).astype(np.float32)
+                offset += count
+
+
+def _turns(branch: Sample) -> tuple[npt.NDArray[np.int32], int]:
+    """The turn of each trained token, -1 on others, ``[n]``; and the number of all turns."""
+    mask = branch.mask_column
+    column = np.full(len(branch), -1, np.int32)
+    if not branch.completions:
+        if not mask.any():
+            return column, 0
+        turns = turn_column(branch)
+        column[: len(turns)] = turns
+        return column, int(turns.max()) + 1
+    turn = -1
+    for record in branch.completions:
+        turn += not record.continues
+        column[record.start : record.stop] = turn
+    column[~mask] = -1
+    return column, turn + 1
 
 
 def _conversation(branches: Sequence[Sample]) -> Conversation:
@@ -86,11 +103,12 @@ def _conversation(branches: Sequence[Sample]) -> Conversation:
     for branch in branches:
         first = len(rewards)
         numbers = list(itertools.accumulate(not one.continues for one in branch.completions))
-        rewards += [0.0] * (numbers[-1] if numbers else int(turn_column(branch).max()) + 1)
+        rewards += [0.0] * _turns(branch)[1]
         known = [*(branch.step_completions or ())]
         for number, amount in zip(known, branch.step_rewards, strict=False):
             if number >= 0:
                 rewards[first + numbers[number] - 1] += amount
+    rewards = rewards or [0.0]  # no branch has a turn
     rewards[-1] += reward - sum(rewards)
     return Conversation(branches, reward, np.array(rewards))
 
@@ -128,9 +146,7 @@ def dr_grpo(conversations: Sequence[Conversation]) -> list[Numbers]:
 def rloo(conversations: Sequence[Conversation]) -> list[Numbers]:
     """Reward minus the mean of the others; 0 without others. Unbiased."""
     rewards = _rewards(conversations, "rloo", 1)
-    if len(rewards) == 1:
-        return _constant(np.zeros(1))
-    return _constant((rewards - rewards.mean()) * len(rewards) / (len(rewards) - 1))
+    return _constant(_leave_one_out(rewards))
 
 
 def maxrl(conversations: Sequence[Conversation]) -> list[Numbers]:
@@ -203,6 +219,52 @@ def returns_to_go(conversations: Sequence[Conversation], *, discount: float = 1.
     returns = [_returns(one, discount) for one in conversations]
     total = sum(float(found[0]) for found in returns)
     return [found - (total - float(found[0])) / (len(returns) - 1) for found in returns]
+
+
+def tree_leaf(conversations: Sequence[Conversation]) -> list[Numbers]:
+    """For rollouts that branch once: how good the continuations of a turn are, compared with those of its siblings.
+
+    Turns before the fork have the mean reward of the rollout's leaves, minus that of the other rollouts (0 without
+    others); turns after it the reward of their leaf, minus the mean of the rollout's other leaves, over the number of
+    leaves. Unbiased, where the sum over the tokens of a rollout, its branches included, is one rollout's gradient.
+
+    Args:
+        conversations: whole rollouts with their branches (:mod:`rollouts.training.branching`), each of one sample.
+
+    Raises:
+        ConfigError: a rollout has branches from after several of its turns, or a branch without its parent.
+    """
+    rewards = _rewards(conversations, "tree_leaf", 1)
+    members: dict[Hashable, list[int]] = {}
+    for number, one in enumerate(conversations):
+        rollout = one.branches[0].rollout_id
+        members.setdefault(("alone", number) if rollout is None else rollout, []).append(number)
+    means = np.array([rewards[leaves].mean() for leaves in members.values()])
+    found: dict[int, Numbers] = {}
+    for leaves, whole in zip(members.values(), _leave_one_out(means), strict=True):
+        own = _leave_one_out(rewards[leaves]) / len(leaves)
+        for number, value in zip(leaves, own, strict=True):
+            found[number] = np.full(len(conversations[number].turn_rewards), value)
+        fork = _fork_turn([conversations[number].branches[0] for number in leaves])
+        found[leaves[0]][: fork if len(leaves) > 1 else None] = whole
+    return [found[number] for number in range(len(conversations))]
+
+
+def _leave_one_out(rewards: Numbers) -> Numbers:
+    """Each reward minus the mean of the others; 0 without others."""
+    found: Numbers = (rewards - rewards.mean()) * len(rewards) / max(len(rewards) - 1, 1)
+    return found
+
+
+def _fork_turn(leaves: Sequence[Sample]) -> int:
+    """The number of turns of the first leaf that the others share."""
+    whole, *others = leaves
+    turns, _ = _turns(whole)
+    forks = {int(turns[: one.shared].max(initial=-1)) + 1 for one in others}
+    expected = "a whole rollout first, then its branches from after one of its turns"
+    if whole.parent is not None or any(one.parent != whole.conversation for one in others) or len(forks) > 1:
+        raise ConfigError.of("tree_leaf: parents", [one.parent for one in leaves], expected)
+    return forks.pop() if forks else 0
 
 
 def turn_deltas(conversations: Sequence[Conversation], *, values: Callable[[Sample], Sequence[float]]) -> list[Numbers]:

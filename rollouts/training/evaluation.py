@@ -19,6 +19,7 @@ import attrs
 
 from rollouts.dtypes import Message, Prompt, as_messages, chat_text
 from rollouts.errors import ConfigError, DataExhausted
+from rollouts.inference.priorities import behind_training
 from rollouts.training.config import RolloutConfig
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager import AsyncRolloutManager
@@ -220,7 +221,7 @@ async def run_evaluation(
     Raises:
         GenerateFailure: too many consecutive rollouts failed.
     """
-    wanted = _wanted(prompts, rollouts, done or {})
+    wanted = [attrs.evolve(one, urgency=behind_training) for one in _wanted(prompts, rollouts, done or {})]
     if not wanted:
         return []
     groups: dict[int, Group] = {}

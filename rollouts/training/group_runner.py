@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import anyio
@@ -141,7 +141,7 @@ class GroupRunner:
         for number in self._missing(finished):
             error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
             error.late = True
-            request = self._request(prompt, number)
+            request = self._request(prompt, number, finished)
             sample = number_sample(Sample(prompt=prompt.prompt, label=prompt.label, status=Status.FAILED), request)
             sample.failure = Failure.of(error)
             self.failures.add([sample], sound=False)
@@ -151,8 +151,9 @@ class GroupRunner:
     def _missing(self, finished: Mapping[int, object]) -> list[int]:
         return [number for number in range(self.config.n_samples_per_prompt) if number not in finished]
 
-    def _request(self, prompt: Prompt, number: int) -> Prompt:
-        return attrs.evolve(prompt, index=group_index(prompt) * self.config.n_samples_per_prompt + number)
+    def _request(self, prompt: Prompt, number: int, finished: Sized) -> Prompt:
+        index = group_index(prompt) * self.config.n_samples_per_prompt + number
+        return attrs.evolve(prompt, index=index, urgency=prompt.urgency or finished.__len__)
 
     def _may_replace(self, lost: Mapping[int, Sequence[Sample]], sound: int, replacement: int) -> bool:
         """Whether the failure policies allow replacing the lost rollouts of a group with ``sound`` sound ones."""
@@ -205,7 +206,7 @@ class GroupRunner:
 
     async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None]) -> None:
         """Run one rollout in a slot; cancel its siblings if the group can no longer become sound."""
-        request = self._request(group.prompt, number)
+        request = self._request(group.prompt, number, group.finished)
         index = request.index
         assert index is not None
         try:

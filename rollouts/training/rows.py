@@ -41,6 +41,7 @@ __all__ = [
     "row_images",
     "segments",
     "split",
+    "split_advantages",
     "trimmed",
     "turn_column",
     "version_column",
@@ -100,6 +101,19 @@ def split(sample: Sample) -> Row:
     """
     (tokens, mask, logprobs), start = _checked(sample)
     return Row(tokens[:start], tokens[start:], mask[start:], logprobs[start:])
+
+
+def split_advantages(sample: Sample) -> npt.NDArray[np.float32]:
+    """``advantages`` of the response of :func:`split`, 0 on context, float32 ``[r]``.
+
+    Raises:
+        ConfigError: it has none, or no sampled token.
+    """
+    start, stop = _trained_range(sample)
+    column = sample.advantage_column
+    if column is None:
+        raise ConfigError.of(f"{sample!r}.advantages", None, "a column, of credit.assign_advantages, in every sample")
+    return np.where(sample.mask_column[start:stop], column[start:stop], np.float32(0))
 
 
 def _checked(sample: Sample) -> tuple[Columns, int]:

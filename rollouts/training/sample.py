@@ -105,6 +105,9 @@ class Sample:
     """The agent that it is a conversation of, in a rollout of several; empty in a rollout of one."""
     conversation: int = 0
     """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
+    parent: int | None = None
+    shared: int = 0
+    """Of a branch: the conversation that it continues, and the number of its first tokens, which that one trains."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None
@@ -158,8 +161,7 @@ class Sample:
         where = f"group {self.group_index} · index {self.index}"
         where += f" · {self.seat} {self.conversation}" if self.seat else ""
         trained = np.count_nonzero(self._loss_mask)
-        counts = f"{len(self)} tokens, {trained} trained"
-        return f"<Sample {where}: {counts}, reward {self.reward}, {self.status.value}>"
+        return f"<Sample {where}: {len(self)} tokens, {trained} trained, reward {self.reward}, {self.status.value}>"
 
     def __len__(self) -> int:
         """Number of tokens."""

@@ -66,7 +66,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("named_images", _is(dict | Mapping), "images by their hashes", None),
     ("tools", _is(str | None), "the JSON of a list of tools, or None", None),
     ("seat", _is(str), "a string", None),
-    ("conversation", lambda value: type(value) is int and value >= 0, "an integer >= 0", None),
+    ("parent", lambda value: value is None or is_int(value, 0), "an integer >= 0, or None", None),
     ("loss_multiplier", lambda value: is_number(value) and value >= 0, "a finite number >= 0", None),
     ("response", _is(str), "a string", None),
     ("messages", _is(list | tuple), "a list of chat dicts", None),
@@ -90,6 +90,7 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "named_images": {dict},
     "tools": {str, type(None)},
     "seat": {str},
+    "parent": {type(None)},
     "response": {str, CompactRecord},
     "messages": {list, tuple, CompactRecord},
     "completions": {CompactRecord},
@@ -109,6 +110,10 @@ def check_values(sample: Any) -> None:
     for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
         if type(value) not in sound_types and not good(value):
             raise ConfigError.of(f"Sample.{name}", value, expected)
+    conversation, shared = sample.conversation, sample.shared
+    if type(conversation) is not int or type(shared) is not int or conversation < 0 or shared < 0:
+        got = {"conversation": conversation, "shared": shared}
+        raise ConfigError.of("Sample.conversation, Sample.shared", got, "integers >= 0")
     for name in ("advantages", "teacher_log_probs"):
         column = getattr(sample, f"_{name}")
         if column is not None and len(column) != len(sample):
@@ -168,6 +173,8 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "tools": sample.tools,
         "seat": sample.seat,
         "conversation": sample.conversation,
+        "parent": sample.parent,
+        "shared": sample.shared,
     }
 
 

@@ -87,6 +87,8 @@ class Stored(msgspec.Struct):
     images: list[tuple[str, int, int]] = []
     seat: str = ""
     conversation: int = 0
+    parent: int | None = None
+    shared: int = 0
 
 
 def check_sample(sample: Sample) -> list[Violation]:

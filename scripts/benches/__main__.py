@@ -57,6 +57,7 @@ OTHERS = (
     "peers",
     "plan",
     "scale",
+    "service",
     "slime",
     "slots",
     "workers",

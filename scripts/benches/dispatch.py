@@ -22,7 +22,7 @@ import attrs
 import numpy as np
 
 from rollouts.distributed.dispatch import Dispatcher
-from rollouts.distributed.messages import read_order, sample_records
+from rollouts.distributed.messages import PICKLED, sample_records
 from rollouts.dtypes import Endpoint, Prompt, VersionSpan
 from rollouts.recipe import Recipe
 from rollouts.runs.run import run
@@ -32,7 +32,7 @@ from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sa
 from rollouts.trajectory import CompletionRecord
 from scripts.benches.pauses import LongestTurn, resident_mb
 
-__all__ = ["bench_dispatch", "dispatch_options"]
+__all__ = ["bench_dispatch", "dispatch_options", "sample_of_four_turns"]
 
 _N = 8
 _IN_A_MESSAGE = 32
@@ -41,7 +41,7 @@ _TOKENS = 2_400
 _IDS = np.arange(_TOKENS, dtype=np.int32) % 500
 
 
-def _sample(prompt: Prompt) -> Sample:
+def sample_of_four_turns(prompt: Prompt) -> Sample:
     """A finished sample of four turns."""
     replies = [(start + 100, start + 600) for start in range(0, _TOKENS, 600)]
     mask = np.zeros(_TOKENS, bool)
@@ -81,7 +81,7 @@ class _Link:
 
     async def send(self, message: bytes) -> None:
         began = time.thread_time()
-        requests, _ = read_order(message)
+        requests, _ = PICKLED.read(message)
         self.orders.extend((request.number, request.prompt) for request in requests)
         load = self.load
         load.waiting += len(requests)
@@ -114,7 +114,7 @@ class _Link:
 
 
 def _built(number: int, prompt: Prompt) -> bytes:
-    return sample_records(number, prompt, [_sample(prompt)])
+    return sample_records(number, prompt, [sample_of_four_turns(prompt)])
 
 
 async def _generate(prompts: Any) -> list[Sample]:
@@ -198,6 +198,9 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
 
 def bench_dispatch(options: argparse.Namespace) -> list[dict[str, float | int | str]]:
     """Rollouts outstanding at simulated workers: CPU of a submit and of a result, pauses, memory."""
+    whole = _N * options.factor
+    if options.outstanding % whole:
+        raise SystemExit(f"--outstanding: got {options.outstanding}; expected a multiple of {whole}: whole groups wait")
     with tempfile.TemporaryDirectory() as folder:
         return [anyio.run(functools.partial(_play, options, Path(folder) / "run"))]
 

@@ -24,6 +24,7 @@ from rollouts.recipes.configs.calculator_program import recipe as calculator_pro
 from rollouts.recipes.configs.calculator_program import workspace_reward
 from rollouts.seats import Seat, Seats, play_recipe
 from rollouts.training import Sample
+from scripts.faults.harbor_recipe import recipe as harbor_arithmetic
 
 
 def witnessed_reward(sample: Sample, *, witness: Path, reward_fn: Callable[[Sample], float]) -> float:
@@ -59,8 +60,8 @@ def seated(endpoint: Endpoint, **options: Any) -> Recipe:
     return play_recipe("crash", endpoint, turns, prompts, seats=seats, keep="all", max_new_tokens=32, **options)
 
 
-def reward_of_play(sample: Sample) -> float:
-    """The reward that the play set."""
+def reward_that_is_set(sample: Sample) -> float:
+    """The reward of the play, or of the task's tests."""
     return float(sample.reward or 0.0)
 
 
@@ -70,6 +71,8 @@ def recipe(
     witness: Path,
     programs: bool = False,
     seats: bool = False,
+    harbor: str = "",
+    tasks: Path | None = None,
     in_flight: int | None = None,
     sampler: Literal["uniform", "pass_rate", "pools"] = "uniform",
     batch_size: int = 4,
@@ -77,8 +80,13 @@ def recipe(
     prompts: int = 300,
     sampling_seed: int = 0,
 ) -> Recipe:
-    """Small groups, endless data in a fixed order, independent of the samples; programs: a process for each rollout."""
+    """Small groups, endless data in a fixed order, independent of the samples; programs: a process for each rollout.
+
+    harbor: the root of an image, in which a program plays tasks that are written to the folder tasks.
+    """
     kind: Callable[..., Recipe] = calculator_program if programs else seated if seats else calculator
+    if harbor and tasks is not None:
+        kind = partial(harbor_arithmetic, root=harbor, tasks=tasks)
     made = kind(
         endpoint,
         batch_size=batch_size,
@@ -94,7 +102,7 @@ def recipe(
     agents = made.config.generate_fn
     assert isinstance(agents, partial)
     generate_fn = partial(agents, endpoint=endpoint)
-    reward_fn = workspace_reward if programs else reward_of_play if seats else exact_answer_reward
+    reward_fn = reward_that_is_set if seats or harbor else workspace_reward if programs else exact_answer_reward
     reward = partial(witnessed_reward, witness=witness, reward_fn=reward_fn)
     config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)
     return attrs.evolve(made, name="crash", endpoint=endpoint, config=config)

@@ -7,6 +7,9 @@ last seal are cut, zeroed, exchanged for junk, or get a hole of 512 bytes, as th
 the rollouts that this removes must be generated again, and those of sealed batches must stay. At the end the same run
 is executed without a kill, and both are compared. Exits with 1 if anything was lost, doubled, skipped or repeated.
 
+With ``--harbor`` each program plays a Harbor task in a box over an image, and is graded in another box: no process of a
+killed run, no box and no folder may be left, and every rollout has a verdict.
+
 With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
 that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
 program of a killed run may continue.
@@ -43,6 +46,7 @@ from rollouts.runs.info import batches_written, read_info
 from rollouts.runs.journal import Entry, JournalReader, read_journal
 from rollouts.runs.run_history import RunHistory
 from rollouts.runs.verify import verify_run
+from rollouts.sandboxes.kernel import become_subreaper
 from scripts.faults.crash_recipe import recipe
 from scripts.faults.harness import Engine
 
@@ -55,6 +59,8 @@ DAMAGED = 0.5
 """Share of the kills after which the tail of the journal is changed."""
 
 RECIPE = Path(__file__).with_name("crash_recipe.py")
+_GONE_SECONDS = 10.0
+"""In which the processes of a killed run end."""
 
 
 def forked(arguments: list[str], log: Path) -> int:
@@ -165,18 +171,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--longest", type=float, help="seconds of the longest life (2.5; of programs 15)")
     parser.add_argument("--programs", action="store_true", help="each rollout is a program, started as a process")
+    parser.add_argument("--harbor", metavar="IMAGE", default="", help="each program is in a box over this root folder")
     parser.add_argument("--seats", action="store_true", help="each rollout is a play of two agents")
     parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
     parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among six prompts by their rewards")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     args = parser.parse_args()
+    args.programs |= bool(args.harbor)
     args.longest = args.longest or (15.0 if args.programs else 2.5)
     folder = args.keep or Path(tempfile.mkdtemp(prefix="crash_"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
         engine = Engine(folder / "engine.log")
         try:
-            return crash(args, folder, engine.url)
+            return crash(args, folder, engine)
         finally:
             engine.kill()
     finally:
@@ -193,6 +201,10 @@ class Kills:
     command: list[str]
     longest: float
     rng: random.Random
+    engine: Engine | None = None
+    """Besides which no process of ours may run after a kill, if it is named."""
+    left: list[str] = attrs.field(factory=list)
+    """The processes that did."""
     done: int = 0
     torn: int = 0
     torn_at: int = 0
@@ -220,6 +232,8 @@ class Kills:
         self.lives[pid] = self.done
         if not kill_one_life(pid, self.run, self.rng, self.longest):
             raise SystemExit(f"the run ended by itself; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+        if self.engine is not None:
+            self.left += left_behind(self.engine.process.pid)
         self.history = history_of(self.run)
         found = finished_in(self.history)
         lost = self.finished.keys() - found
@@ -273,10 +287,13 @@ def unsettled_in(history: RunHistory) -> set[int]:
     return {number * 4 + k for number in history.unsettled for k in range(4)}
 
 
-def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
+def crash(args: argparse.Namespace, folder: Path, engine: Engine) -> int:
     run, witness, log = folder / "run", folder / "witness", folder / "log"
-    base = ["run", str(RECIPE), "--endpoint", url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
+    base = ["run", str(RECIPE), "--endpoint", engine.url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
     base += ["--set", f"programs={args.programs}", "--set", f"seats={args.seats}"]
+    if args.harbor:
+        base += ["--set", f"harbor={args.harbor}", "--set", f"tasks={folder / 'tasks'}"]
+        become_subreaper()  # the processes of a killed run become ours, so that they can be found
     if args.in_flight is not None:
         base += ["--set", f"in_flight={args.in_flight}"]
     if args.sampler is not None:
@@ -284,7 +301,7 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     options = ["--set", f"witness={witness}"]
     os.environ["TMPDIR"] = str(folder / "tmp")  # a killed run leaves the folders of its programs
     (folder / "tmp").mkdir(exist_ok=True)
-    kills = Kills(run, log, [*base, *options], args.longest, random.Random(args.seed))
+    kills = Kills(run, log, [*base, *options], args.longest, random.Random(args.seed), engine if args.harbor else None)
     began = time.monotonic()
     while kills.done < args.kills or kills.history is None:  # on a slow machine, the first lives end before they write
         kills.kill()
@@ -310,7 +327,10 @@ def crash(args: argparse.Namespace, folder: Path, url: str) -> int:
     print(f"{kills.done} kills in {seconds:.0f} s, {kills.torn} with a half-written record added; {batches} batches")
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(kills.damaged.items())) or "none"
     print(f"tails changed behind the last seal: {kinds}; they had {kills.removed} finished rollouts, which began again")
-    bad = compare(kills, reference, witness, programs=args.programs, sampled=args.sampler is not None)
+    tasks = {"harbor": args.harbor, "tasks": folder / "tasks"} if args.harbor else {}
+    bad = compare(kills, reference, witness, tasks, programs=args.programs, sampled=args.sampler is not None)
+    if args.harbor:
+        bad += compare_boxes(kills, folder / "tmp")
     if args.seats:
         again = {row.data["index"] for row in read_rows(run, "all") if "restarted_at_resume" in row.data["metrics"]}
         print(f"{len(again)} plays began again; expected none, since each asks the same")
@@ -333,7 +353,33 @@ def taken_in_the_last_life(run: Path) -> set[int]:
     return taken
 
 
-def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sampled: bool) -> int:
+def left_behind(besides: int) -> list[str]:
+    """Wait for the processes below this one, except ``besides``; return the command lines of the rest."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while True:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        others = [process for process in map(int, children) if process != besides]
+        alive = [process for process in others if os.waitpid(process, os.WNOHANG)[0] == 0]
+        found = [Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace") for process in alive]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+def compare_boxes(kills: Kills, temporary: Path) -> int:
+    """Check that nothing is left of the boxes, and that every rollout has a verdict of its tests."""
+    rows = [row.data for row in read_rows(kills.run, "all")]
+    without = [row["index"] for row in rows if "verdict" not in row["metadata"]]
+    left = sorted(path.name for path in temporary.glob("rollouts-*") if path.is_dir())
+    print(f"{len(kills.left)} processes of boxes were left by kills {kills.left[:3] or ''}")
+    print(f"{len(left)} folders are left {left[:3] or ''}")
+    print(f"{len(without)} of {len(rows)} rollouts have no verdict {without[:3] or ''}")
+    return len(kills.left) + len(left) + len(without)
+
+
+def compare(
+    kills: Kills, reference: Path, witness: Path, tasks: dict[str, Any], *, programs: bool, sampled: bool
+) -> int:
     """Compare the killed run with its journals, its witness, its data and the run without a kill."""
     run, finished = kills.run, kills.finished
     rows = list(read_rows(run, "all"))
@@ -356,6 +402,7 @@ def compare(kills: Kills, reference: Path, witness: Path, *, programs: bool, sam
     print(f"  ({window} were scored a second time, because the kill came between their reward and their record)")
     groups = {row.data["group_index"]: row.data["prompt"] for row in rows}
     sizes: dict[str, Any] = {"prompts": _PROMPTS_OF_SAMPLERS} if sampled else {}
+    sizes |= tasks
     buffer = recipe(Endpoint(model=str(DEMO_MODEL)), witness=witness, programs=programs, **sizes).data_buffer
     expected: dict[int | None, Any] = {
         prompt.group_index: prompt.prompt for prompt in buffer.get_prompts(history.groups)

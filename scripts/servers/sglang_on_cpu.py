@@ -3,16 +3,19 @@
 SGLang imports ``sgl_kernel`` and torchvision at its start, and calls neither for a text model on the CPU. The wheel of
 ``sgl_kernel`` needs CUDA, and PyPI's torchvision registers its operators only with a torch that has CUDA. So this
 module replaces the one by functions that raise, and declares two operators of the other. SGLang's child processes
-import their main module, which is this one, so that both hold there too.
+import their main module, which is this one, so that both hold there too. With adapters, SGLang pins host memory for
+copies to a GPU (0.5.23, lora/layers.py), which torch refuses without one: here no memory is pinned.
 
 It runs in the environment of SGLang, and imports nothing of this package.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +44,19 @@ class _Kernels(types.ModuleType):
         return missing
 
 
+def _unpinned(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(create)
+    def created(*values: Any, **options: Any) -> torch.Tensor:
+        options.pop("pin_memory", None)
+        return create(*values, **options)
+
+    return created
+
+
+def _as_it_is(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return tensor
+
+
 def install() -> None:
     """Replace what this machine cannot load."""
     kernels = _Kernels("sgl_kernel")
@@ -49,6 +65,9 @@ def install() -> None:
     sys.modules["sgl_kernel"] = kernels
     for schema in _SCHEMAS:
         _LIBRARY.define(schema)
+    for name in ("empty", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = _as_it_is  # type: ignore[assignment, method-assign]
 
 
 install()

@@ -114,6 +114,8 @@ LINES = {
     "new-env": [[HOSTILE, "--into", "OUT"]],
     "serve": [["--model", HOSTILE]],
     "serve-env": [["FAILS"]],
+    "work": [["--join", f"http://127.0.0.1:9/{HOSTILE}", "--patience", "0.1"]],
+    "up": [["FAILS", "--out", "OUT", "--port", "0", "--endpoint", "http://127.0.0.1:9"]],
     "gateway": [["--endpoint", f"http://127.0.0.1:9/{HOSTILE}"]],
     "recipes": [[]],
     "doctor": [[]],

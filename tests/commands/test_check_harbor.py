@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import anyio
 import pytest
 
 from rollouts.commands import main
 from rollouts.dtypes import Endpoint
 from rollouts.harbor.check import CHECKED, load_checks
 from rollouts.recipe.files import build, load_recipe
-from rollouts.sandboxes import SandboxError, opened
-from rollouts.sandboxes.image import ImageSandbox
 from tests.harbor.folders import write_task
-from tests.harbor.roots import base_root
+from tests.harbor.roots import usable_root
 
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\n'
 
 
 @pytest.fixture
 def root() -> str:
-    """A small root; skips the test where this machine opens no box."""
-
-    async def open_one() -> None:
-        async with opened(ImageSandbox(base_root())):
-            pass
-
-    try:
-        anyio.run(open_one)
-    except SandboxError as error:
-        pytest.skip(f"this machine opens no box: {error}")
-    return base_root()
+    return usable_root()
 
 
 def test_a_folder_is_checked_and_its_rungs_are_used(

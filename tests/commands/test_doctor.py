@@ -45,7 +45,7 @@ def test_a_verb_lacks_an_extra_that_is_not_whole() -> None:
     """Each verb that needs it is listed with the pip command."""
     extras: dict[str, list[str]] = {extra: [] for extra in NEEDS.values()}
     assert lacking(extras) == {}
-    assert lacking({**extras, "serve": ["aiohttp>=3.10"]}) == {"serve-env": "serve"}
+    assert lacking({**extras, "serve": ["aiohttp>=3.10"]}) == {"serve-env": "serve", "up": "serve"}
     assert lacking({**extras, "images": ["pillow>=10"]}) == {"--images, run visual or geo3k": "images"}
     report = {
         "rollouts": "1",
@@ -81,6 +81,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("torch", ["run", "calculator", "--out", "run"], f"needs torch: {install_command('engine')}, or --endpoint"),
         ("aiohttp", ["serve-env", "calculator"], f"serve-env needs aiohttp: {install_command('serve')}"),
+        ("aiohttp", ["up", "calculator", "--out", "run"], f"up needs aiohttp: {install_command('serve')}"),
         ("aiohttp", ["serve"], install_command("engine")),
         (
             "PIL",
@@ -101,6 +102,7 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ids=[
         "run without torch",
         "serve-env without aiohttp",
+        "up without aiohttp",
         "serve without aiohttp",
         "run visual without Pillow",
         "run --metrics-port without prometheus-client",

@@ -60,6 +60,37 @@ def target(tmp_path: Path) -> RunTarget:
     return RunTarget(recipe=tmp_path / "small.py", batches=1)
 
 
+LIVES = """
+    made = agent_recipe("small", endpoint, CalculatorEnvironment, prompts, reward_fn=length, keep="all", **sizes)
+    return attrs.evolve(made, lifetime=life())
+
+@contextlib.asynccontextmanager
+async def life():
+    place = Path(__file__).with_name("life")
+    place.write_text("begun")
+    try:
+        yield
+    finally:
+        place.write_text(place.read_text() + " ended")
+"""
+
+
+async def test_the_lifetime_of_a_recipe_is_that_of_its_run(tmp_path: Path) -> None:
+    """It begins before the first rollout, and ends after the last."""
+    text = RECIPE.replace("\nfrom", "\nimport contextlib\nfrom pathlib import Path\nimport attrs\nfrom", 1)
+    (tmp_path / "small.py").write_text(text.rpartition("    return agent_recipe")[0] + LIVES)
+    seen: list[str] = []
+
+    async def look(request: Any) -> None:
+        seen.append((tmp_path / "life").read_text())
+
+    server = StubServer(model_info={"model_path": MODEL, "weight_version": "v1"}, latency=look)
+    async with server:
+        await play(RunTarget(recipe=tmp_path / "small.py", batches=1, urls=(server.url,)), tmp_path / "out")
+    assert set(seen) == {"begun"}
+    assert (tmp_path / "life").read_text() == "begun ended"
+
+
 async def play(target: RunTarget, out: Path, **options: Any) -> RunResult:
     result = await launch(target, out, "jsonl", options.pop("overwrite", False), Console(file=io.StringIO()), **options)
     assert result is not None

@@ -58,6 +58,18 @@ def test_a_long_full_collection_is_not_repeated_over_the_same_objects() -> None:
     assert gc.get_freeze_count() == 0
 
 
+def test_the_cycles_of_a_trainer_in_the_process_are_freed_after_a_long_collection() -> None:
+    """They may hold tensors; without a trainer, cycles of that time wait for the end of the run."""
+    with calm_collector(shared=True):
+        frozen = gc.get_freeze_count()
+        kept: list[list[object]] = [[[number]] for number in range(1_000_000)]
+        gc.collect()
+        assert gc.get_freeze_count() <= frozen
+        kept[0].append(kept)
+        del kept
+        assert gc.collect() >= 1_000_000
+
+
 def test_free_memory_returns_to_the_system() -> None:
     """Small objects between others leave no resident pages; harmless without glibc."""
     resident = Path("/proc/self/statm")

@@ -10,8 +10,10 @@ import anyio
 import attrs
 import pytest
 
+from rollouts.distributed.dispatch import Dispatcher, Link
+from rollouts.distributed.messages import leaving_record
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.planning.simulation import VirtualLoop
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.distributed import games
@@ -227,5 +229,40 @@ def test_workers_come_and_go_at_random(seed: int) -> None:
         assert (manager.failures.lost.total(), workers.deaths, manager.accounting.failed) == (0, 0, 0)
         assert workers.departures > 50
         assert len(local.links) > 50
+
+    on_virtual_clock(run)
+
+
+class _Leaver:
+    """A worker that leaves as soon as it gets an order."""
+
+    def __init__(self) -> None:
+        self._asked = anyio.Event()
+
+    async def send(self, message: bytes) -> None:
+        self._asked.set()
+
+    async def receive(self) -> bytes:
+        await self._asked.wait()
+        self._asked = anyio.Event()
+        return leaving_record()
+
+    async def beat(self) -> None:
+        await anyio.sleep(0.5)
+
+    async def aclose(self) -> None: ...
+
+
+def test_a_rollout_whose_workers_all_leave_fails_in_the_end() -> None:
+    """It costs no attempt twenty times; then it is a failure, which the config's policy handles."""
+
+    async def run() -> None:
+        async def connect(number: int) -> Link:
+            return _Leaver()
+
+        async with Dispatcher(connect, 1) as workers:
+            with pytest.raises(GenerateFailure, match="worker 0 left"), anyio.fail_after(3600):
+                await workers.generate([Prompt("p", group_index=0, index=0)])
+            assert 10 <= workers.departures <= 21
 
     on_virtual_clock(run)

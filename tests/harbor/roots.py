@@ -10,9 +10,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import anyio
 import pytest
 
-__all__ = ["add_program", "base_root"]
+from rollouts.sandboxes import SandboxError, opened
+from rollouts.sandboxes.image import ImageSandbox
+
+__all__ = ["add_program", "base_root", "usable_root"]
 
 _PROGRAMS = (
     *(
@@ -65,6 +69,20 @@ def base_root() -> str:
     (root / "usr/bin/sh").symlink_to("bash")
     _add_python(root)
     return str(root)
+
+
+def usable_root() -> str:
+    """A small root; skips the test where this machine opens no box."""
+
+    async def open_one() -> None:
+        async with opened(ImageSandbox(base_root())):
+            pass
+
+    try:
+        anyio.run(open_one)
+    except SandboxError as error:
+        pytest.skip(f"this machine opens no box: {error}")
+    return base_root()
 
 
 def add_program(root: Path, program: str, path: str) -> None:

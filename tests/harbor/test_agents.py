@@ -224,7 +224,7 @@ async def test_a_trial_that_is_cancelled_while_it_is_graded_leaves_no_box(mode: 
     server = ModelServer("http://127.0.0.1:9", "k" * 32, "m", 1000, "/")
     before = children()
     with anyio.move_on_after(8), anyio.fail_after(100):
-        await agent(server, prompts_of([task])[0], anyio.Event())
+        await agent(server, prompts_of([task])[0], anyio.Event(), lambda: None)
     assert children() == before
 
 

@@ -67,8 +67,8 @@ def test_a_task_whose_rollouts_lose_verdicts_is_warned_of_once(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         lost.note("slug", None, checked=True)
         for reason in ("missing", "timeout", "missing", "missing"):
-            lost.note("slug", no_verdict(reason, "slug", "kill"), checked=True)  # type: ignore[arg-type]
-            lost.note("unchecked", no_verdict("missing", "unchecked", "keep"), checked=False)
+            lost.note("slug", reason, checked=True)  # type: ignore[arg-type]
+            lost.note("unchecked", "missing", checked=False)
     [record] = caplog.records
     assert "task slug: 3 of 4 rollouts have no verdict (missing 2, timeout 1)" in record.getMessage()
     assert lost.lost["slug", "missing"] == 3

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from rollouts.dtypes import Endpoint
@@ -16,7 +17,7 @@ from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, TaskBoxes
 from rollouts.harbor.check import CHECKED, check_tasks, load_checks, save_checks, stored_rungs
 from rollouts.harbor.recipe import harbor_recipe, harbor_rollout_to_samples
-from rollouts.harbor.tasks import load_task, load_tasks, prompts_of
+from rollouts.harbor.tasks import HarborTask, load_task, load_tasks, prompts_of
 from rollouts.harbor.workspace import HarborWorkspace, check_playable
 from rollouts.programs import script
 from rollouts.programs.gateway.session import SessionLimits
@@ -114,6 +115,55 @@ async def test_no_verdict_is_a_failure_of_the_verifier(
     assert sample.failure is not None
     assert (sample.failure.cause, sample.failure.kind) == ("verifier", "NoVerdict")
     assert sample.failure.message.startswith(f"no verdict ({reason}) of task task at rung kill")
+
+
+async def test_a_box_that_dies_is_a_lost_verdict(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """A policy that learns to end its box is shown like a policy that prevents verdicts in another way."""
+
+    @attrs.frozen
+    class Dying:
+        kind: Any
+        limits: Any
+        abilities: Any
+
+        def containment(self) -> Any:
+            return self.kind.containment()
+
+        async def open(self) -> Any:
+            place = await self.kind.open()
+            place.run = functools.partial(self._run, place)
+            return place
+
+        async def _run(self, place: Any, *args: Any, **options: Any) -> Any:
+            place.process.kill()
+            return await type(place).run(place, *args, **options)
+
+    async def dying(task: HarborTask, separate: bool) -> Any:
+        kind = await boxes(task, separate)
+        return Dying(kind, kind.limits, kind.abilities)
+
+    task = load_task(write_task(tmp_path / "task", toml=TOML))
+    (tmp_path / "ask.py").write_text(ASK)
+    workspace = HarborWorkspace({task.name: task}, dying, {task.name: "carry"}, checked=True)
+    [sample] = await harbor_rollout_to_samples(
+        prompts_of([task])[0],
+        workspace=workspace,
+        program=functools.partial(script, path=tmp_path / "ask.py"),
+        endpoint=Endpoint(model=str(DEMO_MODEL)),
+        tokenizer=demo_renderer(),
+        policy=ScriptedPolicy(replies("42"), max_context=4096),
+    )
+    assert sample.failure is not None
+    assert (sample.failure.cause, sample.reward) == ("environment_step", None)
+    assert dict(workspace.lost.lost) == {("task", "died"): 1}
+
+
+async def test_the_output_of_the_tests_is_kept_to_its_end(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """However much it is: the sample has the last characters of it."""
+    test = "yes 0123456789 | head -c 9000000; echo the end; echo 1 > /logs/verifier/reward.txt\n"
+    sample = await rollout(boxes, tmp_path, files={"tests/test.sh": test}, rung="kill")
+    output = sample.metadata["verdict"]["output"]
+    assert (sample.reward, len(output), output[-8:]) == (1.0, 4000, "the end\n")
 
 
 async def test_the_tests_run_with_the_settings_of_the_task(boxes: TaskBoxes, tmp_path: Path) -> None:
@@ -216,6 +266,7 @@ def test_a_recipe_that_cannot_run_is_refused(tmp_path: Path, given: dict[str, An
     [
         ({"network": "all"}, "BoxOptions.network"),
         ({"ignore": "gpus"}, "BoxOptions.ignore"),
+        ({"layers": "/no/such"}, "BoxOptions.layers"),
         ({"memory_mb": "0"}, "BoxOptions.memory_mb"),
         ({"rot": "/x"}, "BoxOptions: got"),
     ],
@@ -224,6 +275,20 @@ def test_options_of_boxes_are_checked(given: dict[str, Any], message: str) -> No
     """As a command line gives them."""
     with pytest.raises(ConfigError, match=message):
         BoxOptions.of(given)
+
+
+async def test_a_layer_lies_over_the_image_of_every_task(boxes: TaskBoxes, tmp_path: Path) -> None:
+    """With a program that is installed there; the image's files stay, and the layer is not written."""
+    place = tmp_path / "layer/usr/local/bin/agent"
+    place.parent.mkdir(parents=True)
+    place.write_text("#!/bin/bash\necho of the layer; echo x > /usr/local/bin/new\n")
+    place.chmod(0o755)
+    (tmp_path / "layer").chmod(0o755)
+    options = BoxOptions.of({**attrs.asdict(boxes.options), "layers": str(tmp_path / "layer")})
+    kind = await TaskBoxes(options)(load_task(write_task(tmp_path / "task", toml=TOML)), False)
+    async with opened(kind) as box:
+        assert (await box.exec(["bash", "-c", "agent; python3 -c 'print(2)'"])).stdout == "of the layer\n2\n"
+    assert [path.name for path in place.parent.iterdir()] == ["agent"]
 
 
 async def test_limits_of_a_task_are_those_of_its_box_unless_they_are_ignored(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ from tests.inference.client import Client
         ({"tokenizer_worker_num": 1}, {"http_workers": 1}),
         ({"skip_tokenizer_init": True}, {"has_tokenizer": False}),
         ({"enable_deterministic_inference": False}, {"honours_seeds": False}),
+        ({"grammar_backend": "none"}, {"has_grammars": False, "has_structural_tags": False}),
+        ({"grammar_backend": "outlines"}, {"has_grammars": True, "has_structural_tags": False}),
+        ({"grammar_backend": "xgrammar"}, {"has_grammars": True, "has_structural_tags": True}),
         ({"enable_deterministic_inference": True, "skip_tokenizer_init": "no"}, {"honours_seeds": True}),
     ],
 )

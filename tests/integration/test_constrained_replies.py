@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import attrs
@@ -15,9 +16,15 @@ from rollouts.inference.base import CompletionRequest, ServerInfo
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.server_flags import check_flags
 
-GIVEN = {"json_schema": '{"type": "object"}', "regex": "[0-9]+", "ebnf": 'root ::= "yes" | "no"'}
+TAG = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"], "type": "structural_tag"}
+GIVEN = {
+    "json_schema": '{"type": "object"}',
+    "regex": "[0-9]+",
+    "ebnf": 'root ::= "yes" | "no"',
+    "structural_tag": json.dumps(TAG),
+}
 _SPAN = VersionSpan("v1", 0, 1)
-VLLM_NAMES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+VLLM_NAMES = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 
 
 @pytest.mark.parametrize("name", CONSTRAINTS)
@@ -62,6 +69,15 @@ def test_a_server_without_grammars_is_found_before_the_run(name: str) -> None:
         check_flags(ServerInfo(has_grammars=False), sampling)
     check_flags(ServerInfo(has_grammars=True), sampling)
     check_flags(ServerInfo(has_grammars=False), SamplingParams())
+
+
+def test_a_server_without_structural_tags_is_found_before_the_run() -> None:
+    """SGLang with ``--grammar-backend outlines``; its other grammars are not refused."""
+    sampling = SamplingParams(structural_tag=GIVEN["structural_tag"])
+    with pytest.raises(ConfigError, match=r"structural_tag: got .*; expected none: the server's grammar backend"):
+        check_flags(ServerInfo(has_grammars=True, has_structural_tags=False), sampling)
+    check_flags(ServerInfo(has_grammars=True, has_structural_tags=True), sampling)
+    check_flags(ServerInfo(has_grammars=True, has_structural_tags=False), SamplingParams(regex="a"))
 
 
 class _Aborting:

@@ -2,23 +2,11 @@
 
 Opt-in: ``scripts/test --extras`` downloads vLLM's source distribution; nothing of it is part of this project. Each
 disagreement is listed here with its reason.
-
-SGLang's distributions hold no tests of its parsers. ``sglang-0.5.10.post1.tar.gz``, the last source distribution on
-PyPI, and the wheels of 0.5.12.post1, 0.5.15 and 0.5.23 hold one file about tool calls in a folder of tests,
-``sglang/test/tool_call_test_runner.py``, which needs a running server; ``test/`` of its repository is not packed.
 """
-
-import collections
-import json
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(sys.prefix) / "parser-tests" / "vllm"
+from tests.integration.judged import outcomes_of, table_of
 
 DIALECTS = {
     "apertus_tool_parser": "apertus",
@@ -45,6 +33,7 @@ DIALECTS = {
     "gemma4_engine_tool_parser": "gemma",
     "gigachat3": "gigachat",
     "gigachat3_tool_parser": "gigachat",
+    "glm45": "glm",
     "glm47_moe_tool_parser": "glm",
     "granite-20b-fc": "granite_20b",
     "granite": "granite",
@@ -91,7 +80,6 @@ BY_REASON: dict[str, dict[str, str]] = {
         "test_colon_in_content_not_broken test_bare_opener_empty_args",
         "kimi_k2": "test_invalid_json_still_extracted",
         "dots": "test_non_stream_supports_multiple_invokes_and_json_fallback",
-        "llama3_json": "test_extract_tool_calls_with_arguments_key",
         "minicpm5xml": "test_tokenizer_space_marker test_collapsed_function_and_param_tags "
         "test_collapsed_param_tags_with_tokenizer_space_function test_collapsed_tags_current_weather "
         "test_properties_wrapped_arguments test_arguments_wrapped_arguments test_alias_get_details_by_phone "
@@ -156,25 +144,9 @@ DISAGREEMENTS = {
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """The outcome of each test of vLLM that parses text, by file and name."""
-    if "extra" not in request.config.getoption("markexpr"):
-        pytest.skip("vLLM's tests take minutes; scripts/test --extras runs them")
-    if not FOLDER.exists():
-        pytest.skip(f"{FOLDER} is missing; scripts/test --extras downloads it")
+    arguments = ["--ignore=tests/tool_parsers/test_structural_tag_registry.py", "tests/tool_parsers"]
     report = tmp_path_factory.mktemp("vllm") / "report.json"
-    path = os.pathsep.join([str(Path(__file__).parent), str(FOLDER)])
-    variables = {"PYTHONPATH": path, "JUDGE_REPORT": str(report), "JUDGE_DIALECTS": json.dumps(DIALECTS)}
-    options = ["-q", "-p", "vllm_stub", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(FOLDER)]
-    left_out = ["--ignore=tests/tool_parsers/test_structural_tag_registry.py"]
-    command = [sys.executable, "-m", "pytest", *options, *left_out, "tests/tool_parsers"]
-    subprocess.run(command, cwd=FOLDER, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, check=False)
-    found: dict[str, dict[str, str]] = {}
-    for name, result in json.loads(report.read_text()).items():
-        if result["outcome"] in ("passed", "failed"):
-            file = name.partition("::")[0].rpartition("/")[2]
-            number = re.search(r"expected_tool_calls(\d+)-[^\[]*\]$", name)  # a name that holds the whole text
-            test = f"{name.partition('[')[0].rpartition('::')[2]}[{number[1]}]" if number else name.rpartition("::")[2]
-            found[f"{file}::{test}"] = result
-    return found
+    return outcomes_of("vllm", DIALECTS, arguments, request.config, report)
 
 
 @pytest.mark.extra
@@ -182,15 +154,8 @@ def test_vllms_parsers_agree_or_the_disagreement_is_explained(
     outcomes: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Same names and arguments in every test of vLLM but those in the table, each of which still differs."""
-    table: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    for name, result in outcomes.items():
-        table[name.partition("::")[0]][result["outcome"]] += 1
     with capsys.disabled():
-        print(f"\n{'test file of vLLM':44}agree  differ")
-        for file, counts in sorted(table.items()):
-            print(f"{file:44}{counts['passed']:5}{counts['failed']:8}")
-        total = sum(table.values(), collections.Counter())
-        print(f"{'all':44}{total['passed']:5}{total['failed']:8}")
+        print(table_of("vLLM", outcomes))
     differing = {name for name, result in outcomes.items() if result["outcome"] == "failed"}
     assert sorted(differing - set(DISAGREEMENTS)) == []
     assert sorted(set(DISAGREEMENTS) - differing) == []

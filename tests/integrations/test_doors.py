@@ -26,7 +26,7 @@ from rollouts.training import RolloutConfig, Sample
 from rollouts.training.batch import collate, collate_packed, group_advantages
 from rollouts.training.comparisons import COMPARISON, by_comparison, comparison_name
 from rollouts.training.rows import by_conversation, by_rollout
-from tests.trainer_samples import scored_groups
+from tests.trainer_samples import proposed, scored_groups, two_seats
 
 Door = Callable[..., list[float]]
 """The rewards of the rows that a door makes of samples, in their order."""
@@ -279,16 +279,6 @@ def test_the_text_of_a_chat_api_is_refused_by_name(door: Door) -> None:
 # -- several seats ----------------------------------------------------------------------------------------------------
 
 
-def two_seats() -> list[Sample]:
-    """A group of three plays of a zero-sum game: each of its rollouts has a sample of either seat."""
-    rows = scored_groups(1, 6)
-    for number, sample in enumerate(rows):
-        index, sample.seat = divmod(number, 2)[0], "player0" if number % 2 == 0 else "player1"
-        sample.index = sample.rollout_id = index
-        sample.reward = (1.0, -1.0, 2.0)[index] * (1 if number % 2 == 0 else -1)
-    return rows
-
-
 def of_seats_in_cookbook(samples: Sequence[Sample]) -> list[float]:
     pytest.importorskip("tinker_cookbook.rl.types")
     return [one for group in tinker.to_trajectory_groups(samples) for one in group.final_rewards_G]
@@ -387,19 +377,6 @@ def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
 
 
 # -- rewards that are compared within a rollout -----------------------------------------------------------------------
-
-
-def proposed(rollouts: int = 2) -> list[Sample]:
-    """Rollouts of one group: in each a proposer, and three solvers that are compared with each other only."""
-    rows = scored_groups(1, 4 * rollouts)
-    for number, sample in enumerate(rows):
-        rollout, role = divmod(number, 4)
-        sample.index = sample.rollout_id = rollout
-        sample.seat, sample.conversation = ("solver", role - 1) if role else ("proposer", 0)
-        sample.reward = float(role == 1) + rollout
-        if role:
-            sample.metadata[COMPARISON] = "episode"
-    return rows
 
 
 def numbers(samples: Sequence[Sample], rows: Sequence[Sequence[Sample]]) -> list[list[int]]:

@@ -16,14 +16,22 @@ from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.inference.base import CompletionRequest
 from rollouts.integrations.episodes import Episodes
-from rollouts.integrations.skyrl import Generator, SkyRLPolicy, sampling_of, to_generator_output, write_batch
+from rollouts.integrations.skyrl import (
+    Generator,
+    SkyRLPolicy,
+    register_advantages,
+    sampling_of,
+    to_generator_output,
+    write_batch,
+)
 from rollouts.renderer import load_tokenizer
-from rollouts.training import Status
+from rollouts.training import Sample, Status
 from rollouts.training.batch import group_advantages
+from rollouts.training.credit import assign_advantages, returns_to_go
 from rollouts.training.rows import image_column, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
 from tests.processors import picture
-from tests.trainer_samples import columns, scored_groups, tiny_model, token_logprobs
+from tests.trainer_samples import columns, proposed, scored_groups, tiny_model, token_logprobs, two_seats
 
 
 def rows_of(output: dict[str, Any]) -> list[tuple[list[int], list[bool], list[float]]]:
@@ -188,6 +196,72 @@ def test_their_checks_tensors_and_advantages(forks: bool, compared: Callable[...
     compared("SkyRL 0.3.0", "b", f"tokens, mask, logprobs of {what}", 0.0)
     worst = float(np.abs(advantages[:, -1].numpy() - ours).max())
     compared("SkyRL 0.3.0", "b", f"GRPO of {what}", worst, within=1e-6, note="float32 there")
+
+
+def credited(samples: list[Sample]) -> list[Sample]:
+    """The samples with an advantage for each turn."""
+    assign_advantages(samples, returns_to_go)
+    return samples
+
+
+def test_a_column_of_advantages_is_taken_where_it_is_named() -> None:
+    """In place of the rewards, one number a token; refused without the option, and where SkyRL would copy it."""
+    samples = credited(scored_groups(2))
+    with pytest.raises(ConfigError, match="SkyRL without advantages=True has no field for it"):
+        to_generator_output(samples, trajectory_ids=ids(8))
+    rewards = to_generator_output(samples, trajectory_ids=ids(8), advantages=True)["rewards"]
+    for sample, row in zip(samples, rewards, strict=True):
+        assert sample.advantages is not None
+        start = columns(sample)[1].index(True)
+        assert row == sample.advantages[start : start + len(row)]
+    with pytest.raises(ConfigError, match="advantages: got True; expected False with step_wise"):
+        to_generator_output(samples, trajectory_ids=ids(8), advantages=True, step_wise=True)
+    samples[0].advantages = None
+    with pytest.raises(ConfigError, match="advantages: got None; expected a column"):
+        to_generator_output(samples, trajectory_ids=ids(8), advantages=True)
+
+
+@pytest.mark.trainer
+def test_their_trainer_has_our_advantages(compared: Callable[..., None]) -> None:
+    """compute_advantages_and_returns of the trainer with our estimator: the column of each row, difference 0."""
+    torch = pytest.importorskip("torch")
+    preprocess = pytest.importorskip("skyrl.train.dataset.preprocess")
+    ppo_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")
+    samples = credited(scored_groups())
+    output = to_generator_output(samples, advantages=True)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs")
+    batch = preprocess.convert_prompts_responses_to_batch_tensors(tokenizer, *(output[name] for name in names))
+    rewards, masks = batch[3], batch[4]
+    register_advantages()
+    register_advantages()
+    uids = np.array([one.instance_id for one in output["trajectory_ids"]])
+    got, _ = ppo_utils.compute_advantages_and_returns(
+        token_level_rewards=rewards, response_mask=masks, index=uids, adv_estimator="rollouts", values=None,
+        config=None, gamma=1.0, lambd=1.0, grpo_norm_by_std=True,
+    )  # fmt: skip
+    for number, sample in enumerate(samples):
+        start, width = columns(sample)[1].index(True), len(output["response_ids"][number])
+        assert sample.advantages is not None
+        expected = torch.tensor(sample.advantages[start : start + width])
+        assert torch.equal(got[number][-width:], expected)
+    assert any(len(set(sample.advantages or ()) - {0.0}) > 1 for sample in samples), "turns have unlike advantages"
+    compared("SkyRL 0.3.0", "b", "advantages of credit by turn, through its registry", 0.0)
+
+
+@pytest.mark.trainer
+def test_their_grpo_compares_seats_as_the_samples_say(compared: Callable[..., None]) -> None:
+    """By ``instance_id``: two seats of a game apart, solvers of one proposal with each other; equal to ours."""
+    ppo_utils = pytest.importorskip("skyrl.backends.skyrl_train.utils.ppo_utils")
+    torch = pytest.importorskip("torch")
+    worst = 0.0
+    for samples in (two_seats(), proposed()):
+        output = to_generator_output(samples)
+        assert sorted(output["rewards"]) == sorted(sample.reward or 0.0 for sample in samples)
+        rewards, uids = torch.tensor(output["rewards"])[:, None], [one.instance_id for one in output["trajectory_ids"]]
+        got, _ = ppo_utils.compute_grpo_outcome_advantage(rewards, torch.ones(len(samples), 1), np.array(uids))
+        worst = max(worst, float(np.abs(got[:, 0].numpy() - group_advantages(samples)).max()))
+    compared("SkyRL 0.3.0", "b", "GRPO of two seats, of solvers by episode", worst, within=1e-5, note="its epsilon")
 
 
 @pytest.mark.trainer

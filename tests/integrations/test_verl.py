@@ -24,6 +24,7 @@ from rollouts.integrations.verl import (
     RolloutsManager,
     ServerManagerPolicy,
     put_group,
+    register_advantages,
     to_data_proto,
     to_outputs,
     worker,
@@ -31,10 +32,11 @@ from rollouts.integrations.verl import (
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.renderer import load_tokenizer
 from rollouts.runs.writer import RunWriter
-from rollouts.training.rows import by_rollout, row_images, split, trimmed
+from rollouts.training.credit import assign_advantages, returns_to_go
+from rollouts.training.rows import by_rollout, row_images, split, split_advantages, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
-from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
+from tests.trainer_samples import proposed, scored_groups, tiny_model, token_logprobs, two_seats
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="scripts/test --trainers verl runs it")
 trainer = [pytest.mark.trainer, needs_verl, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -343,6 +345,27 @@ async def test_samples_are_a_data_proto(v0: Any, compared: Callable[..., None]) 
 
 
 @trainer_test
+async def test_their_grpo_compares_seats_as_the_samples_say(v0: Any, compared: Callable[..., None]) -> None:
+    """By ``uid``: two seats of a game apart, solvers of one proposal with each other; equal to ours."""
+    from verl.trainer.ppo import core_algos
+
+    from rollouts.training.batch import group_advantages
+
+    worst = 0.0
+    for samples in (two_seats(), proposed()):
+        data = await to_data_proto(samples, v0)
+        scores = data.batch["rm_scores"].sum(-1).tolist()
+        assert sorted(scores) == sorted(sample.reward or 0.0 for sample in samples)
+        mask = data.batch["response_mask"]
+        advantages, _ = core_algos.compute_grpo_outcome_advantage(
+            token_level_rewards=data.batch["rm_scores"], response_mask=mask, index=data.non_tensor_batch["uid"]
+        )
+        got = np.array([row[one.bool()][0].item() for row, one in zip(advantages, mask, strict=True)], np.float32)
+        worst = max(worst, float(np.abs(got - group_advantages(samples)).max()))
+    compared("verl 0.9.1", "b", "GRPO of two seats, of solvers by episode (v0)", worst, within=ROUNDING)
+
+
+@trainer_test
 async def test_one_step_of_their_loss_follows_the_advantages(v0: Any, compared: Callable[..., None]) -> None:
     """verl's policy loss on our DataProto and a tiny model: good rollouts become likelier."""
     import torch
@@ -567,6 +590,42 @@ async def test_samples_are_rows_of_the_transfer_queue(v1: Any, store: Store, com
     got = data.batch["advantages"][torch.arange(len(rows)), first].numpy()
     difference = float(np.abs(got - group_advantages(samples)).max())
     compared("verl 0.9.1", "b", "GRPO advantages of V1 and ours, with forks", difference, within=ROUNDING)
+
+
+@trainer_test
+async def test_a_column_of_advantages_reaches_verls_trainer(
+    v0: Any, v1: Any, store: Store, compared: Callable[..., None]
+) -> None:
+    """As ``rm_scores`` of each token, through verl's registry, in v0 and V1, forks included; else it is refused."""
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    samples = scored_groups()
+    assign_advantages(samples, returns_to_go)
+    with pytest.raises(ConfigError, match="verl without advantages=True has no field for it"):
+        await to_data_proto(samples, v0)
+    register_advantages()
+    register_advantages()
+    data = await to_data_proto(samples, v0, advantages=True)
+    data.batch["token_level_rewards"] = data.batch["rm_scores"]
+    got = compute_advantage(data, adv_estimator="rollouts").batch["advantages"]
+    for row, sample in zip(got, samples, strict=True):
+        column = split_advantages(sample)
+        assert row[: len(column)].tolist() == column.tolist()
+        assert not row[len(column) :].any()
+    forked = scored_groups(1, 4, forks=True)
+    assign_advantages(forked, returns_to_go)
+    await put_group(forked, v1, uid="a", global_steps=1, advantages=True)
+    rows = list(store.rows["train"].values())
+    assert [row["rm_scores"].tolist() for row in rows] == [split_advantages(sample).tolist() for sample in forked]
+    scores = rows[0]["rm_scores"][None]
+    batch = TensorDict({"response_mask": rows[0]["response_mask"][None], "token_level_rewards": scores}, batch_size=1)
+    uids = np.array(["a"], dtype=object)
+    taken = compute_advantage_for_multi_trajectories(DataProto(batch, {"uid": uids}), ["a_0_0"], "rollouts")
+    assert taken.batch["advantages"].tolist() == scores.tolist()
+    compared("verl 0.9.1", "b", "advantages of credit by turn (v0, V1), through its registry", 0.0)
 
 
 @trainer_test

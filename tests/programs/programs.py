@@ -33,10 +33,10 @@ class Chat:
     http: aiohttp.ClientSession
     statuses: list[int] = attrs.field(factory=list)
 
-    async def ask(self, *messages: Any, tools: Any = TOOLS) -> dict[str, Any]:
+    async def ask(self, *messages: Any, tools: Any = TOOLS, **fields: Any) -> dict[str, Any]:
         """The message of the reply; empty without a reply. A string is a user message."""
         given = [{"role": "user", "content": one} if isinstance(one, str) else one for one in messages]
-        body = {"model": "m", "messages": given, **({"tools": tools} if tools else {})}
+        body = {"model": "m", "messages": given, **({"tools": tools} if tools else {}), **fields}
         headers = {"Authorization": f"Bearer {self.env['KEY']}"}
         async with self.http.post(f"{self.env['URL']}/chat/completions", json=body, headers=headers) as response:
             self.statuses.append(response.status)

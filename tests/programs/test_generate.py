@@ -31,6 +31,7 @@ from rollouts.programs import ModelServer, script
 from rollouts.programs.gateway import server as gateway_server
 from rollouts.programs.gateway.address import PublicAddress
 from rollouts.programs.gateway.session import SessionLimits
+from rollouts.programs.gateway.tree import Training
 from rollouts.programs.generate import check_program
 from rollouts.programs.launchers.workspace import FilesWorkspace
 from rollouts.programs.recipe import program_recipe
@@ -61,7 +62,7 @@ from rollouts.training.batch import group_advantages, loss_weights
 from rollouts.training.metrics import RunMetrics, batch_metrics
 from tests.integrations.slime.launches import Launch
 from tests.peft_folders import write_adapter
-from tests.programs.gateway.programs import demo_renderer, replies, spoken
+from tests.programs.gateway.programs import GrammarPolicy, demo_renderer, replies, spoken
 from tests.programs.programs import Chat, FakeSandbox, program
 
 ENDPOINT = Endpoint(model=str(DEMO_MODEL))
@@ -355,7 +356,9 @@ async def with_agents(chat: Chat) -> int:
     return 0
 
 
-def config_of(reward_fn: Any, act: Any = with_agents, policy: Any = None, **options: Any) -> RolloutConfig:
+def config_of(
+    reward_fn: Any, act: Any = with_agents, policy: Any = None, training: Training | None = None, **options: Any
+) -> RolloutConfig:
     return RolloutConfig(
         generate_fn=functools.partial(
             generate_program_batch,
@@ -364,6 +367,7 @@ def config_of(reward_fn: Any, act: Any = with_agents, policy: Any = None, **opti
             endpoint=ENDPOINT,
             tokenizer=demo_renderer(),
             policy=policy or policy_of(),
+            training=training,
         ),
         reward_fn=reward_fn,
         **{"batch_size": 1, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0, **options},
@@ -446,6 +450,35 @@ async def test_all_sampled_tokens_of_all_branches_are_trained_once() -> None:
     sampled = sum(call.stop - call.start for sample in samples for call in sample.completions)
     assert sum(int(np.sum(sample.loss_mask)) for sample in samples) == sampled
     assert len(policy.requests) == 4
+
+
+@pytest.mark.parametrize("constrained", ["drop", "train", "free"])
+async def test_a_run_trains_no_reply_of_a_requested_form_by_default(tmp_path: Path, constrained: Any) -> None:
+    """A whole run: they are sampled, counted and not trained; ``train`` trains them, ``free`` requests no form."""
+
+    async def act(chat: Chat) -> int:
+        first = await chat.ask("Hi", tools=())
+        await chat.ask("Hi", first, "As JSON.", tools=(), response_format={"type": "json_object"})
+        return 0
+
+    policy = GrammarPolicy()
+    training = None if constrained == "drop" else Training(constrained=constrained)
+    config = config_of(by_index(0.0, 1.0), act, policy=policy, training=training)
+    writer = RunWriter(tmp_path / "a", {"recipe": "test", "config": config.describe()})
+    async with AsyncRolloutManager(config, DataBuffer(["task"], epochs=1), on_group=writer.on_group) as manager:
+        samples = await manager.generate_batch()
+        writer.write_batch(samples, manager.metrics, attrs.evolve(manager.accounting))
+        writer.finish("finished", manager.accounting)
+    enforced, trained = constrained != "free", constrained != "drop"
+    asked = [one.json_schema for one in policy.samplings]
+    assert asked.count('{"type":"object"}') == (2 if enforced else 0)
+    of = "constrained" if enforced else "tempered"
+    for sample in samples:
+        assert [call.logprobs_of for call in sample.completions] == (["tempered", of] if trained else ["tempered"])
+        assert (sample.metrics.get("untrained_tokens/constrained", 0) > 0) == (not trained)
+        assert sample.metrics.get("constrained_calls", 0) == enforced
+        assert sample.metrics.get("not_enforced/response_format", 0) == (not enforced)
+    assert verify_run(tmp_path / "a").violations == []
 
 
 def versioned(*messages: Message | str) -> ScriptedPolicy:
@@ -697,6 +730,22 @@ async def test_a_function_that_knows_the_end_of_its_session_is_not_cancelled() -
     assert (samples[-1].stop_reason, samples[-1].status) == (StopReason.MAX_TURNS, Status.TRUNCATED)
     assert samples[-1].reward == 0.5
     assert sum(sample.turns for sample in samples) == 2
+
+
+async def test_a_function_may_end_its_session_before_it_returns() -> None:
+    """After ``done`` no call of its agent is answered, and no limit applies: it grades the work then."""
+
+    async def agent(server: ModelServer, prompt: Prompt, over: anyio.Event, done: Callable[[], None]) -> float:
+        await chat_of(server, "one")
+        assert not over.is_set()
+        done()
+        assert over.is_set()
+        await chat_of(server, "two", "three")
+        return 0.5
+
+    [sample] = await by_function(agent, limits=SessionLimits(max_calls=1))
+    assert (sample.stop_reason, sample.status) == (StopReason.TASK_COMPLETED, Status.COMPLETED)
+    assert (sample.reward, sample.turns) == (0.5, 1)
 
 
 async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:

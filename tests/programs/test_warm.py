@@ -10,11 +10,24 @@ import anyio
 import attrs
 import pytest
 
+from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.planning.simulation import VirtualLoop
+from rollouts.programs import script
 from rollouts.programs.generate import chosen_kind
+from rollouts.programs.recipe import program_recipe
 from rollouts.programs.warm import WarmSandboxes
-from rollouts.sandboxes import Ability, Containment, Exit, Sandbox, SandboxError, SandboxLimits, opened
+from rollouts.recipe import Recipe
+from rollouts.sandboxes import (
+    Ability,
+    Containment,
+    Exit,
+    NamespaceSandbox,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    opened,
+)
 from rollouts.training import AsyncRolloutManager, DataBuffer, Prompt, RolloutConfig, Sample
 from rollouts.training.samplers import PassRateSampler
 from tests.manager_semantics.world import answer_at_once
@@ -184,6 +197,25 @@ async def test_outside_of_its_context_it_opens_as_without_it() -> None:
     assert (world.opened, world.closed, queue.counts["cold"]) == (["one"], 1, 1)
     with pytest.raises(ConfigError, match=r"WarmSandboxes.ahead: got 0; expected an integer >= 1"):
         WarmSandboxes(Kind(world), DataBuffer(prompts(["a"])), ahead=0)
+
+
+def test_a_recipe_of_programs_opens_the_sandboxes_of_one_prompt_ahead() -> None:
+    """By default; none with 0 or with a sampler; a number with a sampler is refused. It is described as without."""
+    kind = NamespaceSandbox()
+
+    def made(warm: int | None, **options: Any) -> Recipe:
+        given = {"sandbox": kind, "warm": warm, "n_samples_per_prompt": 3, "batch_size": 2, **options}
+        return program_recipe("r", Endpoint(model="m"), script, ["a", "b"], **given)
+
+    recipe = made(None)
+    assert isinstance(recipe.lifetime, WarmSandboxes)
+    assert (recipe.bound["sandbox"], recipe.lifetime._ahead, recipe.lifetime._copies) == (recipe.lifetime, 3, 3)
+    assert recipe.describe() == made(0).describe()
+    assert (made(0).lifetime, made(0).bound["sandbox"], made(None, sampler="pools").lifetime) == (None, kind, None)
+    with pytest.raises(ConfigError, match=r"WarmSandboxes\.buffer"):
+        made(2, sampler="pools")
+    with pytest.raises(ConfigError, match="warm: got -1; expected an integer >= 0, or None"):
+        made(-1)
 
 
 async def test_prompts_that_were_put_back_come_first() -> None:

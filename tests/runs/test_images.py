@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.agent.turn_log import Turn, message_from_dict
-from rollouts.distributed.messages import read_records, received_sample, received_turn, sample_records, turn_record
+from rollouts.distributed.messages import received_sample, received_turn, sample_records, turn_record
 from rollouts.dtypes import (
     Endpoint,
     Image,
@@ -42,6 +42,7 @@ from rollouts.runs.folder import read_rows
 from rollouts.runs.images import ImageFolder, hashes_of_row
 from rollouts.runs.journal import Journal
 from rollouts.runs.reader import load_run
+from rollouts.runs.record_bytes import read_framed
 from rollouts.runs.recording import RECORDING, recorded
 from rollouts.runs.replay import replay
 from rollouts.runs.rescore import rescore
@@ -409,7 +410,7 @@ def test_a_worker_sends_the_images_that_its_prompt_has_not(stored: Path) -> None
     """A sample and a turn arrive equal, with their images."""
     sample = load_run(stored)[0]
     prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata)
-    ((fields, columns),) = read_records(sample_records(1, prompt, [sample]))
+    ((fields, columns),) = read_framed(sample_records(1, prompt, [sample]))
     assert columns is not None
     assert len(fields["sample"]["image_data"]) == 9
     received = received_sample(fields["sample"], columns, prompt)
@@ -419,7 +420,7 @@ def test_a_worker_sends_the_images_that_its_prompt_has_not(stored: Path) -> None
     trajectory = Trajectory()
     trajectory.add_context(packed_tokens([1, 500, 500]), [shown], [ImageSpan(image_of(0, 0), 1, 3)])
     turn = Turn.since(trajectory, 0, 0, 0, 0)
-    ((fields, columns),) = read_records(turn_record(1, turn))
+    ((fields, columns),) = read_framed(turn_record(1, turn))
     assert columns is not None
     again = received_turn(fields["of"], columns)
     assert (again.images, again.fields["images"]) == (turn.images, turn.fields["images"])

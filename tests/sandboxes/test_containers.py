@@ -11,6 +11,8 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import ContainerSandbox, SandboxError, SandboxLimits, opened
+from rollouts.sandboxes.base import FIRST_PROCESS
+from rollouts.sandboxes.containers import left_in
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
 from tests.sandboxes.engine import IMAGE, Engine
 
@@ -147,3 +149,15 @@ def test_a_bad_setting_of_a_container_is_refused(arguments: dict[str, Any], word
     """By name."""
     with pytest.raises(ConfigError, match=words):
         ContainerSandbox(**arguments)
+
+
+def test_a_process_that_is_named_like_ours_is_not_ours() -> None:
+    """Only one child of process 1 is, and where the program is not root, one of root."""
+    first = ["root", "1", "0", " ".join(FIRST_PROCESS)]
+    ours, mine = ["root", "6", "1", "sleep 3600"], ["1000", "7", "1", "sleep 3600"]
+    assert left_in([first, ours], ["root"]) == left_in([first], ["root"]) == left_in([first, mine], None) == []
+    assert left_in([first, mine], ["root"]) == left_in([first, ours, mine], None) == ["sleep 3600"]
+    assert left_in([first, ["root", "9", "8", "sleep 3600"]], ["root"]) == ["sleep 3600"]
+    fake = ["1000", "8", "1", first[3]]
+    assert left_in([first, ours, fake], ["root"]) == [first[3]]
+    assert left_in([ours], ["root"]) == ["sleep 3600"]

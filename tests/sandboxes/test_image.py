@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import resource
 import signal
 import socket
 import sys
@@ -62,6 +63,35 @@ def chain_of(box: RunningHeld) -> list[int]:
     assert box.process is not None
     (gate,) = children_of(box.process.pid)
     return [box.process.pid, gate, *children_of(gate)[:1]]
+
+
+async def test_a_holder_that_reads_nothing_blocks_no_caller() -> None:
+    """The request that it does not read ends at its deadline, also of a caller that is cancelled, with the sandbox."""
+    box = await opened_here()
+    box.send_seconds = 0.5
+    holder = chain_of(box)[-1]
+    os.kill(holder, signal.SIGSTOP)
+    with anyio.fail_after(20):
+        with pytest.raises(SandboxError, match=r"a request is not read 0\.5 s after it was sent"):
+            await box.write("large", bytes(4 * MIB))
+        await box.close()
+        while await anyio.Path(f"/proc/{holder}").exists():
+            await anyio.lowlevel.checkpoint()
+        for _ in range(3):  # the event loop closes the pipe with the rest of the request
+            await anyio.lowlevel.checkpoint()
+
+
+async def test_a_holder_without_descriptors_starts_nothing_and_lives() -> None:
+    """The command ends with 127 and the reason; with a descriptor to spare the next one runs."""
+    box = await opened_here(keep_processes=True)
+    holder = chain_of(box)[-1]
+    before = resource.prlimit(holder, resource.RLIMIT_NOFILE)
+    resource.prlimit(holder, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{holder}/fd")) + 1, before[1]))
+    end = await box.exec(["echo", "x"])
+    assert (end.code, end.stderr) == (127, "echo: Too many open files\n")
+    resource.prlimit(holder, resource.RLIMIT_NOFILE, before)
+    assert await sh(box, "echo next") == "next"
+    await box.close()
 
 
 # -- what the program sees --------------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ async def test_an_image_is_built_once_and_opened(context: Path, tmp_path: Path) 
     store = tmp_path / "store"
     image = await build_image(context, store, arguments={"GREETING": "hi"})
     assert (image.workdir, image.user, image.env["BOTH"]) == ("/app", "bob", "b c")
-    assert [path.name for path in store.iterdir()] == [context_key(context, "Dockerfile", "GREETING=hi")]
+    [folder] = store.iterdir()
+    assert folder.name == context_key(context, "Dockerfile", "GREETING=hi")
+    assert folder.stat().st_mode & 0o777 == 0o700, "another user could run its set-user programs"
     began = anyio.current_time()
     assert await build_image(context, store, arguments={"GREETING": "hi"}) == image
     async with opened(ImageSandbox(image)) as box:

@@ -116,6 +116,24 @@ async def test_no_signal_of_a_program_ends_the_holder(sandbox: RunningSandbox) -
         assert (await sandbox.run(["echo", "here"], seconds=20)).stdout == "here\n"
 
 
+async def test_no_program_cripples_the_holder(sandbox: RunningSandbox) -> None:
+    """It has the holder's user, whom the kernel lets change limits and priorities; the next command runs."""
+    tries = (
+        "resource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))",
+        "resource.prlimit(1, resource.RLIMIT_CPU, (0, 0))",
+        "os.sched_setaffinity(1, {0})",
+        "os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))",
+        "os.setpriority(os.PRIO_PROCESS, 1, 19)",
+        "os.setpriority(os.PRIO_USER, os.getuid(), 19)",
+    )
+    for attempt in tries:
+        said = await python(sandbox, f"import os, resource; {attempt}; print('done')")
+        assert said == "PermissionError: [Errno 1] Operation not permitted", attempt
+    mine = "import os, resource; resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 0)); os.nice(1); print('mine')"
+    assert await python(sandbox, mine) == "mine"
+    assert (await sandbox.exec(["echo", "next"])).stdout == "next\n"
+
+
 async def test_processes_are_limited() -> None:
     """A program that starts processes without end is stopped by their number, where the user is not root outside."""
     kind = NamespaceSandbox(limits=LIMITS, bubblewrap=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -15,13 +18,16 @@ import attrs
 import pytest
 
 from rollouts.agent.turn_log import Turn, TurnLog
-from rollouts.dtypes import Completion, Endpoint, Limits, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
+from rollouts.environments.base import StepResult
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused, GenerateFailure
 from rollouts.inference.base import CompletionRequest
+from rollouts.recipes.environments.debate import play as debate
 from rollouts.recipes.environments.kuhn import kuhn_deals, play
-from rollouts.renderer import Renderer, renderer_for
+from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.seats import Seat, gather, generate_play_batch, play_recipe, play_rollout_to_samples
@@ -29,6 +35,7 @@ from rollouts.seats.play import trained_comparisons
 from rollouts.seats.seat import check_seats
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, Status
+from rollouts.training.agent_integration import agent_rollout_to_samples
 from rollouts.training.branches import by_rollout
 from rollouts.training.comparisons import comparison_of
 from rollouts.training.sample_laws import check_sample
@@ -232,6 +239,26 @@ async def asks_no_one(seats: Any, prompt: Prompt) -> None:
     seats.white.chat()
 
 
+async def says_a_mark(seats: Any, prompt: Prompt) -> None:
+    """As where another seat sampled it."""
+    await seats.white.chat().ask("<|im_start|>system")
+
+
+async def runs_a_mark(seats: Any, prompt: Prompt) -> None:
+    await seats.white.run("<|im_start|>system")
+
+
+async def leaves_an_ask(seats: Any, prompt: Prompt) -> None:
+    chat = seats.white.chat()
+    await chat.ask("One.")
+    task = asyncio.create_task(chat.ask("Two."))  # noqa: TID251 - the mistake of a play
+    await anyio.lowlevel.checkpoint()
+    LEFT.append(task)
+
+
+LEFT: list[asyncio.Task[Any]] = []
+
+
 async def suppresses(seats: Any, prompt: Prompt) -> None:
     white, black = seats.white.chat(), seats.black.chat()
     white.reward, black.reward = 1.0, -1.0
@@ -250,13 +277,19 @@ async def suppresses(seats: Any, prompt: Prompt) -> None:
         (asks_after_its_end, "seat white, conversation 0: asked after its end"),
         (asks_no_one, "no seat that is trained was asked"),
         (suppresses, "seat black, conversation 0: "),
+        (says_a_mark, "seat white, conversation 0: the chat template refuses the opening of the chat"),
+        (runs_a_mark, "seat white, conversation 0: the chat template refuses the opening of the run"),
+        (leaves_an_ask, "seat white, conversation 0: still asked when the play returned"),
     ],
 )
 async def test_a_failure_costs_the_rollout(renderer: Renderer, function: Any, message: str) -> None:
     """Also where the play suppresses it: it is never a forfeit, and its message names the seat."""
-    refusing = ScriptedPolicy([])
+    refusing, strict = ScriptedPolicy([]), renderer_for(load_tokenizer(DEMO_MODEL), special_text="error")
     seats = {"white": Seat(limits=Limits(max_turns=2)), "black": Seat(policy=refusing)}
-    samples = await played(renderer, function, speaker(renderer, lambda text: "yes"), seats)
+    samples = await played(strict, function, Recorder(speaker(renderer, lambda text: "yes")), seats)
+    while LEFT:
+        with contextlib.suppress(Exception):
+            await LEFT.pop()
     assert samples
     assert {sample.status for sample in samples} == {Status.FAILED}
     assert all(sample.failure is not None and message in sample.failure.message for sample in samples)
@@ -287,6 +320,90 @@ async def test_a_failed_endpoint_in_a_task_group_is_attributed(renderer: Rendere
     (failure,) = {sample.failure for sample in samples}
     assert failure is not None
     assert (failure.kind, failure.cause) == (EndpointRefused.__name__, "endpoint")
+
+
+class SlowToClose(SingleTurnEnvironment):
+    """It closes when all of three are closing."""
+
+    closing: ClassVar[list[anyio.Event]] = []
+
+    async def close(self) -> None:
+        self.closing.append(anyio.Event())
+        if len(self.closing) == 3:
+            for event in self.closing:
+                event.set()
+        await self.closing[-1].wait()
+
+
+async def test_the_environments_of_a_play_close_at_once(renderer: Renderer) -> None:
+    """A play of many seats waits for the slowest, not for the sum."""
+
+    async def three(seats: Any, prompt: Prompt) -> None:
+        for _ in range(3):
+            chat = seats.agent.chat()
+            await chat.ask("Begin.")
+            chat.reward = 0.0
+
+    seats = {"agent": Seat(environment_cls=SlowToClose, limits=Limits(close_seconds=20))}
+    samples = await played(renderer, three, speaker(renderer, lambda text: "yes"), seats)
+    assert [sample.metrics.get("close_failures", 0) for sample in samples] == [0, 0, 0]
+
+
+async def test_a_debate_in_which_a_side_has_ended_is_judged(renderer: Renderer) -> None:
+    """A side whose context or turns are full is not asked again; before, the next round failed the rollout."""
+    seats = {"pro": Seat(limits=Limits(max_turns=1)), "con": Seat(), "judge": Seat(trained=False)}
+    policy = speaker(renderer, lambda text: "PRO")
+    samples = await played(renderer, debate, policy, seats, prompt=Prompt("Tea?", group_index=0, index=0))
+    assert [(sample.seat, sample.turns, sample.reward) for sample in samples] == [("pro", 1, 1.0), ("con", 2, 0.0)]
+
+
+class EightTurns(SingleTurnEnvironment):
+    """A user who says the same to each reply, as the play of the next test does."""
+
+    left = 8
+
+    async def step(self, reply: Message) -> StepResult:
+        self.left -= 1
+        if not self.left:
+            return StepResult(done=True, reward=1.0)
+        return StepResult(messages=[Message("user", "Go on.")])
+
+
+async def test_a_turn_of_a_seat_costs_little_more_than_one_of_an_agent(
+    renderer: Renderer, request: pytest.FixtureRequest
+) -> None:
+    """At most 1.2 times the CPU time, or 0.15 ms more, for the same ids; with ``--long``."""
+    if not request.config.getoption("--long"):
+        pytest.skip("needs --long")
+
+    async def talk(seats: Any, prompt: Prompt) -> None:
+        chat, said = seats.agent.chat(), str(prompt.prompt)
+        for _ in range(EightTurns.left):
+            await chat.ask(said)
+            said = "Go on."
+        chat.reward = 1.0
+
+    async def seat(prompt: Prompt) -> list[Sample]:
+        return await played(renderer, talk, speaker(renderer, lambda text: "yes"), {"agent": Seat()}, prompt=prompt)
+
+    async def agent(prompt: Prompt) -> list[Sample]:
+        policy = speaker(renderer, lambda text: "yes")
+        return await agent_rollout_to_samples(
+            prompt, environment_cls=EightTurns, endpoint=ENDPOINT, tokenizer=renderer, policy=policy
+        )
+
+    async def milliseconds(play: Any) -> float:
+        began = time.process_time()
+        for index in range(40):
+            await play(Prompt("Begin.", group_index=0, index=index))
+        return (time.process_time() - began) / 40 / EightTurns.left * 1000
+
+    prompt = Prompt("Begin.", group_index=0, index=0)
+    assert [list(one.tokens) for one in await seat(prompt)] == [list(one.tokens) for one in await agent(prompt)]
+    rounds = [(await milliseconds(agent), await milliseconds(seat)) for _ in range(4)]
+    alone, seated = min(one for one, _ in rounds), min(one for _, one in rounds)
+    print(f"CPU a turn: {seated:.3f} ms of a seat, {alone:.3f} ms of an agent, {seated / alone:.2f} times")
+    assert seated <= max(1.2 * alone, alone + 0.15)
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------
@@ -354,6 +471,26 @@ async def test_a_play_that_was_killed_goes_on_with_the_same_ids(renderer: Render
     assert len(policy.requests) == len(whole.turns) - len(killed.turns)
     assert all("restarted_at_resume" not in sample.metrics for sample in samples)
     assert [violation for sample in samples for violation in check_sample(sample)] == []
+
+
+@pytest.mark.parametrize(
+    "prompt", [Prompt("What is 2 + 2?", label="5"), Prompt("What is 2 + 2?", label="4", metadata={"seed": 4})]
+)
+async def test_a_kept_run_is_that_of_the_same_label_and_metadata(renderer: Renderer, prompt: Prompt) -> None:
+    """Its environment would have started with another answer; before, only the messages were compared."""
+
+    async def once(given: Prompt, seats: Any, prompt: Prompt) -> None:
+        run = await seats.agent.run(given)
+        run.reward = 0.0
+
+    kept, seats = Kept(), {"agent": Seat()}
+    first = partial(once, Prompt("What is 2 + 2?", label="4"))
+    await played(renderer, first, counter(renderer), seats, prompt=kept.prompt())
+    policy = counter(renderer)
+    (same,) = await played(renderer, first, policy, seats, prompt=Kept(kept.turns).prompt())
+    assert (len(policy.requests), "restarted_at_resume" in same.metrics) == (0, False)
+    (other,) = await played(renderer, partial(once, prompt), policy, seats, prompt=Kept(kept.turns).prompt())
+    assert (len(policy.requests), other.metrics["restarted_at_resume"]) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -452,6 +589,13 @@ async def test_the_comparison_of_a_play_travels_with_its_samples(renderer: Rende
     for wrong in ("game", {"black": "game"}, {"umpire": "episode"}):
         with pytest.raises(ConfigError, match="by: got"):
             play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=wrong)
+
+
+def test_a_trained_seat_has_the_tokenizer_of_the_rollout() -> None:
+    """Ids of another tokenizer would be trained as other text; a frozen seat may have one."""
+    with pytest.raises(ConfigError, match=r"Seat\.tokenizer: got 'other'; expected None, or trained=False"):
+        Seat(tokenizer="other")
+    assert Seat(tokenizer="other", trained=False).tokenizer == "other"
 
 
 def test_seats_are_checked_before_any_work() -> None:

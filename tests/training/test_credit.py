@@ -243,6 +243,73 @@ def test_self_play_with_an_unbiased_estimator_finds_the_equilibrium(seeds: Seque
         assert learned(credit.grpo, seed) > 0.06
 
 
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+WALK = np.array([[0.0, 1.0], [3.0, -2.0]])
+"""The reward of two steps, by the action of each."""
+
+
+def walked(action: int, ends: Sequence[int], rollout: int) -> list[Sample]:
+    """A rollout of two turns of one token, and its branches from after the first: a leaf for each end."""
+    rows = [row(float(WALK[action, end]), (1, 1), rollout, conversation=leaf) for leaf, end in enumerate(ends)]
+    for leaf in rows[1:]:
+        mask = [0, 0, 0, 0, 0, 1, 0]
+        leaf.completions, leaf.versions = list(leaf.completions)[1:], list(leaf.versions)[1:]
+        leaf.loss_mask, leaf.parent, leaf.shared = mask, 0, 3
+    return rows
+
+
+def expected_gradient(estimator: credit.Estimator, leaves: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The gradient of two rollouts with so many leaves, by enumeration, and that of the expected reward.
+
+    The parameters are the logit of the first action, and that of the second after either.
+    """
+    chances = 1 / (1 + np.exp(-np.array([0.3, -0.5, 0.8])))
+
+    def score(place: int, action: int) -> np.ndarray[Any, Any]:
+        return np.eye(3)[place] * (action - chances[place])
+
+    def chance(place: int, action: int) -> float:
+        return float(chances[place] if action else 1 - chances[place])
+
+    true, total = np.zeros(3), np.zeros(3)
+    for action, end in itertools.product((0, 1), repeat=2):
+        weight = chance(0, action) * chance(1 + action, end)
+        true += weight * WALK[action, end] * (score(0, action) + score(1 + action, end))
+    outcomes = [*itertools.product((0, 1), itertools.product((0, 1), repeat=leaves))]
+    for pair in itertools.product(outcomes, repeat=2):
+        weight = np.prod([chance(0, a) * np.prod([chance(1 + a, end) for end in ends]) for a, ends in pair])
+        rollouts = [walked(action, ends, number) for number, (action, ends) in enumerate(pair)]
+        assign_advantages([*itertools.chain(*rollouts)], estimator)
+        for (action, ends), rows in zip(pair, rollouts, strict=True):
+            columns = [np.array(sample.advantages) for sample in rows]
+            parts = [columns[0][2] * score(0, action)]
+            parts += [column[5] * score(1 + action, end) for column, end in zip(columns, ends, strict=True)]
+            total += weight * np.sum(parts, 0) / 2
+    return total, true
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 3])
+def test_tree_leaf_is_unbiased(leaves: int) -> None:
+    """Its expected gradient is that of the reward, with any number of leaves: in size and direction."""
+    got, true = expected_gradient(credit.tree_leaf, leaves)
+    assert got == pytest.approx(true, abs=1e-6)
+
+
+def test_leaves_that_are_compared_flatly_have_another_direction() -> None:
+    """Leave-one-out over all leaves counts the turns after the fork once for each leaf: cosine below 1."""
+    got, true = expected_gradient(credit.rloo, 3)
+    assert got @ true / np.linalg.norm(got) / np.linalg.norm(true) < 0.99
+
+
+def test_a_tree_of_two_forks_is_refused() -> None:
+    """Its turns between the forks have other leaves than those before and after."""
+    rows = walked(0, (0, 1, 1), 0)
+    rows[2].shared = 6
+    with pytest.raises(ConfigError, match=r"tree_leaf: parents: got \[None, 0, 0\]; expected a whole rollout first"):
+        assign_advantages(rows, credit.tree_leaf)
+
+
 # -- samples ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +357,26 @@ def test_seats_and_episodes_are_credited_apart() -> None:
             samples.append(row(reward + 5 * rollout, (1,), rollout, seat=seat, conversation=number))
     assign_advantages(samples, credit.rloo, by={"solver": "episode"})
     assert [column[2] for column in columns(samples)] == [-15, -1, 1, 15, -1, 1]
+
+
+def test_a_branch_without_trained_tokens_has_its_turns_and_no_advantage() -> None:
+    """Its turns count, so that a later branch's turns keep their rewards; before, it was refused."""
+    rewards = {"step_rewards": [1.0], "step_completions": [0]}
+    first, second = row(3.0, (1,), 0, **rewards), row(3.0, (1,), 0, step_rewards=[2.0], step_completions=[0])
+    first.versions, first.loss_mask = [], [0] * len(first)
+    samples = [first, second, row(1.0, (1,), 1, **rewards)]
+    assign_advantages(samples, credit.returns_to_go)
+    assert columns(samples) == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, -2, 0]]
+    samples = [Sample(tokens=[1], reward=1.0, group_index=0, rollout_id=number) for number in (0, 1)]
+    assign_advantages(samples, credit.dr_grpo)
+    assert columns(samples) == [[0], [0]]
+
+
+def test_leave_one_out_of_one_is_zero() -> None:
+    """It has no others: no gradient, and no division by zero."""
+    samples = [row(1.0, (1,), 0)]
+    assign_advantages(samples, credit.rloo)
+    assert columns(samples) == [[0, 0, 0, 0]]
 
 
 def test_an_estimator_refuses_what_it_cannot_compare() -> None:

@@ -137,6 +137,18 @@ async def test_every_task_has_the_requested_number_of_rollouts() -> None:
     assert estimate_mean(task_scores(samples)).value == 1.0
 
 
+async def test_prompts_of_an_evaluation_say_so() -> None:
+    """Their requests wait behind those of training."""
+    found: set[int] = set()
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        found.update(prompt.urgency() for prompt in prompts)
+        return await echo(prompts)
+
+    await run_evaluation(config(generate), PROMPTS, 3, concurrency=4)
+    assert found == {-1}
+
+
 async def test_existing_rollouts_are_not_repeated() -> None:
     """By task; a task with enough rollouts is left alone, also where it has more than enough."""
     done = {task_key("a", "a"): 2, task_key("b", "b"): 5}

@@ -342,3 +342,27 @@ async def test_groups_that_are_put_back_stop() -> None:
         samples = await manager.generate_batch()
         assert {sample.group_index for sample in samples} > {3}
         manager.accounting.check()
+
+
+async def test_a_prompt_says_how_many_rollouts_of_its_group_have_finished() -> None:
+    """At any time while it is played: here before and after the three others end."""
+    found: dict[int, list[int]] = {}
+    others, done = anyio.Event(), []
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        assert prompt.index is not None
+        found[prompt.index] = [prompt.urgency()]
+        if prompt.index == 3:
+            await others.wait()
+            await settled()
+            found[3].append(prompt.urgency())
+        done.append(prompt.index)
+        if len(done) == 3:
+            others.set()
+        return [Sample(tokens=[1, 2], loss_mask=[0, 1], reward=1.0)]
+
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=4, over_sampling_factor=1, generate_fn=generate)
+    async with AsyncRolloutManager(config, DataBuffer(["a"], epochs=1)) as manager:
+        await manager.generate_batch()
+    assert (found[0][0], found[3][-1]) == (0, 3)

@@ -19,6 +19,7 @@ import anyio
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.given_advantages import given_advantages
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
     check_fields,
@@ -26,16 +27,22 @@ from rollouts.training.rows import (
     reward_of_branches,
     row_images,
     split,
+    split_advantages,
     trimmed,
     version_column,
 )
 from rollouts.training.types import Sample
 
-__all__ = ["put_group", "to_data_proto", "to_outputs", "worker", "write_batch"]
+__all__ = ["put_group", "register_advantages", "to_data_proto", "to_outputs", "worker", "write_batch"]
 
 
 def to_outputs(
-    samples: Sequence[Sample], *, version: int | None = None, scored: bool = True, temperature: float | None = None
+    samples: Sequence[Sample],
+    *,
+    version: int | None = None,
+    scored: bool = True,
+    temperature: float | None = None,
+    advantages: bool = False,
 ) -> list[Any]:
     """The branches of one rollout, or of one conversation of a seat, as verl's ``AgentLoopOutput``, in order.
 
@@ -51,6 +58,9 @@ def to_outputs(
         version: the version of all tokens, if their versions are not numbers.
         scored: whether each needs a reward.
         temperature: verl's ``rollout.temperature``; samples of another temperature are refused.
+        advantages: V1 gets ``Sample.advantages`` of each token as ``rm_scores``, where verl has the reward on the last
+            token; for a trainer with the estimator of :func:`register_advantages`, and without
+            ``use_kl_in_reward``. verl's metrics and filters of rewards are then of sums of advantages.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
@@ -64,11 +74,14 @@ def to_outputs(
 
     outputs = []
     for sample in samples:
-        check_fields(sample, "verl", "advantages", "teacher_log_probs", "loss_multiplier")
+        check_fields(sample, "verl", "teacher_log_probs", "loss_multiplier")
+        if not advantages:
+            check_fields(sample, "verl without advantages=True", "advantages")
+        make: Any = _with_columns(split_advantages(sample)) if advantages else AgentLoopOutput
         row, versions = split(sample), version_column(sample, version)
         steps = versions[versions >= 0]
         outputs.append(
-            AgentLoopOutput(
+            make(
                 prompt_ids=row.prompt.tolist(),
                 response_ids=row.response.tolist(),
                 response_mask=row.mask.astype(np.int8).tolist(),
@@ -92,7 +105,35 @@ def to_outputs(
     return outputs
 
 
-async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int | None = None) -> Any:
+def _with_columns(column: Any) -> Any:
+    """An output whose ``rm_scores`` are this column.
+
+    (verl 0.9.1, experimental/agent_loop/agent_loop.py: AgentLoopOutput.as_dict)
+    """
+    import torch
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    class OutputWithAdvantages(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+        def as_dict(self) -> Any:
+            return {**super().as_dict(), "rm_scores": torch.from_numpy(column)}
+
+    return OutputWithAdvantages
+
+
+def register_advantages(name: str = "rollouts") -> None:
+    """Register the estimator that takes advantages as they come: ``algorithm.adv_estimator=rollouts``.
+
+    For rows with ``advantages=True``: verl's own estimators would take a column for rewards, and sum it. Call it in the
+    process of the trainer (verl 0.9.1, trainer/ppo/core_algos.py: register_adv_est).
+    """
+    from verl.trainer.ppo.core_algos import register_adv_est
+
+    register_adv_est(name)(given_advantages)
+
+
+async def to_data_proto(
+    samples: Sequence[Sample], worker: Any, *, version: int | None = None, advantages: bool = False
+) -> Any:
     """Samples as the ``DataProto`` of a step of verl v0, made by verl's own functions; one row a sample, in order.
 
     Its ``uid`` is the name of its comparison, for verl's advantages.
@@ -100,16 +141,20 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
     Args:
         samples: finished and scored; none of a rollout that forked, which v0 cannot tell from a group.
         worker: see :func:`worker`; its lengths pad the rows, and its temperature is that of verl's trainer.
-        version: as for :func:`to_outputs`.
+        version, advantages: as for :func:`to_outputs`.
 
     Raises:
         ConfigError: as :func:`to_outputs`; a row is longer than verl's lengths; or the worker makes other arrays of its
             images.
     """
+    import torch
+
     lengths = worker.rollout_config.prompt_length, worker.rollout_config.response_length
     padded, rollouts = [], set()
     for sample in samples:
-        (output,) = to_outputs([sample], version=version, temperature=worker.rollout_config.temperature)
+        (output,) = to_outputs(
+            [sample], version=version, temperature=worker.rollout_config.temperature, advantages=advantages
+        )
         got = len(output.prompt_ids), len(output.response_ids)
         if got[0] > lengths[0] or got[1] > lengths[1]:
             raise ConfigError.of(f"{sample!r}: prompt and response", got, f"at most {lengths}, verl's lengths")
@@ -120,7 +165,11 @@ async def to_data_proto(samples: Sequence[Sample], worker: Any, *, version: int 
         _check_images(sample, output, worker)
         padded.append(await worker._agent_loop_postprocess(output, False, raw_prompt=sample.messages))
     uids = np.array([comparison_name(sample) for sample in samples], dtype=object)
-    return worker._postprocess(padded, input_non_tensor_batch={"uid": uids})
+    data = worker._postprocess(padded, input_non_tensor_batch={"uid": uids})
+    for row, sample in zip(data.batch["rm_scores"], samples if advantages else (), strict=False):
+        column = split_advantages(sample)
+        row[: len(column)] = torch.from_numpy(column)
+    return data
 
 
 def _check_images(sample: Sample, output: Any, worker: Any) -> None:
@@ -171,6 +220,7 @@ async def put_group(
     partition: str = "train",
     version: int | None = None,
     columns: Mapping[str, Any] | None = None,
+    advantages: bool = False,
 ) -> None:
     """Put the rows of one group into the TransferQueue of verl V1, and mark its prompt as finished.
 
@@ -181,7 +231,7 @@ async def put_group(
         global_steps: the step in which the prompt was first dispatched; verl drops or awaits groups by it
             (verl 0.9.1, trainer/ppo/v1/replay_buffer.py: ReplayBufferAsync._stale_terminal_keys).
         partition: ``train`` or ``val``.
-        version: as for :func:`to_outputs`.
+        version, advantages: as for :func:`to_outputs`.
         columns: further columns of the data set; default: those of the prompt.
 
     Raises:
@@ -197,7 +247,7 @@ async def put_group(
     if len(compared) > 1:
         raise ConfigError.of("put_group(samples)", compared, "one comparison: a uid for each, such as each seat")
     of_verl = worker.rollout_config.val_kwargs if partition == "val" else worker.rollout_config
-    options = {"version": version, "temperature": of_verl.temperature}
+    options = {"version": version, "temperature": of_verl.temperature, "advantages": advantages}
     rollouts = [to_outputs(branches, **options) for branches in by_conversation(samples)]
     for sample, output in zip(itertools.chain(*by_conversation(samples)), itertools.chain(*rollouts), strict=True):
         _check_images(sample, output, worker)

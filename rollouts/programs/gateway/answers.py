@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.task_groups import first_error
@@ -25,8 +26,17 @@ from rollouts.programs.gateway.call_ids import CallIds
 from rollouts.programs.gateway.contexts import Context, Contexts
 from rollouts.programs.gateway.in_flight import InFlight
 from rollouts.programs.gateway.requests import OpenRequest
+from rollouts.programs.gateway.strict_tools import strict_tag
 from rollouts.programs.gateway.tree import Call, Line, Tree
-from rollouts.programs.gateway.types import ApiError, CallReply, CallRequest, Sampled, SessionLimits, Usage
+from rollouts.programs.gateway.types import (
+    ApiError,
+    CallReply,
+    CallRequest,
+    Constraint,
+    Sampled,
+    SessionLimits,
+    Usage,
+)
 from rollouts.renderer import Renderer
 from rollouts.renderer.dialects import thought_marks
 from rollouts.renderer.reply_text import opens_thought
@@ -56,6 +66,9 @@ class Answers:
     """The name of the rollout, for seeds."""
     _max_context: int | None
     _limits: SessionLimits
+    _enforces: bool = True
+    _enforces_strict: bool = False
+    """Whether forms that requests want are enforced."""
     numbered: int = attrs.field(init=False, default=0)
     """The number of calls that have a number."""
     denied: dict[object, Failure] = attrs.field(init=False, factory=dict)
@@ -88,7 +101,7 @@ class Answers:
             raise
         line.append(context.ids, context.new, context.images)
         lines = [line, *(self._tree.copy(line, context.stop, len(line.messages)) for _ in range(n - 1))]
-        constraint: dict[str, str] = {}
+        constraint: Constraint | None = None
         first = self.numbered
         self.numbered += n
         request.numbered = True
@@ -106,9 +119,8 @@ class Answers:
         except EndpointError as error:
             if constraint and isinstance(error, EndpointRefused) and error.of_content:
                 self._counts["refused/invalid_request"] += 1
-                field = request.sent.constraint.field if request.sent.constraint else ""
                 raise ApiError(
-                    "invalid_request", f"{field}: the model's server refuses the request: {error}"
+                    "invalid_request", f"{constraint.field}: the model's server refuses the request: {error}"
                 ) from error
             self._counts["failed_calls"] += 1
             self.denied[request.retry_key] = Failure.of(error)
@@ -140,25 +152,42 @@ class Answers:
         text = f"messages: {tokens} tokens do not fit the context of the model, at most {max_tokens} tokens"
         return ApiError("overflow", text, tokens=tokens, max_context=max_tokens)
 
-    async def _constraint(self, request: OpenRequest, context: Context) -> dict[str, str]:
-        """The sampling parameter for the form that a request wants; empty and counted where it is not enforced.
+    async def _constraint(self, request: OpenRequest, context: Context) -> Constraint | None:
+        """The form of the replies to a request; ``None`` and counted where it is not enforced.
 
         A grammar holds for the whole reply. So it is not enforced where the prompt has opened a thought or the model
         may call a tool; nor where the server does not say that it can constrain replies and report their logprobs.
+        Strict tools leave thoughts and text free, and are enforced if the run asks for it, on a server with structural
+        tags.
         """
-        wanted = request.sent.constraint
-        if wanted is None:
-            return {}
+        wanted, strict = request.sent.constraint, len(request.sent.strict & {tool.name for tool in request.tools})
         if self.sampling.constrained:
-            self._counts[f"sampling_overridden/{wanted.field}"] += 1
-            return {}
-        end = self._renderer.decode(context.ids[-_PROMPT_END:])
-        opened = opens_thought(end, thought_marks(self._renderer.dialect)[0])
-        if request.tools or opened or not (await describe_once(self._policy)).has_grammars:
-            self._counts[f"not_enforced/{wanted.field}"] += 1
-            return {}
-        self._counts["constrained_calls"] += request.sent.n
-        return {wanted.parameter: wanted.value}
+            for field, number in ((wanted.field if wanted else "", wanted is not None), ("strict", strict)):
+                if number:
+                    self._counts[f"sampling_overridden/{field}"] += int(number)
+            return None
+        form = None
+        if wanted is not None:
+            end = self._renderer.decode(context.ids[-_PROMPT_END:])
+            opened = opens_thought(end, thought_marks(self._renderer.dialect)[0])
+            enforced = self._enforces and not request.tools and not opened
+            form = wanted if enforced and (await describe_once(self._policy)).has_grammars else None
+            if form is None:
+                self._counts[f"not_enforced/{wanted.field}"] += 1
+        if strict:
+            form = await self._strict_form(request)
+            if form is None:
+                self._counts["not_enforced/strict"] += strict
+        if form is not None:
+            self._counts["constrained_calls"] += request.sent.n
+        return form
+
+    async def _strict_form(self, request: OpenRequest) -> Constraint | None:
+        if not self._enforces_strict or not (await describe_once(self._policy)).has_structural_tags:
+            return None
+        strict = request.sent.strict
+        tag = await anyio.to_thread.run_sync(strict_tag, self._renderer, request.tools, strict)
+        return None if tag is None else Constraint("strict", "structural_tag", tag)
 
     async def _complete(
         self,
@@ -167,7 +196,7 @@ class Answers:
         line: Line,
         number: int,
         budget: int,
-        constraint: Mapping[str, str],
+        constraint: Constraint | None,
     ) -> None:
         """Sample one reply and add it to the tree."""
         began, tokens = now(), line.sequence.tokens
@@ -235,7 +264,7 @@ class Answers:
         return Sampled(shown, ids, completion.logprobs.tolist(), texts)
 
     def _sampling_of(
-        self, request: CallRequest, budget: int, number: int, constraint: Mapping[str, str]
+        self, request: CallRequest, budget: int, number: int, constraint: Constraint | None
     ) -> SamplingParams:
         sampling = self.sampling
         stop = tuple(dict.fromkeys((*sampling.stop, *request.stop)))
@@ -244,14 +273,15 @@ class Answers:
         seed = sampling.seed
         if seed is not None:
             seed = zlib.crc32(f"{seed}/{self.name}/{number}".encode()) & 0x7FFFFFFF
-        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop and not constraint:
+        if seed is None and budget == sampling.max_new_tokens and stop == sampling.stop and constraint is None:
             return sampling  # the policy has encoded this object before
         least = min(sampling.min_new_tokens, budget)
         limits: dict[str, Any] = {"max_new_tokens": budget, "min_new_tokens": least, "stop": stop, "seed": seed}
-        key = (*limits.values(), *constraint.items())
+        form = {} if constraint is None else {constraint.parameter: constraint.value}
+        key = (*limits.values(), *form.items())
         if key not in self._samplings:
             try:
-                made = attrs.evolve(sampling, **{**limits, **constraint})
+                made = attrs.evolve(sampling, **{**limits, **form})
             except ConfigError as error:
                 raise ApiError("invalid_request", str(error)) from None
             if len(self._samplings) >= _MOST_SAMPLINGS:

@@ -77,9 +77,11 @@ def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entrie
     limits = [fields.positive(name) for name in ("max_completion_tokens", "max_tokens")]
     options = fields.object("stream_options")
     _count_not_enforced(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=tuple(messages),
-        tools=wire.offered(fields, entries.into(wire.Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=wire.offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
         stop=wire.stops(fields, "stop"),
         stream=fields.flag("stream"),
@@ -116,7 +118,7 @@ def _continues(fields: wire.Fields, last: Message, counts: wire.Counts) -> bool:
     return continues
 
 
-def _tools(tool: wire.Fields, counts: wire.Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "function"
     if kind == "function":
         return [

@@ -47,9 +47,11 @@ def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entrie
     if not messages:
         raise fields.wrong("messages", "a list of at least one message")
     _count_not_enforced(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=(*system, *messages),
-        tools=_offered(fields, entries.into(wire.Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=_offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=fields.positive("max_tokens"),
         stop=wire.stops(fields, "stop_sequences"),
         stream=fields.flag("stream"),
@@ -71,7 +73,7 @@ def _system(fields: wire.Fields, counts: wire.Counts, entries: wire.Entries) -> 
     return [entries.system("\n".join(texts))] if texts else []
 
 
-def _tools(tool: wire.Fields, counts: wire.Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.text("type") or "custom"
     if kind == "custom":
         return [wire.tool_of(tool, "input_schema", counts)]
@@ -79,7 +81,7 @@ def _tools(tool: wire.Fields, counts: wire.Counts) -> list[Tool]:
     return []
 
 
-def _offered(fields: wire.Fields, tools: Sequence[Tool], counts: wire.Counts) -> tuple[Tool, ...]:
+def _offered(fields: wire.Fields, tools: Sequence[tuple[Tool, bool]], counts: wire.Counts) -> tuple[Tool, ...]:
     choice = fields.object("tool_choice")
     kind = "auto" if choice is None else choice.required("type")
     if kind == "none":
@@ -88,7 +90,7 @@ def _offered(fields: wire.Fields, tools: Sequence[Tool], counts: wire.Counts) ->
         counts["not_enforced/tool_choice"] += 1
     if choice is not None and choice.flag("disable_parallel_tool_use"):
         counts["not_enforced/parallel_tool_calls"] += 1
-    return tuple(tools)
+    return tuple(tool for tool, _ in tools)
 
 
 def _constraint(fields: wire.Fields, counts: wire.Counts) -> Constraint | None:

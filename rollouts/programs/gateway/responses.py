@@ -77,9 +77,11 @@ def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entrie
         raise fields.wrong("input", "a string, or a list of at least one item")
     _count_not_enforced(fields, counts)
     included = _included(fields, counts)
+    tools = entries.into(wire.Joined(), fields, "tools", _tools, counts).parts
     return CallRequest(
         messages=messages,
-        tools=wire.offered(fields, entries.into(wire.Joined(), fields, "tools", _tools, counts).parts, counts),
+        tools=wire.offered(fields, tools, counts),
+        strict=wire.strict_names(tools),
         max_tokens=fields.positive("max_output_tokens"),
         stream=fields.flag("stream"),
         previous_response_id=None if previous is None else previous.removeprefix("resp_"),
@@ -94,7 +96,7 @@ def read(body: Any, reply_of: wire.ReplyOf = wire.no_reply, entries: wire.Entrie
     )
 
 
-def _tools(tool: wire.Fields, counts: wire.Counts) -> list[Tool]:
+def _tools(tool: wire.Fields, counts: wire.Counts) -> list[tuple[Tool, bool]]:
     kind = tool.required("type")
     if kind == "function":
         return [wire.tool_of(tool, "parameters", counts)]

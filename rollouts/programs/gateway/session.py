@@ -97,6 +97,8 @@ class ProgramSession:
         training = training or Training()
         # The run's own form is that of all replies.
         self._training = attrs.evolve(training, constrained="train") if sampling.constrained else training
+        enforces = training.constrained != "free"
+        strict = enforces and training.strict_tools == "enforce"
         self._limits = limits or SessionLimits()
         self._ends = time.monotonic() + self._limits.max_seconds
         self._error: Exception | None = None
@@ -105,7 +107,7 @@ class ProgramSession:
         self._requests = OpenRequests(self.tree, retry_seconds)
         common = policy, renderer, self.tree, CallIds(), self.counts
         self._contexts = Contexts(*common, ToolSets(renderer), self._limits.max_roots, history)
-        self._answers = Answers(*common, self._contexts, sampling, name, max_context, self._limits)
+        self._answers = Answers(*common, self._contexts, sampling, name, max_context, self._limits, enforces, strict)
 
     def __repr__(self) -> str:
         state = self.stop_reason or f"{len(self._requests)} requests under way"

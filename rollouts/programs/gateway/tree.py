@@ -47,9 +47,9 @@ _SHORTEST_QUOTE = 16
 """Characters from which a reply that a later prompt contains counts as quoted; a shorter one may be a coincidence."""
 
 
-def _either(default: str, other: str) -> Any:
-    expected = f'"{default}" or "{other}"'
-    return attrs.field(default=default, validator=check(expected, lambda value: value in (default, other)))
+def _either(default: str, *others: str) -> Any:
+    expected = " or ".join(f'"{name}"' for name in (default, *others))
+    return attrs.field(default=default, validator=check(expected, lambda value: value in (default, *others)))
 
 
 @attrs.frozen
@@ -68,9 +68,12 @@ class Training:
     """A summary of the history, with which the program begins a new conversation: a reply without a child, quoted by a
     later root of the same agent that does not contain the request for it."""
     by_hand: Literal["drop", "train"] = _either("drop", "train")
-    constrained: Literal["drop", "train"] = _either("drop", "train")
-    """A reply whose form the request constrained: its logprobs are over the ids that the form allowed, and a trainer
-    computes others."""
+    constrained: Literal["drop", "train", "free"] = _either("drop", "train", "free")
+    """A reply whose form the request constrained, also by strict tools: its logprobs are over the ids that the form
+    allowed, and a trainer computes others. ``free`` enforces no form, so that the reply is trained as any other."""
+    strict_tools: Literal["free", "enforce"] = _either("free", "enforce")
+    """Whether calls of strict tools are held to their schemas. Some SDKs mark every tool as strict without being asked
+    to, and an enforced call is a constrained reply."""
 
 
 @attrs.define(eq=False)

@@ -80,6 +80,8 @@ class CallRequest:
     the program sent back is kept; it is never compared."""
     tools: tuple[Tool, ...] = ()
     """The tools offered to the model; none if ``tool_choice`` is ``none``."""
+    strict: frozenset[str] = frozenset()
+    """The names of the tools whose calls must fit their schemas; counted where that is not enforced."""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False

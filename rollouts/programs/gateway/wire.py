@@ -45,6 +45,7 @@ __all__ = [
     "only_text",
     "sampling_of",
     "stops",
+    "strict_names",
     "text_of",
     "tool_of",
 ]
@@ -265,23 +266,27 @@ _LONGEST_NAME = 256
 """Characters of a tool's name, of which the test of a set of tools writes many."""
 
 
-def tool_of(fields: Fields, schema: str, counts: Counts) -> Tool:
-    """A tool from an object with name, description and a schema in the field of this name, which is not enforced."""
-    for flag in ("strict", "defer_loading"):
-        if fields.value.get(flag) is True:
-            counts[f"not_enforced/{flag}"] += 1
+def tool_of(fields: Fields, schema: str, counts: Counts) -> tuple[Tool, bool]:
+    """A tool from an object with name, description and a schema in the field of this name, and whether it is strict."""
+    if fields.value.get("defer_loading") is True:
+        counts["not_enforced/defer_loading"] += 1
     name = fields.required("name")
     if len(name) > _LONGEST_NAME:
         raise fields.wrong("name", f"at most {_LONGEST_NAME} characters")
     parameters = fields.object(schema)
     given = {} if parameters is None else {"parameters": dict(parameters.value)}
     try:
-        return Tool(name, fields.text("description") or "", **given)
+        return Tool(name, fields.text("description") or "", **given), fields.value.get("strict") is True
     except ConfigError as error:
         raise ApiError("invalid_request", f"{fields.path}: {error}") from None
 
 
-def offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool, ...]:
+def strict_names(tools: Sequence[tuple[Tool, bool]]) -> frozenset[str]:
+    """The names of the strict ones among tools of :func:`tool_of`."""
+    return frozenset(tool.name for tool, strict in tools if strict)
+
+
+def offered(fields: Fields, tools: Sequence[tuple[Tool, bool]], counts: Counts) -> tuple[Tool, ...]:
     """The tools that the model may call: none if ``tool_choice`` says so; a choice that forces a call is counted."""
     choice = fields.value.get("tool_choice")
     if choice == "none":
@@ -290,7 +295,7 @@ def offered(fields: Fields, tools: Sequence[Tool], counts: Counts) -> tuple[Tool
         if not isinstance(choice, str | dict):
             raise fields.wrong("tool_choice", "a string or an object")
         counts["not_enforced/tool_choice"] += 1
-    return tuple(tools)
+    return tuple(tool for tool, _ in tools)
 
 
 def stops(fields: Fields, name: str) -> tuple[str, ...]:

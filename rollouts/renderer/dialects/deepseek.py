@@ -73,7 +73,8 @@ class DeepSeekV32(SectionDialect):
     """``<｜DSML｜invoke name="...">`` with parameters marked as string or JSON.
 
     A value that is marked as JSON is text if the schema allows only strings, or if it is not JSON and the schema allows
-    a string. Other families write the same under another ``prefix`` of their tags.
+    a string. A call without arguments may be the tag ``<｜DSML｜invoke name="..."/>``. Other families write the same
+    under another ``prefix`` of their tags.
     """
 
     name = "deepseek_v3_2"
@@ -97,7 +98,9 @@ class DeepSeekV32(SectionDialect):
             rf"(?:<{cls.prefix}(?:{tags})>|(?=<{invoke}))(?P<body>.*?)(?:</{cls.prefix}(?:{tags})>|\Z)", re.DOTALL
         )
         cls.call = re.compile(
-            rf'<{invoke}name="(?P<name>[^"\n]*)">(?P<body>.*?)(?:(?P<close>{closing})|(?=<{invoke})|\Z)', re.DOTALL
+            rf'<{invoke}name="(?P<name>[^"\n]*)"(?:>(?P<body>.*?))?'
+            rf"(?:(?P<close>(?(body){closing}|\s*/>))|(?=<{invoke})|\Z)",
+            re.DOTALL,
         )
         cls.parameter = re.compile(
             rf"<{cls.prefix}parameter {_VALUE}</{cls.prefix}parameter>(?=\s*(?:<{cls.prefix}parameter |\Z))", re.DOTALL
@@ -113,7 +116,7 @@ class DeepSeekV32(SectionDialect):
             argument["key"]: argument["value"]
             if argument["string"] == "true"
             else _json_or_string(tools, call["name"], argument["key"], argument["value"])
-            for argument in tagged_arguments(self.parameter, call["body"])
+            for argument in tagged_arguments(self.parameter, call["body"] or "")
         }
         return ToolCall(call["name"], arguments, raw=call[0])
 

@@ -16,7 +16,8 @@ __all__ = ["Glm", "HunyuanV3", "HunyuanV4", "IQuest"]
 
 _NAME = re.compile(r"\s*([^<\s]+)\s*(?=<arg_key>|\Z)")
 _ARGUMENT = re.compile(
-    r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+    r"<arg_key>(?P<key>(?:(?!</arg_key>).)*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))",
+    re.DOTALL,
 )
 
 
@@ -59,7 +60,7 @@ class IQuest(Glm):
 
 _S = r"(?::[^\s<>]+)?"  # the marks of a release end in its name, as in <tool_call:opensource>
 _PAIR = re.compile(
-    rf"<arg_key{_S}>(?P<key>.*?)</arg_key{_S}>\s*<arg_value{_S}>(?P<value>.*?)</arg_value{_S}>"
+    rf"<arg_key{_S}>(?P<key>(?:(?!</arg_key{_S}>).)*)</arg_key{_S}>\s*<arg_value{_S}>(?P<value>.*?)</arg_value{_S}>"
     rf"(?=\s*(?:<arg_key{_S}>|\Z))",
     re.DOTALL,
 )

@@ -14,6 +14,7 @@ __all__ = [
     "argument_schema",
     "call_in_json",
     "checked_arguments",
+    "either_call",
     "json_call",
     "json_calls",
     "json_prefix",
@@ -140,6 +141,16 @@ def call_in_json(
         raise MalformedCallError(f'"{key}" is missing; write {{}} when the tool takes none', "no_arguments")
     call_id = value.get(id_key) if id_key else None
     return ToolCall(tool, checked_arguments(value[key], key), id=call_id if isinstance(call_id, str) else "", raw=raw)
+
+
+def either_call(value: Any, raw: str) -> ToolCall:
+    """Convert a JSON value with ``parameters`` or, without them, ``arguments`` to a call.
+
+    Raises:
+        MalformedCallError: the value is not a call.
+    """
+    other = isinstance(value, dict) and "arguments" in value and "parameters" not in value
+    return call_in_json(value, raw, arguments="arguments" if other else "parameters")
 
 
 def json_calls(value: Any, raw: str, convert: Callable[[Any, str], ToolCall] = call_in_json) -> list[ToolCall]:

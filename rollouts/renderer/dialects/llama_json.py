@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
-from rollouts.renderer.dialects.json import MalformedCallError, call_in_json, json_prefix, name_in, unreadable
+from rollouts.renderer.dialects.json import MalformedCallError, either_call, json_prefix, name_in, unreadable
 
 __all__ = ["LlamaJson"]
 
@@ -19,7 +19,8 @@ class LlamaJson(BlockDialect):
     """``{"name": ..., "parameters": {...}}``, bare or after ``<|python_tag|>``; several in a row.
 
     At the start of the answer, every object that begins with a name is read as a call; after text, only an object with
-    a name, then parameters (or arguments, which are malformed). Any other object is an answer in JSON.
+    a name, then parameters. Any other object is an answer in JSON. ``arguments`` in place of the parameters are read
+    too, as servers do (vLLM 0.33.0 and SGLang 0.5.23).
     """
 
     name = "llama_json"
@@ -44,7 +45,7 @@ class LlamaJson(BlockDialect):
                 return [*calls, unreadable(text[start:], error, name_in(text[start:]))], len(text)
             raw = text[start:at]
             try:
-                calls.append(call_in_json(value, raw, arguments="parameters"))
+                calls.append(either_call(value, raw))
             except MalformedCallError as error:
                 calls.append(unreadable(raw, error, name_in(raw)))
         return calls, at

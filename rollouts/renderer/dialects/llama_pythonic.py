@@ -12,7 +12,15 @@ from typing import Any
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
-from rollouts.renderer.dialects.json import MalformedCallError, json_value, unreadable
+from rollouts.renderer.dialects.json import (
+    MalformedCallError,
+    either_call,
+    json_calls,
+    json_prefix,
+    json_value,
+    name_in,
+    unreadable,
+)
 
 __all__ = ["LlamaPythonic", "Olmo3", "json_or_literal"]
 
@@ -32,6 +40,8 @@ _LAST_QUOTE = {
     for quote in "'\""
 }
 _SPACE = re.compile(r"\s+")
+_LFM2 = "<|tool_call_start|>"
+_JSON = re.compile(r"\s*\[?\s*\{")
 _CLOSING = "</function_calls>"
 _MAX_DEPTH = 50
 
@@ -40,7 +50,9 @@ class LlamaPythonic(BlockDialect):
     """``[get_weather(city="Paris"), now()]``, at the start of the reply or after ``<|python_start|>``.
 
     Arguments are named literals; ``true``, ``false`` and ``null`` are literals too. A string may contain
-    newlines, which LFM2's template writes as they are. A set is read as an array.
+    newlines, which LFM2's template writes as they are. A set is read as an array. After LFM2's mark, calls may also be
+    a JSON array, which LFM2 writes if its system prompt asks for it; SGLang reads both (0.5.23,
+    function_call/lfm2_detector.py).
     """
 
     name = "llama_pythonic"
@@ -53,6 +65,8 @@ class LlamaPythonic(BlockDialect):
 
     def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
         text, start = block.string, block.end()
+        if block[0] == _LFM2 and _JSON.match(text, start):
+            return _json_calls(text, start)
         calls: list[ToolCall] = []
         try:
             at = start = _expected(text, start, "[")
@@ -67,6 +81,15 @@ class LlamaPythonic(BlockDialect):
         end = _END.match(text, mark.end(1))
         at = end.end() if end else mark.end(1)
         return calls or [unreadable(text[block.start() : at], MalformedCallError("there is no call in it"))], at
+
+
+def _json_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
+    try:
+        value, at = json_prefix(text, start + len(text[start:]) - len(text[start:].lstrip()))
+    except MalformedCallError as error:
+        return [unreadable(text[start:], error, name_in(text[start:]))], len(text)
+    end = _END.match(text, at)
+    return json_calls(value, text[start:at], either_call), end.end() if end else at
 
 
 class Olmo3(BlockDialect):

@@ -42,8 +42,12 @@ class MiniMax(SectionDialect):
     def name_of(self, call: re.Match[str]) -> str:
         return call["name"]
 
+    def tool_of(self, written: str, tools: Sequence[Tool]) -> str:
+        """The name of the tool that a written name calls."""
+        return written
+
     def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
-        name = call["name"]
+        name = self.tool_of(call["name"], tools)
         if not name:
             raise MalformedCallError("the name of a tool is missing", "no_name")
         pairs = tagged_arguments(self.parameter, call["body"])

@@ -20,7 +20,11 @@ _SHOWN = ("user", "commentary", "developer")
 
 
 class _Calls(MiniMax):
-    """The calls in the body of one message."""
+    """The calls in the body of one message.
+
+    The template offers a tool ``f`` as ``f.f``, and servers run a call of that name as ``f`` (SGLang 0.5.23,
+    function_call/muse_glimmer_detector.py).
+    """
 
     name = "muse"
     marks = ("<atem:function_calls>", "<atem:invoke ")
@@ -30,6 +34,11 @@ class _Calls(MiniMax):
     parameter = parameter_pattern("atem:parameter")
     reasoning = ("<|message|>", "<|message|>")
     """Marks that no body contains: a thought is a message."""
+
+    def tool_of(self, written: str, tools: Sequence[Tool]) -> str:
+        half = written[: len(written) // 2]
+        doubled = bool(half) and written == f"{half}.{half}"
+        return half if doubled and all(tool.name != written for tool in tools) else written
 
 
 _CALLS = _Calls()

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
-from rollouts.renderer.dialects.json import MalformedCallError, json_value, typed_value, unreadable
+from rollouts.renderer.dialects.json import MalformedCallError, typed_value, unreadable
 from rollouts.renderer.dialects.llama_pythonic import json_or_literal
 from rollouts.renderer.dialects.sections import tagged_arguments
 
@@ -36,7 +36,8 @@ def _block(tag: str) -> re.Pattern[str]:
 class Qwen3Coder(BlockDialect):
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
 
-    The first and the last newline of a value belong to the tags. Types come from the tool's schema.
+    The first and the last newline of a value belong to the tags. Types come from the tool's schema. Values are JSON or
+    Python literals: models of the family write ``True``, and servers read it (vLLM 0.33.0 and SGLang 0.5.23).
     """
 
     name = "qwen3_coder"
@@ -52,14 +53,6 @@ class Qwen3Coder(BlockDialect):
         except MalformedCallError as error:
             return [unreadable(block[0], error, name)]
 
-    def value(self, text: str) -> Any:
-        """A value that is not a string.
-
-        Raises:
-            MalformedCallError: there is no valid value.
-        """
-        return json_value(text)
-
     def _arguments(self, block: re.Match[str], name: str, tools: Sequence[Tool]) -> dict[str, object]:
         if block["body"] is None:
             raise MalformedCallError(f"<{self.tag}> before <function=...> is missing")
@@ -72,17 +65,14 @@ class Qwen3Coder(BlockDialect):
         for pair in pairs:
             if pair["value"].count("<parameter=") > pair["value"].count("</parameter>"):
                 raise MalformedCallError(f'</parameter> is missing after the value of "{pair["key"]}"', "bad_arguments")
-        return {p["key"]: typed_value(tools, name, p["key"], p["value"], self.value) for p in pairs}
+        return {p["key"]: typed_value(tools, name, p["key"], p["value"], json_or_literal) for p in pairs}
 
 
 class SeedOss(Qwen3Coder):
-    """The same in ``<seed:tool_call>``. Values are JSON or Python literals, which the model's template writes."""
+    """The same in ``<seed:tool_call>``."""
 
     name = "seed_oss"
     tag = "seed:tool_call"
     marks = ("<seed:tool_call>", "<function=")
     block = _block("seed:tool_call")
     reasoning = ("<seed:think>", "</seed:think>")
-
-    def value(self, text: str) -> Any:
-        return json_or_literal(text)

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 
-from rollouts.dtypes import Message, Prompt, SamplingParams, Tool, ToolCall
+from rollouts.dtypes import Completion, Message, Prompt, SamplingParams, Tool, ToolCall
 from rollouts.engine import DEMO_MODEL
-from rollouts.inference.base import Policy
+from rollouts.inference.base import CompletionRequest, Policy, ServerInfo
+from rollouts.inference.wire_errors import error_of
 from rollouts.programs.gateway.session import ProgramSession
 from rollouts.programs.gateway.types import CallReply, CallRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
@@ -61,6 +63,25 @@ def replies(*messages: Message | str) -> Callable[[Any], list[int]]:
         return spoken(script.pop(0) if script else f"reply number {count}")
 
     return answer
+
+
+class GrammarPolicy(ScriptedPolicy):
+    """A policy of a server that says whether it has grammars; it records the sampling of each request."""
+
+    def __init__(self, *, grammars: bool | None = True, refuses: bool = False, status: int = 400) -> None:
+        super().__init__(replies('{"a": 1}'), max_context=4096)
+        self.samplings: list[SamplingParams] = []
+        self._grammars, self._refuses, self._status = grammars, refuses, status
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        self.samplings.append(request.sampling)
+        if self._refuses:
+            raise error_of(self._status, "the grammar cannot be compiled")
+        completion = await super().complete(request)
+        return attrs.evolve(completion, logprobs_of="constrained" if request.sampling.constrained else "tempered")
+
+    async def describe(self) -> ServerInfo:
+        return attrs.evolve(await super().describe(), has_grammars=self._grammars, has_structural_tags=self._grammars)
 
 
 def session_of(policy: Policy, **options: Any) -> ProgramSession:

@@ -8,42 +8,20 @@ from typing import Any
 import attrs
 import pytest
 
-from rollouts.dtypes import Completion, Prompt, SamplingParams
+from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-from rollouts.inference.base import CompletionRequest, ServerInfo
-from rollouts.inference.wire_errors import error_of
 from rollouts.programs.gateway import chat, messages, responses
 from rollouts.programs.gateway.tree import Training
 from rollouts.programs.gateway.types import ApiError, Constraint
 from rollouts.programs.gateway.wire import Wire
 from rollouts.runs.folder import Row
 from rollouts.runs.samplings import Samplings
-from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import trajectory_to_samples
-from tests.programs.gateway.programs import LOOK, SAMPLING, asks, demo_renderer, replies, session_of
+from tests.programs.gateway.programs import LOOK, SAMPLING, GrammarPolicy, asks, demo_renderer, session_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}}}'
 USER = [{"role": "user", "content": "Hi"}]
-
-
-class GrammarPolicy(ScriptedPolicy):
-    """A policy of a server that says whether it has grammars; it records the sampling of each request."""
-
-    def __init__(self, *, grammars: bool | None = True, refuses: bool = False, status: int = 400) -> None:
-        super().__init__(replies('{"a": 1}'))
-        self.samplings: list[SamplingParams] = []
-        self._grammars, self._refuses, self._status = grammars, refuses, status
-
-    async def complete(self, request: CompletionRequest) -> Completion:
-        self.samplings.append(request.sampling)
-        if self._refuses:
-            raise error_of(self._status, "the grammar cannot be compiled")
-        completion = await super().complete(request)
-        return attrs.evolve(completion, logprobs_of="constrained" if request.sampling.constrained else "tempered")
-
-    async def describe(self) -> ServerInfo:
-        return attrs.evolve(await super().describe(), has_grammars=self._grammars)
 
 
 @pytest.mark.parametrize(

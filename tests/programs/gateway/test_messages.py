@@ -156,7 +156,7 @@ def test_only_tools_of_the_program_are_offered() -> None:
             ["not_enforced/context_management"],
         ),
         ({"mcp_servers": [{"type": "url"}]}, ["server_tool/mcp"]),
-        ({"tools": [{"name": "f", "input_schema": {}, "strict": True}]}, ["not_enforced/strict"]),
+        ({"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]}, ["not_enforced/defer_loading"]),
         ({"messages": [user({**result(1, "r"), "is_error": True}, result(2, "s"))]}, ["not_shown/is_error"]),
         (
             {

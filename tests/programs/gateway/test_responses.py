@@ -160,7 +160,7 @@ def test_only_functions_are_offered() -> None:
         ({"parallel_tool_calls": False}, ["not_enforced/parallel_tool_calls"]),
         ({"top_logprobs": 2}, ["not_enforced/top_logprobs"]),
         ({"truncation": "auto"}, ["not_enforced/truncation"]),
-        ({"tools": [{"type": "function", "name": "f", "strict": True}]}, ["not_enforced/strict"]),
+        ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]}, ["not_enforced/defer_loading"]),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, ["audio"]),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, ["file"]),
         (

@@ -848,7 +848,7 @@ async def test_a_request_may_name_the_reply_that_it_follows() -> None:
 
 async def test_tools_that_the_dialect_cannot_read_fail_the_session() -> None:
     """Calls that would be lost are refused with the first request, and the branches raise the reason."""
-    renderer = Renderer(demo_tokenizer(), dialect="llama_json")
+    renderer = Renderer(demo_tokenizer(), dialect="mistral")
     async with ProgramSession(ScriptedPolicy(replies()), renderer, SAMPLING) as session:
         with pytest.raises(ApiError, match="does not read the tool calls"):
             await ask(session, "Look!")

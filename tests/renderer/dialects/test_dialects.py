@@ -5,6 +5,7 @@ import json
 import re
 import time
 
+import attrs
 import hypothesis
 import pytest
 from hypothesis import strategies as st
@@ -139,13 +140,44 @@ def test_ids_are_kept_where_the_dialect_has_them() -> None:
         ("free", "5", 5),
         ("free", "five", "five"),
         ("unknown", "5", "5"),
+        ("open", "True", True),
+        ("tags", "['a', 'b']", ["a", "b"]),
     ],
 )
 def test_values_without_quotes_take_their_type_from_the_schema(argument: str, text: str, value: object) -> None:
-    """Text if the schema allows a string or does not list the argument, otherwise JSON."""
+    """Text if the schema allows a string or does not list the argument, otherwise JSON or a Python literal."""
     written = f"<tool_call><function=weather><parameter={argument}>\n{text}\n</parameter></function></tool_call>"
     (call,) = get_dialect("qwen3_coder").parse(written, tools=TOOLS).tool_calls
     assert (call.error, call.arguments[argument] if not call.error else None) == (None, value)
+
+
+SERVED = [
+    ("llama_json", '{"name": "weather", "arguments": {"days": 2}}', "weather", {"days": 2}),
+    ("llama_json", 'Sure. {"name": "weather", "arguments": {"days": 2}}', "weather", {"days": 2}),
+    ("deepseek_v3_2", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now"/>\n</｜DSML｜function_calls>', "now", {}),
+    ("deepseek_v3_2", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now" />\n</｜DSML｜tool_calls>', "now", {}),
+    ("llama_pythonic", '<|tool_call_start|>[{"name": "weather", "arguments": {"days": 2}}]<|tool_call_end|>', "weather",
+     {"days": 2}),
+    ("muse", WRITTEN["muse"].partition("</atem:invoke>")[0].replace("weather", "weather.weather")
+     + "</atem:invoke></atem:function_calls>", "weather", {"city": "Köln", "days": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "arguments"), SERVED)
+def test_calls_that_servers_run_are_read(name: str, text: str, tool: str, arguments: dict[str, object]) -> None:
+    """Other spellings of models that deployed servers accept: a run trains what a server would run."""
+    (call,) = get_dialect(name).parse(text, tools=TOOLS).tool_calls
+    assert (call.name, dict(call.arguments), call.error) == (tool, arguments, None)
+
+
+def test_a_doubled_name_of_a_tool_stays() -> None:
+    """Where the environment has a tool of that name."""
+    written = WRITTEN["muse"].replace("weather", "weather.weather")
+    tools = [*TOOLS, attrs.evolve(TOOLS[0], name="weather.weather")]
+    assert [call.name for call in get_dialect("muse").parse(written, tools=tools).tool_calls] == [
+        "weather.weather",
+        "now",
+    ]
 
 
 def test_an_answer_in_json_is_no_llama_call() -> None:

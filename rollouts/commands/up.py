@@ -1,0 +1,147 @@
+"""``rollouts up``: run a recipe as a service, whose groups a trainer leases over HTTP.
+
+Invariant: the command continues the run that is in its folder. Requests of trainers are answered with 503 until the
+recipe is checked and its first workers have started. This module knows neither the routes nor the leases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import attrs
+
+from rollouts import __version__
+from rollouts.base.extras import install_command
+from rollouts.base.terminal import say
+from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
+from rollouts.commands.run import in_workers
+from rollouts.commands.serve import serve_until_stopped
+from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
+from rollouts.distributed.messages import check_plain
+from rollouts.errors import ConfigError
+from rollouts.inference.pauses import watch_pauses
+from rollouts.inference.shared import shared_policies
+from rollouts.inference.weights import update_weights
+from rollouts.recipe import Recipe, preflight
+from rollouts.recipe.files import absolute
+from rollouts.service import leased_run
+from rollouts.training.manager import AsyncRolloutManager
+
+if TYPE_CHECKING:
+    from rollouts.distributed.joined import JoinedWorkers
+
+__all__ = ["KEY", "add"]
+
+KEY = "ROLLOUTS_SERVICE_KEY"
+"""The variable with the service's key."""
+
+
+def add(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = add_verb(
+        verbs, "up", _up, "serve a recipe's groups to a trainer, which leases them", "up calculator --out runs/a"
+    )
+    add_target(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the run; a run that is there is continued"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help=f"address to listen on (default: 127.0.0.1); a public one needs {KEY}"
+    )
+    parser.add_argument("--port", type=int, default=8700, help="0 picks a free port (default: 8700)")
+    parser.add_argument("--batches", type=positive, metavar="N", help="number of batches (default: the recipe's)")
+    parser.add_argument(
+        "--groups-in-work", type=positive, metavar="N", help="most groups ready or leased (default: two batches)"
+    )
+    parser.add_argument(
+        "--max-staleness", type=at_least_0, metavar="N", help="drop groups that are more than N versions old"
+    )
+    players = parser.add_mutually_exclusive_group()
+    players.add_argument(
+        "--workers", type=worker_range, metavar="N", help="play in N processes of this machine; MIN:MAX begins with MIN"
+    )
+    players.add_argument(
+        "--remote-workers",
+        type=worker_range,
+        metavar="N",
+        help="play in N workers that join over HTTP, by rollouts work --join; MIN:MAX begins with MIN",
+    )
+    parser.add_argument(
+        "--per-worker",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="rollouts of a worker, for workers_wanted (default: 64)",
+    )
+    parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
+
+
+def _up(args: argparse.Namespace) -> int:
+    try:
+        import aiohttp  # noqa: F401 - part of an extra; refused before an engine starts
+    except ImportError as error:
+        raise ConfigError(f"up needs aiohttp: {install_command('serve')} ({error})") from error
+    return in_loop(serve_until_stopped, functools.partial(_serve, args), args.stop_with_stdin)
+
+
+async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> None:
+    from rollouts.service.server import Service, serving  # here: aiohttp is part of an extra
+
+    service = Service(facts={"run": str(args.out)})
+    joined: JoinedWorkers | None = None
+    if args.remote_workers is not None:
+        from rollouts.distributed.joined import JoinedWorkers  # here: aiohttp is part of an extra
+
+        joined = JoinedWorkers(per_worker=args.per_worker)
+        service.routes, service.numbers = joined.routes, joined.numbers
+    target = target_of(args)
+    tell = functools.partial(say, file=sys.stderr, flush=True)
+    async with contextlib.AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serving(service, args.host, args.port, os.environ.get(KEY)))
+        recipe, engine = await stack.enter_async_context(open_target(target, args.out / ENGINE_LOG, tell))
+        recipe.check_spread()
+        await preflight(recipe)
+        service.publish = functools.partial(_publish, recipe.endpoint)
+        on_ready(url)
+        if joined is not None:
+            check_plain(recipe.data_buffer.prompts)
+            joined.facts = _facts(target, recipe)
+            tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
+            workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
+            recipe = attrs.evolve(recipe, config=workers.config(recipe.config))
+        if args.workers is not None:
+            config, workers = await stack.enter_async_context(in_workers(args.workers, target, recipe))
+            recipe = attrs.evolve(recipe, config=config)
+            service.numbers = workers.numbers
+        options: Mapping[str, Any] = {"groups_in_work": args.groups_in_work, "max_staleness": args.max_staleness}
+        service.leases = await stack.enter_async_context(
+            leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
+        )
+        tell(f"run: {recipe.name}, {recipe.batches} batches of {recipe.config.batch_size} groups, in {args.out}")
+        if engine is not None:
+            raise await engine.death()
+        await anyio.sleep_forever()
+
+
+def _facts(target: RunTarget, recipe: Recipe) -> dict[str, Any]:
+    """The recipe and servers of workers; see :class:`rollouts.distributed.join.Facts`."""
+    assert target.recipe is not None, "the recipe was built from a file"
+    endpoint = recipe.endpoint
+    servers = {"provider": endpoint.provider, "model": endpoint.model, "base_url": endpoint.base_url}
+    return {"version": __version__, "recipe": str(absolute(target.recipe)), "options": target.options, **servers}
+
+
+async def _publish(endpoint: Any, folder: str, version: str, while_running: Any) -> None:
+    await update_weights(endpoint, folder, version, while_running=while_running or "retract")
+
+
+async def _watch(manager: AsyncRolloutManager) -> None:
+    await watch_pauses(shared_policies)

@@ -1,0 +1,226 @@
+"""The side of a worker that joins a service over HTTP: play what the service asks for, until it ends or SIGTERM.
+
+Invariant: a request that was not answered is repeated with its number, so nothing is played or counted twice. At
+SIGTERM the worker leaves: it finishes its rollouts for a while, the service gives the rest to others, and the process
+ends with 0. If the service was restarted, or gave this worker up, it joins again. The recipe and its options are those
+of the service: a worker joins only a service that may run code here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from rollouts import __version__
+from rollouts.concurrency.task_groups import first_error
+from rollouts.distributed.dispatch import LEAVE_SECONDS
+from rollouts.distributed.messages import PLAIN
+from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, create_config
+from rollouts.dtypes import Endpoint
+from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.training.config import RolloutConfig
+
+__all__ = ["Facts", "recipe_of", "work"]
+
+_ROLLOUTS_A_MESSAGE = 32
+_LINGER_SECONDS = 0.1
+_PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
+_LEAVING_SECONDS = LEAVE_SECONDS + 10.0
+"""Time for the service to end a worker that leaves."""
+
+
+class Facts(msgspec.Struct, forbid_unknown_fields=True):
+    """The recipe and servers of a worker."""
+
+    version: str
+    """Of this package: messages of two versions may differ."""
+    recipe: str
+    """A name, or the path of a file that is the same on every machine."""
+    options: dict[str, str]
+    provider: str
+    model: str
+    base_url: list[str]
+
+
+def recipe_of(facts: Facts) -> RecipeConfig:
+    """The factory of a service's config; the keys of servers are those of this process.
+
+    Raises:
+        ConfigError: the service has another version of this package.
+    """
+    if facts.version != __version__:
+        raise ConfigError.of("version of the service", facts.version, f"{__version__}, that of this worker")
+    fields: dict[str, Any] = {"provider": facts.provider, "model": facts.model, "base_url": facts.base_url}
+    fields |= {"api_key": os.environ.get("ROLLOUTS_API_KEY"), "admin_key": os.environ.get("ROLLOUTS_ADMIN_KEY")}
+    return RecipeConfig(Path(facts.recipe), Endpoint(**fields), facts.options)
+
+
+async def work(
+    url: str,
+    *,
+    key: str | None = None,
+    patience: float = 300.0,
+    factory: ConfigFactory | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Join a service and play until SIGTERM.
+
+    Args:
+        url: of the service.
+        key: of the service.
+        patience: seconds for which a service that does not answer is asked again.
+        factory: creates the config; by default from what the service says.
+        say: called when the worker joined or left.
+
+    Raises:
+        ConfigError: the recipe cannot be built here, or the service refuses this worker.
+        EndpointUnavailable: the service did not answer for too long.
+    """
+    transport = HttpClient(connect_seconds=10.0)
+    service = _Service(transport, url.rstrip("/"), key, patience)
+    try:
+        with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+            async with first_error() as tasks:
+                leaves, starting = anyio.Event(), anyio.CancelScope()
+                tasks.start_soon(_leave_at, signals, leaves, starting)
+                with starting:
+                    if factory is None:
+                        factory = recipe_of(await service.facts())
+                    config = await anyio.to_thread.run_sync(create_config, factory)
+                while not leaves.is_set():
+                    await _Membership(service, config, leaves, say).run()
+                tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await transport.aclose()
+
+
+async def _leave_at(signals: AsyncIterator[signal.Signals], leaves: anyio.Event, starting: anyio.CancelScope) -> None:
+    async for _ in signals:
+        leaves.set()
+        starting.cancel()
+
+
+class _Gone(Exception):
+    """The service has ended this worker."""
+
+
+class _Service:
+    """Requests to a service, repeated until they are answered."""
+
+    def __init__(self, transport: HttpClient, url: str, key: str | None, patience: float) -> None:
+        self._transport, self._url, self._patience = transport, url, patience
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    async def facts(self) -> Facts:
+        _, _, body = await self.ask("GET", "/v1/workers")
+        try:
+            return msgspec.json.decode(body, type=Facts)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{self._url}: expected a service that workers may join ({error})") from None
+
+    async def ask(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request until it is answered; return status, headers by lower-case name, and body.
+
+        Raises:
+            _Gone: the service does not know this worker.
+            ConfigError: it refuses the request.
+            EndpointUnavailable: it did not answer for too long.
+        """
+        since, pause = anyio.current_time(), _PAUSE_SECONDS
+        while True:
+            failure = ""
+            try:
+                sent = {**self._headers, **(headers or {})}
+                async with self._transport.open(method, f"{self._url}{path}", sent, body) as response:
+                    status, answer = response.status, await response.read()
+                    received = dict(response.headers)
+            except EndpointError as error:
+                failure = str(error)
+            else:
+                if status == 410:
+                    raise _Gone
+                if status in (502, 503, 504):
+                    failure = f"status {status}: {answer[:200].decode('utf-8', 'replace')}"
+                elif status >= 400:
+                    text = answer[:500].decode("utf-8", "replace")
+                    raise ConfigError(f"{self._url}{path} refused this worker with status {status}: {text}")
+                else:
+                    return status, received, answer
+            if failure.startswith("status 503"):
+                since = anyio.current_time()  # it is alive: every slot has a worker, or the run has not begun
+            if anyio.current_time() - since > self._patience:
+                raise EndpointUnavailable(f"{self._url} did not answer for {self._patience:g} s: {failure}")
+            await anyio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class _Membership:
+    """One stay of a worker in a service."""
+
+    def __init__(
+        self, service: _Service, config: RolloutConfig, leaves: anyio.Event, say: Callable[[str], None]
+    ) -> None:
+        self._service, self._leaves, self._say = service, leaves, say
+        self._player = Player(config, at_least=_ROLLOUTS_A_MESSAGE, linger=_LINGER_SECONDS, orders=PLAIN)
+        self._path = ""
+
+    async def run(self) -> None:
+        """Join, and play until the service ends this worker."""
+        async with first_error() as tasks:
+            tasks.start_soon(self._cancel_at_leave, tasks.cancel_scope)
+            _, _, body = await self._service.ask("POST", "/v1/workers", b"")
+            self._path = f"/v1/workers/{msgspec.json.decode(body)['worker']}"
+            tasks.cancel_scope.cancel()
+        if not self._path:
+            return
+        self._say("joined")
+        async with first_error() as tasks:
+            tasks.start_soon(self._player.run)
+            await self._player.started.wait()
+            tasks.start_soon(self._until_gone, tasks.cancel_scope, self._take_orders)
+            tasks.start_soon(self._until_gone, tasks.cancel_scope, self._send_records)
+            await self._leaves.wait()
+            with anyio.move_on_after(_LEAVING_SECONDS):
+                with contextlib.suppress(_Gone):
+                    await self._service.ask("DELETE", self._path)
+                await anyio.sleep_forever()  # until the service ends this worker
+            tasks.cancel_scope.cancel()
+        self._say("left" if self._leaves.is_set() else "ended by the service")
+
+    async def _cancel_at_leave(self, scope: anyio.CancelScope) -> None:
+        await self._leaves.wait()
+        scope.cancel()
+
+    async def _until_gone(self, scope: anyio.CancelScope, work: Callable[[], Any]) -> None:
+        try:
+            await work()
+        except _Gone:
+            scope.cancel()
+
+    async def _take_orders(self) -> None:
+        after = 0
+        while True:
+            body = msgspec.json.encode({"after": after})
+            status, headers, orders = await self._service.ask("POST", f"{self._path}/orders", body)
+            if status == 200:
+                after = int(headers["order"])
+                self._player.submit(orders)
+
+    async def _send_records(self) -> None:
+        number = 0
+        while True:
+            records = await self._player.collect()
+            await self._service.ask("POST", f"{self._path}/records", records, {"Record": str(number)})
+            number += 1

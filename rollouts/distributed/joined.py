@@ -1,0 +1,267 @@
+"""Workers that join over HTTP: a process that anyone starts where it has CPUs, e.g. a pod or a job of a scheduler.
+
+    GET    /v1/workers             what to play: version, recipe, options, servers
+    POST   /v1/workers             join; 503 while every slot has a worker
+    POST   /v1/workers/ID/orders   {after}: 200 orders after that number, with the header Order; 204 none for now
+    POST   /v1/workers/ID/records  records, with the header Record: a number that grows by 1
+    DELETE /v1/workers/ID          leave: finish or hand back, then 410
+
+Invariant: orders and records arrive once and in order, although requests may be repeated: each has a number. A request
+is a sign of life. 410 says that a worker has ended for this side; it may join again. Orders are plain data, never
+pickled, and a body has at most :data:`MOST_BYTES`. Access is checked before a request arrives here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import anyio
+import msgspec
+from aiohttp import web
+
+from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
+from rollouts.distributed.messages import PLAIN, leaving_record
+from rollouts.errors import ConfigError
+from rollouts.runs.record_bytes import LENGTH
+
+__all__ = ["MOST_BYTES", "SILENT_SECONDS", "JoinedWorkers"]
+
+MOST_BYTES = 1 << 28
+SILENT_SECONDS = 30.0
+"""Longer than for processes: a worker answers from its event loop, which foreign code may block."""
+_POLL_SECONDS = 1.0
+"""Longest wait of a request for orders; a worker then shows that it is alive."""
+_LOST_AFTER = 3
+"""A worker that is silent for this multiple of the limit is replaced by the next to join."""
+_JOIN_SECONDS = 10.0
+"""Longest wait of a worker that joins for a slot."""
+
+
+class _After(msgspec.Struct, forbid_unknown_fields=True):
+    after: int
+
+
+class JoinedWorkers:
+    """The side of the manager: routes for workers, and links to them.
+
+    Args:
+        silent_seconds: time without a request after which a worker's rollouts go to the others.
+        per_worker: rollouts that one worker plays at once, for :meth:`numbers`.
+
+    Attributes:
+        facts: what a worker plays, :class:`rollouts.distributed.join.Facts` as a dict; ``None`` until it is known.
+    """
+
+    def __init__(self, *, silent_seconds: float = SILENT_SECONDS, per_worker: int = 64) -> None:
+        self.facts: Mapping[str, Any] | None = None
+        self._silent_seconds = silent_seconds
+        self._per_worker = per_worker
+        self._open_slots: deque[_Vacancy] = deque()
+        self._opened = anyio.Event()
+        self._workers: dict[str, _JoinedWorker] = {}
+        self._dispatcher: Dispatcher | None = None
+        self._bounds = (0, 0)
+
+    def __repr__(self) -> str:
+        return f"<JoinedWorkers: {len(self._workers)} joined, {len(self._open_slots)} slots open>"
+
+    @property
+    def routes(self) -> tuple[tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]], ...]:
+        return (
+            ("GET", "/v1/workers", self._what_to_play),
+            ("POST", "/v1/workers", self._join),
+            ("POST", r"/v1/workers/{id:[0-9a-f]{32}}/orders", self._orders),
+            ("POST", r"/v1/workers/{id:[0-9a-f]{32}}/records", self._records),
+            ("DELETE", r"/v1/workers/{id:[0-9a-f]{32}}", self._leave),
+        )
+
+    def dispatcher(self, workers: Workers) -> AbstractAsyncContextManager[Dispatcher]:
+        """Play in workers while the context lasts; entered when the minimum has joined."""
+        options: dict[str, Any] = {"silent_seconds": self._silent_seconds, "orders": PLAIN, "refills": True}
+        self._dispatcher = Dispatcher(self._connect, workers, **options)
+        self._bounds = workers if isinstance(workers, tuple) else (workers, workers)
+        return self._dispatcher
+
+    def numbers(self) -> dict[str, int]:
+        """Gauges; ``workers_wanted`` is the number of workers for the rollouts that are outstanding."""
+        numbers = self._dispatcher.numbers() if self._dispatcher is not None else {"outstanding": 0}
+        least, most = self._bounds
+        wanted = math.ceil(numbers["outstanding"] / self._per_worker)
+        return {**numbers, "workers_wanted": min(max(wanted, least), most)}
+
+    async def _connect(self, number: int) -> Link:
+        """Wait until a worker joins."""
+        vacancy = _Vacancy()
+        self._open_slots.append(vacancy)
+        self._opened.set()
+        self._opened = anyio.Event()
+        try:
+            await vacancy.filled.wait()
+        finally:
+            if vacancy in self._open_slots:
+                self._open_slots.remove(vacancy)
+        assert vacancy.worker is not None, "a vacancy is filled by a worker"
+        return vacancy.worker
+
+    # -- routes --
+
+    async def _what_to_play(self, request: web.Request) -> web.Response:
+        if self.facts is None:
+            return web.Response(status=503, text="the recipe is not checked yet", headers={"Retry-After": "1"})
+        return web.Response(body=msgspec.json.encode(self.facts), content_type="application/json")
+
+    async def _join(self, request: web.Request) -> web.Response:
+        with anyio.move_on_after(_JOIN_SECONDS):
+            while not self._open_slots:
+                await self._opened.wait()
+        if not self._open_slots:
+            return web.Response(status=503, text="every slot has a worker", headers={"Retry-After": "10"})
+        identity = secrets.token_hex(16)
+        worker = _JoinedWorker(identity, self._silent_seconds * _LOST_AFTER, self._workers)
+        vacancy = self._open_slots.popleft()
+        self._workers[identity] = vacancy.worker = worker
+        vacancy.filled.set()
+        return web.Response(body=msgspec.json.encode({"worker": identity}), content_type="application/json")
+
+    async def _orders(self, request: web.Request) -> web.Response:
+        worker = self._workers.get(request.match_info["id"])
+        if worker is None:
+            return _gone()
+        try:
+            after = msgspec.json.decode(await _read(request, 1000), type=_After).after
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"body of {request.path}: {error}") from None
+        worker.beats()
+        with anyio.move_on_after(_POLL_SECONDS):
+            if (orders := await worker.orders(after)) is None:
+                return _gone()
+            return web.Response(body=orders[1], headers={"Order": str(orders[0])})
+        return web.Response(status=204)
+
+    async def _records(self, request: web.Request) -> web.Response:
+        worker = self._workers.get(request.match_info["id"])
+        if worker is None:
+            return _gone()
+        number, body = request.headers.get("Record", ""), await _read(request, MOST_BYTES)
+        if not number.isascii() or not number.isdigit() or not _is_framed(body):
+            raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
+        worker.beats()
+        worker.put(int(number), body)
+        return web.Response()
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        worker = self._workers.get(request.match_info["id"])
+        if worker is None:
+            return _gone()
+        worker.leave()
+        return web.Response()
+
+
+def _gone() -> web.Response:
+    return web.Response(status=410, text="this worker has ended for the service; join again")
+
+
+async def _read(request: web.Request, most: int) -> bytes:
+    """The body of a request; the limit of the application is that of small requests."""
+    body = bytearray()
+    async for chunk in request.content.iter_any():
+        body += chunk
+        if len(body) > most:
+            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+    return bytes(body)
+
+
+def _is_framed(body: bytes) -> bool:
+    """Whether a message consists of whole records."""
+    at = 0
+    while at + LENGTH.size <= len(body):
+        (size,) = LENGTH.unpack_from(body, at)
+        at += LENGTH.size + size
+    return at == len(body)
+
+
+class _Vacancy:
+    """A slot without a worker."""
+
+    def __init__(self) -> None:
+        self.filled = anyio.Event()
+        self.worker: _JoinedWorker | None = None
+
+
+class _JoinedWorker:
+    """A worker that joined (protocol :class:`~rollouts.distributed.dispatch.Link`)."""
+
+    def __init__(self, identity: str, lost_seconds: float, workers: dict[str, _JoinedWorker]) -> None:
+        self._identity = identity
+        self._lost_seconds = lost_seconds
+        self._workers = workers
+        self._numbers = itertools.count(1)
+        self._sent: deque[tuple[int, bytes]] = deque()
+        """Orders that the worker may not have."""
+        self._received: deque[bytes] = deque()
+        self._next_record = 0
+        self._changed = anyio.Event()
+        self._beat = anyio.Event()
+        self._seen = anyio.current_time()
+        self.has_ended = False
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # -- the worker's requests --
+
+    def beats(self) -> None:
+        self._seen = anyio.current_time()
+        self._beat.set()
+        self._beat = anyio.Event()
+
+    async def orders(self, after: int) -> tuple[int, bytes] | None:
+        """Wait for orders after a number; return all of them with the number of the last, ``None`` at the end."""
+        while self._sent and self._sent[0][0] <= after:
+            self._sent.popleft()
+        while not self._sent and not self.has_ended:
+            await self._changed.wait()
+        return (self._sent[-1][0], b"".join(message for _, message in self._sent)) if self._sent else None
+
+    def put(self, number: int, body: bytes) -> None:
+        """Receive records; those of a repeated request are there already."""
+        if number > self._next_record:
+            raise ConfigError.of("Record", number, f"at most {self._next_record}, the number of the next records")
+        if number == self._next_record:
+            self._next_record += 1
+            self._received.append(body)
+            self._notify()
+
+    def leave(self) -> None:
+        self._received.append(leaving_record())
+        self._notify()
+
+    # -- the dispatcher --
+
+    async def send(self, message: bytes) -> None:
+        self._sent.append((next(self._numbers), message))
+        self._notify()
+
+    async def receive(self) -> bytes:
+        while not self._received:
+            left = self._seen + self._lost_seconds - anyio.current_time()
+            if left <= 0:
+                raise LinkLost(f"the worker {self._identity[:8]} sent no request for {self._lost_seconds:g} s")
+            with anyio.move_on_after(left):
+                await self._changed.wait()
+        return self._received.popleft()
+
+    async def beat(self) -> None:
+        await self._beat.wait()
+
+    async def aclose(self) -> None:
+        self.has_ended = True
+        self._workers.pop(self._identity, None)
+        self._notify()

@@ -1,0 +1,231 @@
+"""Workers over HTTP: they join and leave while a run plays, repeat what was lost, and receive plain data."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import attrs
+import pytest
+
+from rollouts import __version__
+from rollouts.distributed.dispatch import Dispatcher, Workers
+from rollouts.distributed.join import Facts, _Membership, _Service, recipe_of
+from rollouts.distributed.joined import JoinedWorkers
+from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
+from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.http.client import HttpClient
+from rollouts.service.server import Service, serving
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
+from tests.distributed import games
+from tests.processors import picture
+from tests.stored_runs import some_sample
+
+PROMPTS = [{"prompt": f"question {number}", "label": [number, None], "metadata": {"n": number}} for number in range(20)]
+
+
+@asynccontextmanager
+async def joining(workers: Workers, **options: Any) -> AsyncIterator[tuple[JoinedWorkers, Dispatcher, str]]:
+    """A service for workers, before any has joined."""
+    joined = JoinedWorkers(**options)
+    async with serving(Service(routes=joined.routes)) as url:
+        yield joined, joined.dispatcher(workers), url  # type: ignore[misc]
+
+
+def config(seconds: float = 0.0) -> RolloutConfig:
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.sleep(seconds)
+        return [some_sample(prompt, 7) for prompt in prompts]
+
+    return attrs.evolve(games.config(attempts=1), generate_fn=generate, reward_fn=None)
+
+
+@asynccontextmanager
+async def worker(url: str, played: RolloutConfig) -> AsyncIterator[anyio.Event]:
+    """A worker in this process that leaves when the event is set."""
+    leaves, transport = anyio.Event(), HttpClient(connect_seconds=5)
+    service = _Service(transport, url, None, 5.0)
+    try:
+        async with anyio.create_task_group() as tasks:
+
+            async def stay() -> None:
+                while not leaves.is_set():
+                    await _Membership(service, played, leaves, lambda _: None).run()
+
+            tasks.start_soon(stay)
+            yield leaves
+            tasks.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await transport.aclose()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not holds():
+            await anyio.lowlevel.checkpoint()
+
+
+async def batches(config: RolloutConfig, count: int) -> list[Sample]:
+    samples: list[Sample] = []
+    async with AsyncRolloutManager(config, DataBuffer(PROMPTS)) as manager:
+        for _ in range(count):
+            samples += await manager.generate_batch()
+    manager.accounting.check()
+    assert manager.accounting.failed == 0
+    return samples
+
+
+def as_bytes(samples: Sequence[Sample]) -> list[Any]:
+    rows = [({**sample.fields_to_dict(), "times": []}, sample.columns) for sample in samples]
+    return [(fields, [None if column is None else column.tobytes() for column in columns]) for fields, columns in rows]
+
+
+async def test_samples_over_http_are_those_of_one_process() -> None:
+    """Byte for byte, whichever worker played them."""
+    expected = await batches(config(), 3)
+    async with joining((1, 2)) as (_, entering, url), worker(url, config()), worker(url, config()):
+        async with entering as workers:
+            received = await batches(workers.config(config()), 3)
+            assert workers.rollouts == 36
+    assert as_bytes(received) == as_bytes(expected)
+
+
+async def test_workers_come_and_go_and_no_attempt_is_lost() -> None:
+    """Each leaves in the middle of its rollouts when the next has joined, more often than there are slots."""
+    played = config(0.05)
+    async with joining((1, 2)) as (joined, entering, url), worker(url, played) as first:
+        async with entering as workers, anyio.create_task_group() as tasks:
+
+            async def change() -> None:
+                leaves = first
+                async with AsyncExitStack() as stack:
+                    for number in range(1, 6):
+                        following = await stack.enter_async_context(worker(url, played))
+                        await until(lambda: len(workers.alive) == 2)
+                        leaves.set()
+                        await until(functools.partial(has_left, number))
+                        leaves = following
+                    done.set()
+                    await finished.wait()
+
+            def has_left(number: int) -> bool:
+                return workers.departures == number
+
+            done, finished = anyio.Event(), anyio.Event()
+            tasks.start_soon(change)
+            samples: list[Sample] = []
+            async with AsyncRolloutManager(workers.config(played), DataBuffer(PROMPTS)) as manager:
+                while not done.is_set():
+                    samples += await manager.generate_batch()
+            manager.accounting.check()
+            finished.set()
+        assert len({sample.index for sample in samples}) == len(samples)
+        assert (manager.accounting.failed, manager.failures.lost.total()) == (0, 0)
+        assert (workers.departures, workers.deaths) == (5, 0)
+        assert joined.numbers()["workers_wanted"] == 1
+
+
+async def test_repeated_requests_play_and_count_once() -> None:
+    """Orders are sent again until they are acknowledged; records with an earlier number are there already."""
+    async with joining(1) as (_, entering, url):
+        transport = HttpClient(connect_seconds=5)
+
+        async def post(path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+            return await transport.post(f"{url}/v1/workers{path}", body, headers)
+
+        async def play() -> None:
+            identity = json.loads((await post(""))[1])["worker"]
+            after = json.dumps({"after": 0}).encode()
+            first = await post(f"/{identity}/orders", after)
+            while first[0] == 204:
+                first = await post(f"/{identity}/orders", after)
+            second = await post(f"/{identity}/orders", after)
+            (request,), _ = PLAIN.read(first[1])
+            assert PLAIN.read(second[1])[0][0].number == request.number
+            records = sample_records(request.number, request.prompt, [some_sample(request.prompt, 7)])
+            for _ in range(3):
+                assert (await post(f"/{identity}/records", records, Record="0"))[0] == 200
+            assert (await post(f"/{identity}/records", records, Record="2"))[0] == 422
+            assert (await post(f"/{identity}/records", records[:-1], Record="1"))[0] == 422
+            assert (await post(f"/{identity}/orders", b"[]"))[0] == 422
+            assert (await post(f"/{'0' * 32}/orders", after))[0] == 410
+            answered.set()
+
+        answered = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(play)
+            async with entering as workers:
+                (sample,) = await workers.generate([Prompt("p", group_index=0, index=0)])
+                assert sample == some_sample(Prompt("p", group_index=0, index=0), 7)
+                await answered.wait()
+                assert (workers.rollouts, workers.refused) == (1, 0)
+        await transport.aclose()
+
+
+async def test_a_silent_worker_is_replaced_by_the_next() -> None:
+    """It joined and sends nothing more; its rollouts are tried again, and the next worker gets its slot."""
+    played = attrs.evolve(config(), max_attempts=3)
+    async with joining(1, silent_seconds=0.1) as (_, entering, url):
+        transport = HttpClient(connect_seconds=5)
+        async with anyio.create_task_group() as tasks:
+
+            async def join_and_be_silent() -> None:
+                await transport.post(f"{url}/v1/workers", b"", {})
+                async with worker(url, played):
+                    await done.wait()
+
+            done = anyio.Event()
+            tasks.start_soon(join_and_be_silent)
+            async with entering as workers:
+                assert len(await batches(workers.config(played), 1)) == 12
+                assert workers.deaths >= 1
+            done.set()
+        await transport.aclose()
+
+
+def test_orders_are_plain_data() -> None:
+    """Prompts with images, metadata and logged turns arrive as they are; messages may be joined; nothing is pickled."""
+    seen = {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "image": picture(8, 9)}]}
+    prompts = [
+        Prompt("text", label=[1, (None, ())], metadata={"a": [{"b": (2,)}]}, group_index=3, index=7, replacement=2),
+        Prompt([{"role": "system", "content": "be brief"}, seen], group_index=4, index=8),  # type: ignore[arg-type]
+    ]
+    messages = [PLAIN.encode(Request(number, prompt, True)) for number, prompt in enumerate(prompts)]
+    joined = PLAIN.join(messages, [5]) + PLAIN.join([], [6])
+    assert b"\x80\x05" not in joined
+    requests, cancelled = PLAIN.read(joined)
+    assert [(request.number, request.prompt, request.logs_turns) for request in requests] == [
+        (0, prompts[0], True),
+        (1, prompts[1], True),
+    ]
+    assert repr(requests[0].prompt) == repr(prompts[0])
+    assert cancelled == [5, 6]
+
+
+def test_a_prompt_that_would_change_is_refused() -> None:
+    """A set would arrive as a list, and an object not at all; tuples arrive as they are."""
+    check_plain([Prompt("p", label=(1, [2]))])
+    for label in ({1}, object()):
+        with pytest.raises(ConfigError, match=r"Prompt: .*plain data, of the types of MessagePack"):
+            check_plain([Prompt("p", label=label)])
+
+
+async def test_a_worker_of_another_version_and_a_silent_service_are_errors() -> None:
+    """Neither plays anything."""
+    facts = Facts("0.0", "calculator", {}, "sglang", "m", ["http://127.0.0.1:1"])
+    with pytest.raises(ConfigError, match=f"version of the service: got '0.0'; expected {__version__}"):
+        recipe_of(facts)
+    transport = HttpClient(connect_seconds=5)
+    with pytest.raises(EndpointUnavailable, match=r"did not answer for 0.2 s"):
+        await _Service(transport, "http://127.0.0.1:9", None, 0.2).facts()
+    async with serving(Service()) as url:
+        with pytest.raises(ConfigError, match="refused this worker with status 404"):
+            await _Service(transport, url, None, 0.2).facts()
+    await transport.aclose()
