@@ -529,8 +529,8 @@ def played(peer: Peer, prompts: Sequence[str], n: int) -> tuple[float, list[Any]
         return time.process_time() - began, done
 
 
-def compared(own: Peer, peer: Peer, prompt: str) -> tuple[str, int, int]:
-    """What is equal in the rows of an episode; the rows and the tokens that the peer makes of it."""
+def compared(own: Peer, peer: Peer, prompt: str) -> tuple[str, str]:
+    """What is equal in the rows of an episode, and the sizes of the peer's and of ours."""
     (our_rows, our_reward), (rows, scored) = (_one_episode(loop, prompt) for loop in (own, peer))
     trained = sum(sum(one.mask) for one in rows)
     if (trained, scored) != (TURNS * REPLY, our_reward):
@@ -540,7 +540,8 @@ def compared(own: Peer, peer: Peer, prompt: str) -> tuple[str, int, int]:
         for name in ("tokens", "mask", "logprobs")
         if [getattr(one, name) for one in our_rows] == [getattr(one, name) for one in rows]
     ]
-    return ", ".join(equal) or "number of trained tokens", len(rows), sum(len(one.tokens) for one in rows)
+    sizes = [f"{len(each)} of {sum(len(one.tokens) for one in each)}" for each in (rows, our_rows)]
+    return ", ".join(equal) or "number of trained tokens", f"{sizes[0]} tokens, ours {sizes[1]}"
 
 
 def _one_episode(loop: Peer, prompt: str) -> tuple[list[Row], float]:
@@ -556,7 +557,7 @@ def measured(name: str, job: Job, rounds: int) -> list[dict[str, float | int | s
     with tempfile.TemporaryDirectory() as folder, canned_server(job.canned) as url:
         peer = known.loop(job, Path(folder))
         own, over_http = Ours(job, known.environment_cls), Ours(job, known.environment_cls, url)
-        equal, parts, tokens = compared(own, peer, "What is (2 + 2) * 2?")
+        equal, sizes = compared(own, peer, "What is (2 + 2) * 2?")
         loops: dict[str, Peer] = {"peer": peer, "ours": own, "ours over HTTP": over_http}
         times: dict[tuple[str, int], list[float]] = {(loop, n): [] for loop in loops for n in (1, N)}
         for number in range(rounds + 1):  # the first is to warm up
@@ -585,7 +586,7 @@ def measured(name: str, job: Job, rounds: int) -> list[dict[str, float | int | s
                     "target": "" if least is None else f"at least {least:g}",
                     "met": "" if least is None else "yes" if statistics.median(ratios) >= least else "NO",
                     "equal": equal,
-                    "rows, tokens": f"{parts}, {tokens}",
+                    "rows": sizes,
                 }
             )
     return rows

@@ -168,6 +168,8 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 <= row["reward"] <= 1 and row["logprob_diff"] < (1.0 if asynchronous else 1e-4) for row in rows)
     assert all(0 <= row["tools"] <= 1 for row in rows)
+    assert rows[0]["started_groups"] >= 4
+    assert result["seconds"]["total"] > result["seconds"]["learning"]
     assert set(result["before"]) == set(result["after"]) == {"as trained", "unseen_pairs_60_99"}
     for scores in result["after"].values():
         assert set(scores) == {"sampled", "greedy", "pass@1", "pass@2", "tools_sampled", "tools_greedy", "calls"}
