@@ -2,11 +2,11 @@
 
 :func:`in_process` runs this module with the interpreter of the trainer's environment (``scripts/servers/trainers.py``),
 which has the versions that the trainer pins. There a function returns the canned replies, so no loop but ours over HTTP
-pays for requests. Prompts, schemas of the tools, replies, and results of the tools are the same; the reward is that of
-the last message.
+pays for requests. Prompts, schemas of the tools, replies, and results of the tools are the same; the reward scores the
+last message.
 
-Each peer is the part of the trainer that turns prompts into training rows. What it does less or more is in its
-docstring, and in ``docs/peers.md``.
+Each peer is the part of the trainer that turns prompts into training rows. Its docstring and ``docs/peers.md`` say
+where it does less or more.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Peer(Protocol):
 
 
 def replies_of(job: Job) -> Callable[[list[int]], tuple[list[int], list[float]]]:
-    """The reply to a prompt of ids, and its logprobs: those of :class:`ScriptedPolicy`, which ours has."""
+    """The reply to a prompt of ids, and its logprobs, which equal those of :class:`ScriptedPolicy`."""
     mark, replies = job.canned.mark, job.canned.replies
     assert mark is not None
     logprobs = (-1 / (1 + np.arange(REPLY))).astype(np.float32).tolist()
@@ -243,8 +243,8 @@ class Trl:
     """TRL's ``GRPOTrainer._generate`` with tools: all rollouts of a batch wait for one another in each turn.
 
     The trainer is whole, with a tiny model; its method that generates one turn returns the canned replies. Replies are
-    parsed by TRL, and the tools run one after the other. It has no rewards for each rollout here but that of the job,
-    and makes lists of ids, not tensors.
+    parsed by TRL, and the tools run one after the other. The job scores the last message of each rollout. It
+    makes lists of ids, not tensors.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -261,7 +261,7 @@ class Trl:
                 return [ids for ids, _ in replies], [logprobs for _, logprobs in replies]
 
         tokenizer = AutoTokenizer.from_pretrained(job.folder)
-        tokenizer.chat_template = qwen3_chat_template  # that of Qwen3; the tokenizer's own is not known to TRL
+        tokenizer.chat_template = qwen3_chat_template  # Qwen3's; TRL does not know the text of an earlier version
         model = Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=len(tokenizer),
@@ -316,7 +316,7 @@ class Trl:
 class Cookbook:
     """tinker-cookbook's ``do_group_rollout`` and ``assemble_training_data``, with its tools and Qwen3 renderer.
 
-    It renders the conversation anew in each turn, and a rollout is a datum for each turn whose prompt does not continue
+    It renders the whole conversation in each turn. A rollout is a datum for each turn whose prompt does not continue
     the one before; its sampled tokens are the same.
     """
 
@@ -391,8 +391,8 @@ class Cookbook:
 class Verl:
     """verl's ``ToolAgentLoop.run``, a loop object for each episode, without the padding to tensors after it.
 
-    The results of the tools are tokenised as verl does it now ("continuous token"). The loop has no reward: that of the
-    job is taken from the last reply.
+    The results of the tools are tokenised as verl does it now ("continuous token"). The loop has no reward: the job
+    scores the last reply.
     """
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -530,7 +530,7 @@ def played(peer: Peer, prompts: Sequence[str], n: int) -> tuple[float, list[Any]
 
 
 def compared(own: Peer, peer: Peer, prompt: str) -> tuple[str, str]:
-    """What is equal in the rows of an episode, and the sizes of the peer's and of ours."""
+    """The columns that are equal in the rows of an episode, and the sizes of the peer's and of ours."""
     (our_rows, our_reward), (rows, scored) = (_one_episode(loop, prompt) for loop in (own, peer))
     trained = sum(sum(one.mask) for one in rows)
     if (trained, scored) != (TURNS * REPLY, our_reward):
