@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from contextlib import aclosing
 from functools import partial
@@ -25,7 +26,7 @@ from rollouts.environments.calculator import CalculatorEnvironment, calculator_p
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
-from rollouts.recipe.files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe, read_options
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.evaluation import TaskScore
 
@@ -141,6 +142,15 @@ async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path:
                 of_version[span.start : span.stop] = span.version == version
             which = of_version[sample.mask_column]
             np.testing.assert_allclose(values.numpy()[which], stored(sample, of_version), atol=1e-3, rtol=0)
+
+
+def test_the_command_of_the_page_of_samplers_is_a_lesson() -> None:
+    """Its options are those of the parser and of the recipe."""
+    page = " ".join((ROOT / "docs" / "recipes.md").read_text().split())
+    (line,) = re.findall(r"`scripts/learn (--lr[^`]*)`", page)
+    lesson = lesson_of(["--out", "folder", "--kinds", "one_step_60_99", *line.split()])
+    assert (lesson.until, lesson.options["sampler"], lesson.options["kind"]) == (0.95, "pass_rate", "mislabelled")
+    read_options(load_recipe(lesson.recipe), lesson.options)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
