@@ -510,13 +510,15 @@ class InProcess:
     """The same where ours pays for HTTP."""
     environment_cls: type[Any] = Same
     """Ours for the same work."""
+    calls: bool = True
+    """Whether the replies call tools."""
 
 
 PEERS: dict[str, InProcess] = {
     "trl": InProcess(Trl, "trl", "trl", 2.0, 1.0),
     "tinker-cookbook": InProcess(Cookbook, "tinker", "tinker-cookbook", 4.0, 1.0),
     "verl": InProcess(Verl, "verl", "verl", 3.5, 1.0),
-    "areal": InProcess(Areal, "areal", "areal", 1.4, environment_cls=Retries),
+    "areal": InProcess(Areal, "areal", "areal", 1.4, environment_cls=Retries, calls=False),
 }
 
 
@@ -630,4 +632,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args(arguments)
-    print(json.dumps(measured(options.peer, Job.of(options.tokenizer), options.rounds)))
+    print(
+        json.dumps(measured(options.peer, Job.of(options.tokenizer, calls=PEERS[options.peer].calls), options.rounds))
+    )

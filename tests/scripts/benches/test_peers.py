@@ -33,7 +33,7 @@ def test_the_page_has_commands_that_the_parser_takes() -> None:
 @pytest.mark.parametrize("environment_cls", [Same, Retries])
 def test_both_jobs_are_three_turns_with_a_reward(environment_cls: type[Any]) -> None:
     """Ours on the canned replies, twice: the same rows, of which each turn is trained."""
-    job = Job.of(str(default_tokenizer()))
+    job = Job.of(str(default_tokenizer()), calls=environment_cls is Same)
     equal, sizes = compared(Ours(job, environment_cls), Ours(job, environment_cls), "What is (2 + 2) * 2?")
     assert equal == "tokens, mask, logprobs"
     one, other = re.findall(r"1 of (\d+)", sizes)
