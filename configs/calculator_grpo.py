@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, Unpack
 
+import attrs
+
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
@@ -26,19 +28,31 @@ KINDS: dict[str, dict[str, Any]] = {
     "unseen_pairs_60_99": {"two_step_share": 1.0, "numbers": (60, 99), "pairs": HELD_OUT_PAIRS},
 }
 """Problems to train on, and two kinds that are only evaluated on: none of their numbers or pairs is trained on."""
-_LONG_SHARE, _LONG_STEPS = 0.6, 6
-"""Of the kind ``unequal``: the share of problems that have more steps than an episode has turns, and these steps."""
+_HOPELESS_SHARE, _LONG_STEPS = 0.6, 6
+"""Of the kinds ``unequal`` and ``mislabelled``: the share of problems that no rollout solves. In the first they have
+more steps than an episode has turns; in the second, where they cost as many tokens as the others, a wrong label."""
+_FAR = 1_000_000
+"""Added to the answer of a mislabelled problem: no guess is right by chance."""
 
 
 def _problems(kind: str, seed: int) -> Iterator[Prompt]:
     """Yield problems of a kind without end."""
-    if kind != "unequal":
+    if kind in KINDS:
         yield from calculator_prompts(seed, **KINDS[kind])
     rng = random.Random(seed)
     for prompt in calculator_prompts(seed, **KINDS["trained"]):
-        while rng.random() < _LONG_SHARE:
+        if kind == "mislabelled":
+            hopeless = rng.random() < _HOPELESS_SHARE
+            yield _labelled(prompt, str(int(prompt.label) + _FAR)) if hopeless else prompt
+            continue
+        while rng.random() < _HOPELESS_SHARE:
             yield _long_problem(rng)
         yield prompt
+
+
+def _labelled(prompt: Prompt, label: str) -> Prompt:
+    """The same problem with another answer."""
+    return attrs.evolve(prompt, label=label, metadata={**prompt.metadata, "ground_truth": label})
 
 
 def _long_problem(rng: random.Random) -> Prompt:
@@ -55,7 +69,7 @@ def _long_problem(rng: random.Random) -> Prompt:
 def recipe(
     endpoint: Endpoint,
     *,
-    kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99", "unequal"] = "trained",
+    kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99", "unequal", "mislabelled"] = "trained",
     max_turns: int = 4,
     prompts: int = 2000,
     seed: int = 0,

@@ -40,6 +40,8 @@ from rollouts.training import (
 from tests.programs.gateway.programs import session_of, spoken
 
 TURNS, GROUPS, N = 3, 2, 4
+DEEPEST = 8
+"""Levels of the values of a sample, at most."""
 CALLS = {"episode": 1882, "turn": 602, "sample": 1224}
 """The most function calls of an episode of three turns, of one turn more, and of a sample of one turn from the prompt
 to the batch, manager and reward included: calls of functions of the package, and the calls of functions written in C
@@ -245,8 +247,8 @@ async def test_the_calls_of_a_sample(renderer: Renderer) -> None:
 async def test_a_finished_sample_is_few_objects(renderer: Renderer, tmp_path: Path) -> None:
     """At most seven objects tracked by the garbage collector, with messages, completions and versions."""
     played = await play(renderer, tmp_path)
-    while gc.collect():  # a collection also stops tracking tuples and dicts of plain values, from the inside out
-        continue
+    for _ in range(DEEPEST):  # each stops tracking one more level of nested tuples and dicts of plain values
+        gc.collect()
     one, other = (next(s for s in played.samples if s.group_index == group) for group in (0, 1))
     assert len(one.read_record("messages")) == len(other.read_record("messages")) == 2 * TURNS
     own = reached(one).keys() - reached(other).keys()

@@ -148,6 +148,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                     {
                         "elapsed": now - started,
                         "sampled_tokens": manager.run_metrics.sampled_tokens,
+                        "started_groups": manager.accounting.taken,
                         **numbers,
                         "generation_seconds": generated - began,
                         "step_seconds": trained - generated,

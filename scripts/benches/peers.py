@@ -27,6 +27,8 @@ from rollouts.renderer import load_tokenizer
 from rollouts.testing.canned import canned_server
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.types import GenerateFn
+from scripts.benches.peers_in_process import PEERS as IN_PROCESS
+from scripts.benches.peers_in_process import in_process, side_by_side
 from scripts.benches.peers_job import (
     EPISODES,
     IN_FLIGHT,
@@ -151,7 +153,7 @@ def strands(job: Job, url: str, number: int, *, waits: bool = False) -> Played:
                 row = (list(rollout.token_ids), list(rollout.loss_mask), list(rollout.logprobs))
                 return row, reward(agent.messages[-1]["content"][0]["text"])
 
-            return await side_by_side(one, job.prompts(number))
+            return await side_by_side(one, job.prompts(number), IN_FLIGHT)
 
     cpu, done = timed(run)
     return Played(
@@ -180,21 +182,6 @@ def verifiers(job: Job, url: str, number: int) -> Played:
     )
 
 
-async def side_by_side(one: Callable[[str], Awaitable[Any]], prompts: list[str]) -> list[Any]:
-    """Run all episodes in order, with the concurrency of the job."""
-    done: list[Any] = [None] * len(prompts)
-    numbers = iter(range(len(prompts)))
-
-    async def work() -> None:
-        for number in numbers:
-            done[number] = await one(prompts[number])
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(IN_FLIGHT):
-            tasks.start_soon(work)
-    return done
-
-
 LOOPS: dict[str, Callable[[Job, str, int], Played]] = {
     "ours": ours,
     "strands-sglang": strands,
@@ -204,7 +191,10 @@ LOOPS: dict[str, Callable[[Job, str, int], Played]] = {
 
 
 def bench_peers(options: argparse.Namespace) -> list[Row]:
-    """CPU time of an episode of 3 turns of 256 tokens with a calculator: ours, strands-sglang's and verifiers'."""
+    """CPU time of an episode of 3 turns of 256 tokens with a calculator: ours and that of other packages."""
+    if options.in_process is not None:
+        names = options.in_process or list(IN_PROCESS)
+        return in_process(names, str(options.tokenizer or default_tokenizer()), options.rounds)
     missing = sorted({PEERS[name][1] for name in options.peers if not importlib.util.find_spec(PEERS[name][0])})
     if missing:
         raise SystemExit(
@@ -248,5 +238,11 @@ def _row(name: str, seconds: list[float], ours: list[float], played: Played) -> 
 
 def peers_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="(default: all)")
+    parser.add_argument(
+        "--in-process",
+        nargs="*",
+        choices=list(IN_PROCESS),
+        help="loops of trainers instead, on the same replies without a server, each in its own environment",
+    )
     parser.add_argument("--tokenizer", help="folder or name (default: Qwen3's where the tests' assets are)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")

@@ -12,19 +12,24 @@ from rollouts.environments.base import ToolEnvironment, tool
 from rollouts.renderer import Renderer, renderer_for
 from rollouts.testing.canned import Canned
 
-__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "calculated", "reward"]
+__all__ = ["SYSTEM", "TOOLS", "Calculator", "Job", "calculated", "restart", "reward"]
 
 EPISODES, IN_FLIGHT, TURNS, REPLY = 256, 64, 3, 256
-ANSWER = "The answer is 8."
+ANSWER, WRONG = "The answer is 8.", "The answer is 7."
 SYSTEM = "Use the tools. Finish with: The answer is N."
 
 
-_CALCULATIONS = itertools.count()
+_CALCULATIONS = [itertools.count()]
 
 
 def calculated(value: float) -> str:
     """The result of each loop's tools; never twice the same, so that no loop profits from a cache."""
-    return f"{value:g} (calculation {next(_CALCULATIONS)})"
+    return f"{value:g} (calculation {next(_CALCULATIONS[-1])})"
+
+
+def restart() -> None:
+    """Number the calculations from 0 again, so that another loop gets the same results."""
+    _CALCULATIONS[-1] = itertools.count()
 
 
 class Calculator(ToolEnvironment):
@@ -78,14 +83,15 @@ class Job:
     """Two calls and an answer."""
 
     @classmethod
-    def of(cls, folder: str) -> Job:
+    def of(cls, folder: str, *, calls: bool = True) -> Job:
+        """The job; without ``calls``, two wrong answers in place of them."""
         renderer = renderer_for(folder)
         words = renderer.encode("One step after the other. " * 200).tolist()
         (mark,) = renderer.encode("§").tolist()[-1:]
         replies = []
         for name in ("add", "multiply", None):
             call = f'<tool_call>\n{{"name": "{name}", "arguments": {{"a": 2, "b": 4}}}}\n</tool_call>'
-            end = renderer.encode(call if name else ANSWER).tolist()
+            end = renderer.encode((call if calls else WRONG) if name else ANSWER).tolist()
             replies.append([mark, *words[: REPLY - len(end) - 2], *end, renderer.stop_token_ids[0]])
         texts = [renderer.decode(reply[:-1]) for reply in replies]
         return cls(folder, renderer, Canned(replies, texts=texts, mark=mark))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from contextlib import aclosing
 from functools import partial
@@ -25,7 +26,7 @@ from rollouts.environments.calculator import CalculatorEnvironment, calculator_p
 from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
-from rollouts.recipe.files import build, load_recipe
+from rollouts.recipe.files import build, load_recipe, read_options
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.evaluation import TaskScore
 
@@ -143,6 +144,15 @@ async def test_each_token_has_the_logprob_of_the_weights_that_it_names(tmp_path:
             np.testing.assert_allclose(values.numpy()[which], stored(sample, of_version), atol=1e-3, rtol=0)
 
 
+def test_the_command_of_the_page_of_samplers_is_a_lesson() -> None:
+    """Its options are those of the parser and of the recipe."""
+    page = " ".join((ROOT / "docs" / "recipes.md").read_text().split())
+    (line,) = re.findall(r"`scripts/learn (--lr[^`]*)`", page)
+    lesson = lesson_of(["--out", "folder", "--kinds", "one_step_60_99", *line.split()])
+    assert (lesson.until, lesson.options["sampler"], lesson.options["kind"]) == (0.95, "pass_rate", "mislabelled")
+    read_options(load_recipe(lesson.recipe), lesson.options)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
     """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts."""
@@ -168,6 +178,8 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 <= row["reward"] <= 1 and row["logprob_diff"] < (1.0 if asynchronous else 1e-4) for row in rows)
     assert all(0 <= row["tools"] <= 1 for row in rows)
+    assert rows[0]["started_groups"] >= 4
+    assert result["seconds"]["total"] > result["seconds"]["learning"]
     assert set(result["before"]) == set(result["after"]) == {"as trained", "unseen_pairs_60_99"}
     for scores in result["after"].values():
         assert set(scores) == {"sampled", "greedy", "pass@1", "pass@2", "tools_sampled", "tools_greedy", "calls"}
