@@ -22,11 +22,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import attrs
 import msgspec
 from aiohttp import web
 
+from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, DataExhausted, EndpointError, RolloutsError
 from rollouts.http.access import guard
 from rollouts.http.server_log import server_log
@@ -95,7 +97,7 @@ class Service:
 
     def app(self, host: str, key: str | None) -> web.Application:
         """The application; raises ConfigError as :func:`rollouts.http.access.guard`."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(host, key), _errors_as_json])
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(host, key), _cancelled_by_scope, _errors_as_json])
         own: tuple[Route, ...] = (
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
@@ -136,7 +138,9 @@ class Service:
         if body.request:
             self._tokens[body.request] = lease.token
         try:
-            return await _delivered(lease)
+            response = await _delivered(lease)
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the client left while the message was encoded
+            return response
         except BaseException:
             with contextlib.suppress(LeaseLost):
                 leases.release(lease.token)
@@ -252,6 +256,22 @@ async def serving(
 
 class _NotReady(Exception):
     """The run has not begun."""
+
+
+@web.middleware
+async def _cancelled_by_scope(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer in a child task: aiohttp cancels the task of a client that left, and only a scope's cancellation obeys
+    shields, which an acknowledgement and the loading of weights need."""
+    answers: list[web.StreamResponse] = []
+
+    async def answer() -> None:
+        answers.append(await handler(request))
+
+    async with first_error() as tasks:
+        tasks.start_soon(answer)
+    return answers[0]
 
 
 @web.middleware

@@ -200,6 +200,51 @@ async def test_s4_an_acknowledgement_whose_answer_was_lost_is_idempotent(tmp_pat
         assert (log.count(b"acknowledged"), log.startswith(before)) == (1, True)
 
 
+def send_and_leave(url: str, path: str, value: Any) -> socket.socket:
+    """Send a request on a connection that the caller closes before the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps(value)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n{body}".encode())
+    return connection
+
+
+async def test_s4_a_trainer_that_leaves_while_its_acknowledgement_is_written_has_acknowledged(tmp_path: Path) -> None:
+    """It was killed between its request and the answer: the groups are settled, and neither stuck nor ready."""
+    async with service_of(tmp_path, *range(4)) as (leases, url):
+        for number in range(4):
+            lease = read_lease((await asked(url, "/v1/leases", {"groups": 1}))[1])
+            connection = send_and_leave(url, f"/v1/leases/{lease.token}/ack", {})
+            with anyio.fail_after(10):
+                while leases._writing.statistics().locked is False and number not in leases.acknowledged:
+                    await anyio.lowlevel.checkpoint()
+                connection.close()
+                while number not in leases.acknowledged:
+                    await anyio.sleep(0)
+        assert (leases.leased, (tmp_path / "log").read_bytes().count(b"acknowledged")) == (0, 4)
+
+
+async def test_a_client_that_leaves_does_not_interrupt_the_loading_of_weights(tmp_path: Path) -> None:
+    """Servers with different weights would remain."""
+    began, left, loaded = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def publish(folder: str, version: str, while_running: Any) -> None:
+        began.set()
+        await left.wait()
+        await anyio.sleep(0.2)
+        loaded.set()
+
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        async with serving(Service(leases, publish)) as url:
+            connection = send_and_leave(url, "/v1/versions", {"name": "a", "path": "/weights"})
+            with anyio.fail_after(10):
+                await began.wait()
+                connection.close()
+                left.set()
+                await loaded.wait()
+
+
 async def test_a_repeated_request_for_groups_gets_the_same_lease(tmp_path: Path) -> None:
     """Its answer was lost; another request, and one after the end of the lease, gets another lease."""
     async with service_of(tmp_path, 0, 1) as (leases, url):
