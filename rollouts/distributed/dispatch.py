@@ -73,6 +73,10 @@ class WorkerLeft(GenerateFailure):
     """The worker of a rollout left, or its slot stays empty; another worker gets the rollout."""
 
 
+class SlotEmpty(GenerateFailure):
+    """The slot of a rollout that no worker has got is empty, while another has a worker."""
+
+
 class Link(Protocol):
     """A connection to one worker that is ready."""
 
@@ -197,7 +201,7 @@ class _Slot:
             pending.fail(error)
         self.cancelled.clear()
 
-    def give_away(self, error: WorkerSilent | WorkerLeft, *, unsent: bool = False) -> int:
+    def give_away(self, error: WorkerSilent | WorkerLeft | SlotEmpty, *, unsent: bool = False) -> int:
         """Fail the pending requests, and cancel them in the worker when it reads again. Return their number.
 
         Args:
@@ -365,6 +369,8 @@ class Dispatcher:
         while True:
             try:
                 return await self._play_once(prompt, log)
+            except SlotEmpty:
+                continue
             except WorkerLeft:  # probably not the rollout's fault either
                 departures += 1
                 if departures > _MOST_DEPARTURES:
@@ -412,6 +418,7 @@ class Dispatcher:
                     continue
                 slot.leaves, slot.has_started = anyio.Event(), True
                 self._set(slot, _State.ALIVE)
+                self._take_over(slot)
                 try:
                     lost = await self._serve(slot, link)
                 finally:
@@ -459,6 +466,12 @@ class Dispatcher:
         while not self._refills and sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
             await self._changed.wait()
         self._set(slot, _State.STARTING)
+
+    def _take_over(self, slot: _Slot) -> None:
+        """Give a new worker the requests that wait for workers in other slots: those may stay empty."""
+        for other in self._slots:
+            if other.state in (_State.STARTING, _State.EMPTY, _State.FAILED):
+                other.give_away(SlotEmpty(f"worker {slot.number} started before worker {other.number}"), unsent=True)
 
     def _leave(self, slot: _Slot) -> None:
         self._set(slot, _State.LEAVING)

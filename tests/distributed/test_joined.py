@@ -132,6 +132,28 @@ async def test_workers_come_and_go_and_no_attempt_is_lost() -> None:
         assert joined.numbers()["workers_wanted"] == 1
 
 
+async def test_one_worker_after_another_gets_every_rollout() -> None:
+    """The only worker leaves, and the next fills another slot: no rollout waits in a slot that stays empty."""
+    played, results = config(0.2), list[Sample]()
+    async with joining((1, 3)) as (_, entering, url), worker(url, played) as first:
+        async with entering as workers, anyio.create_task_group() as tasks:
+
+            async def play(number: int) -> None:
+                results.extend(await workers.generate([Prompt("p", group_index=number, index=number)]))
+
+            for number in range(6):
+                tasks.start_soon(play, number)
+            await anyio.wait_all_tasks_blocked()
+            first.set()
+            await until(lambda: not workers.alive)
+            for number in range(6, 12):
+                tasks.start_soon(play, number)
+            await until(lambda: workers.departures == 1)
+            async with worker(url, played):
+                await until(lambda: len(results) == 12)
+            assert workers.numbers()["outstanding"] == 0
+
+
 async def test_repeated_requests_play_and_count_once() -> None:
     """Orders are sent again until they are acknowledged; records with an earlier number are there already."""
     async with joining(1) as (_, entering, url):
