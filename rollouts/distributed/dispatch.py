@@ -34,7 +34,7 @@ from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
+from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError, shortened
 from rollouts.runs.record_bytes import Columns, read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
@@ -554,20 +554,25 @@ class Dispatcher:
         return None if slot.leaves.is_set() else lost[0]
 
     async def _read(self, slot: _Slot, message: bytes) -> None:
+        """Take the records of a message; raises LinkLost if it has something else."""
         self.messages += 1
         self.bytes += len(message)
-        slot.deaths_without_result = 0
         records = read_framed(message)
         while True:
             await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
-            record = next(records, None)
-            if record is None:
-                return
-            fields, columns = record
-            if fields["kind"] == "leaving":
+            try:
+                record = next(records, None)
+                if record is None:
+                    return
+                fields, columns = record
+                kind, number = str(fields["kind"]), int(fields["number"])
+            except Exception as error:
+                raise LinkLost(f"worker {slot.number} sent no record, but {shortened(error)}") from error
+            slot.deaths_without_result = 0
+            if kind == "leaving":
                 self._leave(slot)
                 continue
-            pending = slot.pending.get(fields["number"])
+            pending = slot.pending.get(number)
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled

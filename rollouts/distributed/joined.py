@@ -39,6 +39,8 @@ _POLL_SECONDS = 1.0
 """Longest wait of a request for orders; a worker then shows that it is alive."""
 _LOST_AFTER = 3
 """A worker that is silent for this multiple of the limit is replaced by the next to join."""
+_DIGITS = 18
+"""Most digits of a number in a header."""
 _JOIN_SECONDS = 10.0
 """Longest wait of a worker that joins for a slot."""
 
@@ -149,7 +151,7 @@ class JoinedWorkers:
         if worker is None:
             return _gone()
         number, body = request.headers.get("Record", ""), await _read(request, MOST_BYTES)
-        if not number.isascii() or not number.isdigit() or not _is_framed(body):
+        if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not _is_framed(body):
             raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
         worker.beats()
         worker.put(int(number), body)

@@ -21,6 +21,7 @@ from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_re
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.runs.record_bytes import framed
 from rollouts.service.server import Service, serving
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.distributed import games
@@ -208,6 +209,41 @@ async def test_a_silent_worker_is_replaced_by_the_next() -> None:
             async with entering as workers:
                 assert len(await batches(workers.config(played), 1)) == 12
                 assert workers.deaths >= 1
+            done.set()
+        await transport.aclose()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\0\0\0\0",
+        b"\4\0\0\0\0\0\0\0",
+        framed({"kind": "sample"}, None),
+        framed({"kind": "sample", "number": 0, "columns": [1000, True]}, None),
+        b"\x08\x10\0\0\x04\x10\0\0" + b"\x91" * 4100,
+    ],
+    ids=["empty", "no fields", "no number", "no columns", "deep"],
+)
+async def test_a_worker_that_sends_no_records_is_replaced(body: bytes) -> None:
+    """Its rollouts are played by the next worker, and the run goes on; a number of 5,000 digits is refused."""
+    played = attrs.evolve(config(), max_attempts=3)
+    async with joining(1) as (_, entering, url):
+        transport = HttpClient(connect_seconds=5)
+        async with anyio.create_task_group() as tasks:
+
+            async def disturb() -> None:
+                identity = json.loads((await transport.post(f"{url}/v1/workers", b"", {}))[1])["worker"]
+                records = f"{url}/v1/workers/{identity}/records"
+                assert (await transport.post(records, body, {"Record": "9" * 5000}))[0] == 422
+                assert (await transport.post(records, body, {"Record": "0"}))[0] == 200
+                async with worker(url, played):
+                    await done.wait()
+
+            done = anyio.Event()
+            tasks.start_soon(disturb)
+            async with entering as workers:
+                assert len(await batches(workers.config(played), 1)) == 12
+                assert workers.deaths == 1
             done.set()
         await transport.aclose()
 
