@@ -1,7 +1,7 @@
 """Workers that join over HTTP: a process that anyone starts where it has CPUs, e.g. a pod or a job of a scheduler.
 
     GET    /v1/workers             what to play: version, recipe, options, servers
-    POST   /v1/workers             join; 503 while every slot has a worker
+    POST   /v1/workers             join, with that as body: 410 if it has changed; 503 while every slot has a worker
     POST   /v1/workers/ID/orders   {after}: 200 orders after that number, with the header Order; 204 none for now
     POST   /v1/workers/ID/records  records, with the header Record: a number that grows by 1
     DELETE /v1/workers/ID          leave: finish or hand back, then 410
@@ -115,10 +115,15 @@ class JoinedWorkers:
 
     async def _what_to_play(self, request: web.Request) -> web.Response:
         if self.facts is None:
-            return web.Response(status=503, text="the recipe is not checked yet", headers={"Retry-After": "1"})
+            return _not_ready()
         return web.Response(body=msgspec.json.encode(self.facts), content_type="application/json")
 
     async def _join(self, request: web.Request) -> web.Response:
+        if built := await request.read():
+            if self.facts is None:
+                return _not_ready()
+            if built != msgspec.json.encode(self.facts):
+                return web.Response(status=410, text="this service plays something else; ask what")
         with anyio.move_on_after(_JOIN_SECONDS):
             while not self._open_slots:
                 await self._opened.wait()
@@ -163,6 +168,10 @@ class JoinedWorkers:
             return _gone()
         worker.leave()
         return web.Response()
+
+
+def _not_ready() -> web.Response:
+    return web.Response(status=503, text="the recipe is not checked yet", headers={"Retry-After": "1"})
 
 
 def _gone() -> web.Response:

@@ -97,7 +97,9 @@ class Service:
 
     def app(self, host: str, key: str | None) -> web.Application:
         """The application; raises ConfigError as :func:`rollouts.http.access.guard`."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(host, key), _cancelled_by_scope, _errors_as_json])
+        app = web.Application(
+            client_max_size=MOST_BYTES, middlewares=[guard(host, key), _cancelled_by_scope, _errors_as_json]
+        )
         own: tuple[Route, ...] = (
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -15,10 +16,11 @@ import pytest
 
 from rollouts import __version__
 from rollouts.distributed.dispatch import Dispatcher, Workers
-from rollouts.distributed.join import Facts, _Membership, _Service, recipe_of
+from rollouts.distributed.join import Facts, _Built, _Membership, _Service, recipe_of
 from rollouts.distributed.joined import JoinedWorkers
 from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
 from rollouts.dtypes import Prompt
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.runs.record_bytes import framed
@@ -192,6 +194,44 @@ async def test_repeated_requests_play_and_count_once() -> None:
         await transport.aclose()
 
 
+async def test_a_worker_never_plays_what_an_earlier_service_said() -> None:
+    """The service restarts with other servers: a worker that was built for the old ones is built again, and joins."""
+    facts = {"version": __version__, "recipe": "calculator", "options": {}}
+    async with joining(1) as (joined, entering, url):
+        transport = HttpClient(connect_seconds=5)
+        service = _Service(transport, url, None, 5.0)
+        servers = {"provider": "sglang", "model": str(DEMO_MODEL), "base_url": ["http://127.0.0.1:1"]}
+        joined.facts = {**facts, **servers}
+        built = _Built(None)
+        await built.update(service)
+        first = built.config
+        await built.update(service)
+        assert built.config is first
+        joined.facts = {**facts, **servers, "base_url": ["http://127.0.0.1:2"]}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_enter, entering)
+            await until(lambda: bool(joined._open_slots))
+            with anyio.fail_after(10):
+                await _Membership(service, played_by(built), anyio.Event(), pytest.fail, facts=built.facts).run()
+            await built.update(service)
+            assert built.config is not first
+            said: list[str] = []
+            tasks.start_soon(_Membership(service, played_by(built), anyio.Event(), said.append, facts=built.facts).run)
+            await until(lambda: said == ["joined"])
+            tasks.cancel_scope.cancel()
+        await transport.aclose()
+
+
+async def _enter(entering: Dispatcher) -> None:
+    async with entering:
+        await anyio.sleep_forever()
+
+
+def played_by(built: _Built) -> RolloutConfig:
+    assert built.config is not None
+    return built.config
+
+
 async def test_a_silent_worker_is_replaced_by_the_next() -> None:
     """It joined and sends nothing more; its rollouts are tried again, and the next worker gets its slot."""
     played = attrs.evolve(config(), max_attempts=3)
@@ -283,6 +323,10 @@ async def test_a_worker_of_another_version_and_a_silent_service_are_errors() -> 
     transport = HttpClient(connect_seconds=5)
     with pytest.raises(EndpointUnavailable, match=r"did not answer for 0.2 s"):
         await _Service(transport, "http://127.0.0.1:9", None, 0.2).facts()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with anyio.fail_after(10), pytest.raises(EndpointUnavailable, match=r"for 0.2 s: no answer for 0.15 s"):
+            await _Service(transport, url, None, 0.2, 0.15).facts()
     async with serving(Service()) as url:
         with pytest.raises(ConfigError, match="refused this worker with status 404"):
             await _Service(transport, url, None, 0.2).facts()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import attrs
 import pytest
@@ -221,7 +222,7 @@ async def test_s4_a_trainer_that_leaves_while_its_acknowledgement_is_written_has
                     await anyio.lowlevel.checkpoint()
                 connection.close()
                 while number not in leases.acknowledged:
-                    await anyio.sleep(0)
+                    await anyio.lowlevel.checkpoint()
         assert (leases.leased, (tmp_path / "log").read_bytes().count(b"acknowledged")) == (0, 4)
 
 
