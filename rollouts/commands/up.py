@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import attrs
 
 from rollouts import __version__
 from rollouts.base.extras import install_command
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
+from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.run import in_workers
 from rollouts.commands.serve import serve_until_stopped
 from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
@@ -34,6 +36,7 @@ from rollouts.recipe import Recipe, preflight
 from rollouts.recipe.files import absolute
 from rollouts.service import leased_run
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.rows import NO_IDS
 
 if TYPE_CHECKING:
     from rollouts.distributed.joined import JoinedWorkers
@@ -85,6 +88,8 @@ def add(verbs: Any) -> None:
 
 
 def _up(args: argparse.Namespace) -> int:
+    if args.provider == CHAT_PROVIDER:
+        raise ConfigError(f"up --provider openai: {NO_IDS}; rollouts run --provider openai --text stores text for SFT")
     try:
         import aiohttp  # noqa: F401 - part of an extra; refused before an engine starts
     except ImportError as error:
@@ -112,7 +117,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         service.publish = functools.partial(_publish, recipe.endpoint)
         on_ready(url)
         if joined is not None:
-            check_plain(recipe.data_buffer.prompts)
+            await anyio.to_thread.run_sync(check_plain, recipe.data_buffer.prompts)
             joined.facts = _facts(target, recipe)
             tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
             workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
@@ -125,6 +130,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         service.leases = await stack.enter_async_context(
             leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
         )
+        stack.callback(setattr, service, "leases", None)  # from here on 503: the trainer waits for the next process
         tell(f"run: {recipe.name}, {recipe.batches} batches of {recipe.config.batch_size} groups, in {args.out}")
         if engine is not None:
             raise await engine.death()

@@ -39,6 +39,8 @@ _POLL_SECONDS = 1.0
 """Longest wait of a request for orders; a worker then shows that it is alive."""
 _LOST_AFTER = 3
 """A worker that is silent for this multiple of the limit is replaced by the next to join."""
+_TICKS = 15
+"""Silence is counted in waits of this part of the limit: a service that was stopped counts one wait, not its pause."""
 _DIGITS = 18
 """Most digits of a number in a header."""
 _JOIN_SECONDS = 10.0
@@ -219,7 +221,7 @@ class _JoinedWorker:
         self._next_record = 0
         self._changed = anyio.Event()
         self._beat = anyio.Event()
-        self._seen = anyio.current_time()
+        self._silent_waits = 0
         self.has_ended = False
 
     def _notify(self) -> None:
@@ -229,7 +231,7 @@ class _JoinedWorker:
     # -- the worker's requests --
 
     def beats(self) -> None:
-        self._seen = anyio.current_time()
+        self._silent_waits = 0
         self._beat.set()
         self._beat = anyio.Event()
 
@@ -262,11 +264,11 @@ class _JoinedWorker:
 
     async def receive(self) -> bytes:
         while not self._received:
-            left = self._seen + self._lost_seconds - anyio.current_time()
-            if left <= 0:
+            if self._silent_waits >= _TICKS:
                 raise LinkLost(f"the worker {self._identity[:8]} sent no request for {self._lost_seconds:g} s")
-            with anyio.move_on_after(left):
+            with anyio.move_on_after(self._lost_seconds / _TICKS) as wait:
                 await self._changed.wait()
+            self._silent_waits += wait.cancelled_caught
         return self._received.popleft()
 
     async def beat(self) -> None:

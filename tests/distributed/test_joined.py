@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import socket
@@ -15,14 +16,15 @@ import attrs
 import pytest
 
 from rollouts import __version__
-from rollouts.distributed.dispatch import Dispatcher, Workers
+from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
 from rollouts.distributed.join import Facts, _Built, _Membership, _Service, recipe_of
-from rollouts.distributed.joined import JoinedWorkers
+from rollouts.distributed.joined import JoinedWorkers, _JoinedWorker
 from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
 from rollouts.dtypes import Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.planning.simulation import VirtualLoop
 from rollouts.runs.record_bytes import framed
 from rollouts.service.server import Service, serving
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
@@ -194,6 +196,34 @@ async def test_repeated_requests_play_and_count_once() -> None:
         await transport.aclose()
 
 
+def test_a_pause_of_the_service_is_no_silence_of_its_workers() -> None:
+    """It was stopped for longer than the limit and read no request: the link lasts, and ends after real silence."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        link = _JoinedWorker("0" * 32, 1.5, {})
+
+        async def receive() -> None:
+            with pytest.raises(LinkLost, match=r"0{8} sent no request for 1.5 s"):
+                await link.receive()
+            ended.set()
+
+        ended = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await anyio.sleep(1.0)
+            loop._clock.now += 3600
+            await anyio.sleep(0.2)
+            link.beats()
+            await anyio.sleep(1.2)
+            assert not ended.is_set()
+            await anyio.sleep(0.4)
+            assert ended.is_set()
+
+    anyio.run(run, backend_options={"loop_factory": VirtualLoop})
+
+
 async def test_a_worker_never_plays_what_an_earlier_service_said() -> None:
     """The service restarts with other servers: a worker that was built for the old ones is built again, and joins."""
     facts = {"version": __version__, "recipe": "calculator", "options": {}}
@@ -310,7 +340,10 @@ def test_orders_are_plain_data() -> None:
 def test_a_prompt_that_would_change_is_refused() -> None:
     """A set would arrive as a list, and an object not at all; tuples arrive as they are."""
     check_plain([Prompt("p", label=(1, [2]))])
-    for label in ({1}, object()):
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for label in ({1}, object(), 1 << 70, deep):
         with pytest.raises(ConfigError, match=r"Prompt: .*plain data, of the types of MessagePack"):
             check_plain([Prompt("p", label=label)])
 

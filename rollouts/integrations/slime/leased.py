@@ -61,10 +61,10 @@ class LeasedRollout:
         if leased is None:
             self.trained()
             raise DataExhausted("every group of the service is acknowledged or dropped")
-        self._untrained.append((rollout_id, leased))
         groups = _groups(leased.samples, args)
         sizes = {"groups_wanted": args.rollout_batch_size, "rollouts_in_group": args.n_samples_per_prompt}
         check_training_batch(groups, **sizes, replay=Replay.of(args))
+        self._untrained.append((rollout_id, leased))  # not before: a batch that is refused here is never trained
         return records().train_output(samples=groups, metrics={})
 
     def trained(self) -> None:
