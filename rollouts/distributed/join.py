@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,14 @@ from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, cre
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.runs.record_bytes import LENGTH
 from rollouts.training.config import RolloutConfig
 
-__all__ = ["Facts", "recipe_of", "work"]
+__all__ = ["Facts", "parts_of", "recipe_of", "work"]
 
 _ROLLOUTS_A_MESSAGE = 32
+_MESSAGE_BYTES = 1 << 24
+"""The service refuses 16 times as much, which only a rollout alone can reach."""
 _LINGER_SECONDS = 0.1
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
 _ANSWER_SECONDS = 120.0
@@ -273,6 +276,18 @@ class _Membership:
     async def _send_records(self) -> None:
         number = 0
         while True:
-            records = await self._player.collect()
-            await self._service.ask("POST", f"{self._path}/records", records, {"Record": str(number)})
-            number += 1
+            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES):
+                await self._service.ask("POST", f"{self._path}/records", part, {"Record": str(number)})
+                number += 1
+
+
+def parts_of(records: bytes, most: int) -> Iterator[bytes]:
+    """Split a message into messages of whole records; only one with a single record is longer than ``most`` bytes."""
+    begin = end = 0
+    while end < len(records):
+        stop = end + LENGTH.size + LENGTH.unpack_from(records, end)[0]
+        if stop - begin > most and end > begin:
+            yield records[begin:end]
+            begin = end
+        end = stop
+    yield records[begin:]

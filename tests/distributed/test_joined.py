@@ -17,7 +17,7 @@ import pytest
 
 from rollouts import __version__
 from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
-from rollouts.distributed.join import Facts, _Built, _Membership, _Service, recipe_of
+from rollouts.distributed.join import Facts, _Built, _Membership, _Service, parts_of, recipe_of
 from rollouts.distributed.joined import JoinedWorkers, _JoinedWorker
 from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
 from rollouts.dtypes import Prompt
@@ -316,6 +316,14 @@ async def test_a_worker_that_sends_no_records_is_replaced(body: bytes) -> None:
                 assert workers.deaths == 1
             done.set()
         await transport.aclose()
+
+
+def test_records_of_a_long_pause_are_sent_in_parts() -> None:
+    """All that a worker played while the service was away may be more than one request may have."""
+    records = [framed({"kind": "turn", "data": b"x" * size}, None) for size in (10, 500, 10, 10, 60, 10)]
+    parts = list(parts_of(b"".join(records), 150))
+    assert parts == [records[0], records[1], records[2] + records[3], records[4] + records[5]]
+    assert list(parts_of(records[1], 150)) == [records[1]]
 
 
 def test_orders_are_plain_data() -> None:
