@@ -39,7 +39,7 @@ from rollouts.runs.record_bytes import Columns, read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
-__all__ = ["LEAVE_SECONDS", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
+__all__ = ["LEAVE_SECONDS", "MESSAGE_BYTES", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
 
 _DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
@@ -48,6 +48,8 @@ _NEXT_START_SECONDS = 10.0
 SILENT_SECONDS = 5.0
 LEAVE_SECONDS = 20.0
 """Time of a worker that leaves to finish its rollouts; schedulers usually kill a process 30 s after SIGTERM."""
+MESSAGE_BYTES = 1 << 24
+"""A message to a worker has no further requests after so many bytes; a worker reads at most 64 MiB at once."""
 _TICKS = 5
 """Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
 _REPLACED_AFTER = 12
@@ -164,16 +166,17 @@ class _Slot:
         return self.state is _State.ALIVE
 
     async def orders(self) -> tuple[list[bytes], list[int]]:
-        """Wait for requests or cancellations; return all of them."""
+        """Wait for requests or cancellations; return all of them, but no more requests than a message should have."""
         while not (self.cancelled or (self.requests and not self.leaves.is_set())):
             self.wanted = anyio.Event()
             await self.wanted.wait()
-        if self.leaves.is_set():  # requests wait for the next worker
-            requests: dict[int, bytes] = {}
-        else:
-            requests, self.requests = self.requests, {}
+        requests: list[bytes] = []
+        size = 0
+        while self.requests and size < MESSAGE_BYTES and not self.leaves.is_set():  # others wait for the next worker
+            requests.append(self.requests.pop(next(iter(self.requests))))
+            size += len(requests[-1])
         cancelled, self.cancelled = self.cancelled, []
-        return list(requests.values()), cancelled
+        return requests, cancelled
 
     def submit(self, number: int, request: bytes) -> _PendingRequest:
         self.requests[number] = request

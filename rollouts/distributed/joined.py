@@ -25,7 +25,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
-from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
+from rollouts.distributed.dispatch import MESSAGE_BYTES, Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.messages import PLAIN, leaving_record
 from rollouts.errors import ConfigError
 from rollouts.runs.record_bytes import LENGTH
@@ -236,12 +236,18 @@ class _JoinedWorker:
         self._beat = anyio.Event()
 
     async def orders(self, after: int) -> tuple[int, bytes] | None:
-        """Wait for orders after a number; return all of them with the number of the last, ``None`` at the end."""
+        """Wait for orders after a number; return as many as fit with the number of the last, ``None`` at the end."""
         while self._sent and self._sent[0][0] <= after:
             self._sent.popleft()
         while not self._sent and not self.has_ended:
             await self._changed.wait()
-        return (self._sent[-1][0], b"".join(message for _, message in self._sent)) if self._sent else None
+        last, messages, size = 0, list[bytes](), 0
+        for number, message in self._sent:
+            if messages and size + len(message) > MESSAGE_BYTES:
+                break
+            last, size = number, size + len(message)
+            messages.append(message)
+        return (last, b"".join(messages)) if messages else None
 
     def put(self, number: int, body: bytes) -> None:
         """Receive records; those of a repeated request are there already."""

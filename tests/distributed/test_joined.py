@@ -318,6 +318,18 @@ async def test_a_worker_that_sends_no_records_is_replaced(body: bytes) -> None:
         await transport.aclose()
 
 
+async def test_large_orders_arrive_in_parts() -> None:
+    """A group's prompts may have more bytes of images together than a worker reads at once."""
+    played = config()
+    async with joining(1) as (_, entering, url), worker(url, played), entering as workers:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for number in range(9):
+                    prompt = Prompt("p", metadata={"data": f"{number}" * 8_000_000}, group_index=0, index=number)
+                    tasks.start_soon(workers.generate, [prompt])
+        assert workers.rollouts == 9
+
+
 def test_records_of_a_long_pause_are_sent_in_parts() -> None:
     """All that a worker played while the service was away may be more than one request may have."""
     records = [framed({"kind": "turn", "data": b"x" * size}, None) for size in (10, 500, 10, 10, 60, 10)]
