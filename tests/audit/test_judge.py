@@ -417,7 +417,7 @@ def test_a_tensor_that_repeats_a_byte_without_end_is_refused(tmp_path: Path) -> 
     rows[0]["loss_mask"] = torch.ones(1).expand(len(rows[0]["loss_mask"]))
     assert found(audited(tmp_path, "slime-pt", rows)) <= {"broken roles", "broken mask"}
     rows[0]["loss_mask"] = torch.ones(1).expand(1 << 40)
-    with pytest.raises(ConfigError, match=r"a tensor of \(1099511627776,\)"):
+    with pytest.raises(ConfigError, match="ValueError: a tensor of"):
         audited(tmp_path, "slime-pt", rows)
 
 
