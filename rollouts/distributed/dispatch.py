@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -421,7 +421,7 @@ class Dispatcher:
                     continue
                 slot.leaves, slot.has_started = anyio.Event(), True
                 self._set(slot, _State.ALIVE)
-                self._take_over(slot)
+                _give_unsent(self._slots)
                 try:
                     lost = await self._serve(slot, link)
                 finally:
@@ -469,12 +469,6 @@ class Dispatcher:
         while not self._refills and sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
             await self._changed.wait()
         self._set(slot, _State.STARTING)
-
-    def _take_over(self, slot: _Slot) -> None:
-        """Give a new worker the requests that wait for workers in other slots: those may stay empty."""
-        for other in self._slots:
-            if other.state in (_State.STARTING, _State.EMPTY, _State.FAILED):
-                other.give_away(SlotEmpty(f"worker {slot.number} started before worker {other.number}"), unsent=True)
 
     def _leave(self, slot: _Slot) -> None:
         self._set(slot, _State.LEAVING)
@@ -563,23 +557,37 @@ class Dispatcher:
         records = read_framed(message)
         while True:
             await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
-            try:
-                record = next(records, None)
-                if record is None:
-                    return
-                fields, columns = record
-                kind, number = str(fields["kind"]), int(fields["number"])
-            except Exception as error:
-                raise LinkLost(f"worker {slot.number} sent no record, but {shortened(error)}") from error
+            record = _next(records, slot.number)
+            if record is None:
+                return
             slot.deaths_without_result = 0
-            if kind == "leaving":
+            fields, columns = record
+            if fields["kind"] == "leaving":
                 self._leave(slot)
                 continue
-            pending = slot.pending.get(number)
+            pending = slot.pending.get(fields["number"])
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
+
+
+def _give_unsent(slots: Sequence[_Slot]) -> None:
+    """Give away the requests that wait for workers in slots without one: a new worker filled another."""
+    for slot in slots:
+        if slot.state in (_State.STARTING, _State.EMPTY, _State.FAILED):
+            slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+
+
+def _next(records: Iterator[Record], worker: int) -> Record | None:
+    """The next record of a message; raises LinkLost for anything else."""
+    try:
+        record = next(records, None)
+        if record is not None:
+            _ = record[0]["kind"], int(record[0]["number"])
+    except Exception as error:
+        raise LinkLost(f"worker {worker} sent no record, but {shortened(error)}") from error
+    return record
 
 
 def _checked(workers: Workers) -> tuple[int, int]:

@@ -134,7 +134,7 @@ class _Built:
         self._factory = factory
         self.config: RolloutConfig | None = None
         self.facts = b""
-        """What it was built from, as the service said it; empty with a factory."""
+        """The answer of the service that it was built from; empty with a factory."""
 
     async def update(self, service: _Service) -> None:
         """Build the config, again if the service has another recipe, options or servers, e.g. after its restart."""
@@ -172,7 +172,7 @@ class _Service:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
     async def facts(self) -> bytes:
-        """What to play: :class:`Facts` as JSON."""
+        """:class:`Facts` as JSON."""
         _, _, body = await self.ask("GET", "/v1/workers")
         return body
 

@@ -295,7 +295,7 @@ async def test_a_silent_worker_is_replaced_by_the_next() -> None:
     ids=["empty", "no fields", "no number", "no columns", "deep"],
 )
 async def test_a_worker_that_sends_no_records_is_replaced(body: bytes) -> None:
-    """Its rollouts are played by the next worker, and the run goes on; a number of 5,000 digits is refused."""
+    """Its rollouts are played by the next worker, and the run continues; a number of 5,000 digits is refused."""
     played = attrs.evolve(config(), max_attempts=3)
     async with joining(1) as (_, entering, url):
         transport = HttpClient(connect_seconds=5)

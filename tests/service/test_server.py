@@ -317,7 +317,7 @@ async def test_a_version_that_could_not_be_stored_is_an_error_again(tmp_path: Pa
 
 
 async def test_an_acknowledgement_while_the_service_stops_is_503(tmp_path: Path) -> None:
-    """Also one that waits for another's write when the log is closed: the client waits for the next process."""
+    """Also if it waits for another's write when the log is closed: the client waits for the next process."""
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
         leases.add(groups(0))
         service = Service(leases)
