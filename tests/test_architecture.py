@@ -116,6 +116,7 @@ LAW_BOOKS = {
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",
     "integrations/slime/test_on_policy.py",
+    "integrations/slime/test_audited_dumps.py",
     "integrations/slime/test_examples.py",
     "test_sources.py",
     "test_founding_bugs.py",

@@ -542,6 +542,16 @@ def test_the_launch_of_the_slime_page_fills_a_batch(tmp_path: Path, tokenizer: A
     assert set(raw) == {0.0, 1.0}
 
 
+def test_the_recipe_of_the_slime_page_runs_on_the_built_in_model(tmp_path: Path) -> None:
+    """``rollouts run atlas.py`` of the page fills a batch although that model is never right, and repeats no prompt."""
+    file = tmp_path / "atlas.py"
+    file.write_text(blocks_of_the_slime_page("python")[0])
+    program = runpy.run_path(str(file))
+    config = program["recipe"](Endpoint(base_url="http://127.0.0.1:9", model=str(DEMO_MODEL))).config
+    assert config.filter_fn is None
+    assert config.batch_size <= len(program["ROWS"])
+
+
 def test_the_slime_page_names_every_package() -> None:
     """Each dependency of the package is installed by its line, or is in slime's image."""
     page = (ROOT / "docs" / "slime.md").read_text(encoding="utf-8")

@@ -259,6 +259,13 @@ def test_wrong_options_are_named(options: dict[str, str], message: str) -> None:
         read_options(function, options)
 
 
+def test_data_for_a_recipe_that_makes_its_prompts_are_refused_as_data() -> None:
+    """Also if columns of the file are named: the recipe has no option for the file."""
+    message = r"--data: got 'a\.parquet'; expected no data: the recipe writes its own prompts, and has no option data"
+    with pytest.raises(ConfigError, match=message):
+        read_options(load_recipe("calculator"), {"input_key": "question", "data": "a.parquet"})
+
+
 def test_an_error_in_a_recipe_is_reported() -> None:
     """A recipe function that raises is bad input, with its cause."""
 

@@ -128,12 +128,18 @@ WRONG = [
     Wrong("a module that is not installed", "DIR/mine.py, line 1: importing the recipe raised ModuleNotFoundError: No module named 'numpyy'", changed(file="import numpyy\n")),
     Wrong("a recipe without return", "the value that the recipe returned: got None; expected a Recipe, by return agent_recipe(...)", recipe("agent_recipe('toy', endpoint, World, PROMPTS)")),
     Wrong("a recipe without its endpoint", "recipe recipe: got 'no parameter'; expected recipe(endpoint, *, ...)", changed(recipe="def recipe():\n    pass")),
+    Wrong("a recipe without its endpoint, with options", "recipe recipe: got '(*, size: int = 2)'; expected recipe(endpoint, *, ...)", changed(recipe="def recipe(*, size: int = 2):\n    pass")),
     Wrong("an async recipe", "recipe recipe: got 'async def'; expected def: a recipe is called, not awaited", changed(recipe="async def recipe(endpoint):\n    pass")),
     Wrong("a recipe that raises", "recipe recipe raised KeyError: 'data' (DIR/mine.py, line …)", recipe("raise KeyError('data')")),
     Wrong("a recipe without a name", "recipe recipe raised TypeError: agent_recipe() missing 1 required positional argument: 'prompts' (DIR/mine.py, line …)", recipe("return agent_recipe(endpoint, World, PROMPTS)")),
     Wrong("prompts in the place of the environment", "DataBuffer.prompts: got <class 'rollouts_recipe_mine.World'>; expected a list of prompts", recipe("return agent_recipe('toy', endpoint, PROMPTS, World)")),
     Wrong("an endpoint that is a URL", "endpoint: got 'http://127.0.0.1:1'; expected an Endpoint", recipe("return agent_recipe('toy', 'http://127.0.0.1:1', World, PROMPTS)")),
     Wrong("a provider that has no token ids", "Endpoint.provider: got 'openai'; expected \"sglang\" or \"vllm\": a run sends token ids and gets token ids with their logprobs; OpenAI's chat API has no token ids", recipe("return agent_recipe('toy', Endpoint(provider='openai'), World, PROMPTS)")),
+    # -- tools
+    Wrong("methods without the mark of a tool", "World.tools: got 'none'; expected @tool before the methods that the model may call: look", world("def look(self, at: str) -> str:\n    return at")),
+    Wrong("a tool without self", "World.look: got '(at, near)'; expected self as the first argument of a tool", tool("return at", "at: str, near: str")),
+    Wrong("an argument of a class that is not JSON", "World.look(at): got <class 'object'>; expected a type of JSON, as str, …", tool("return 'x'", "self, at: object")),
+    Wrong("a description in the decorator", "DIR/mine.py, line …: importing the recipe raised ConfigError: @tool: got 'Look.'; expected no arguments: the docstring of the method is its description", world("@tool('Look.')\ndef look(self, at: str) -> str:\n    return at")),
     # -- options
     Wrong("an option with a misspelled name", "agent_recipe(batchsize): got 3; expected an option (did you mean batch_size…?): max_turns, …", changed(options="batchsize=3")),
     Wrong("a number that is a text", "RolloutConfig.batch_size: got '3'; expected an integer >= 1", changed(options="batch_size='3'")),

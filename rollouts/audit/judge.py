@@ -155,11 +155,12 @@ class _Group:
     """The rollouts of a group so far."""
 
     place: str
-    prompt: int
-    label: int
-    rollouts: set[Hashable] = attrs.field(factory=set)
+    marks: dict[Hashable, tuple[str, set[int], set[int]]] = attrs.field(factory=dict)
+    """The place of each rollout, and checksums of the prompts and labels of its rows."""
     pairs: list[tuple[float, float]] = attrs.field(factory=list)
     """Reward and advantage of each row, where the dump has both."""
+    may_be_cut: bool = False
+    """Whether it is the first of several in a log of the last rows."""
 
 
 class _Judge:
@@ -179,6 +180,12 @@ class _Judge:
         self._replies: dict[Hashable, str] = {}
         """The place of each trained reply, by rollout and checksum."""
         self._rollouts: Counter[Hashable] = Counter()
+        self._sequences: Counter[Hashable] = Counter()
+        """The number of different rows of each rollout."""
+        self._again: list[tuple[Hashable, str, str]] = []
+        """Rollout and place of a row, and the place of an equal row of that rollout."""
+        self._first: _Group | None = None
+        """The first group of the file."""
         self._file = 0
         """A checksum of the columns of the file's rows so far."""
         self._files: dict[int, str] = {}
@@ -313,9 +320,17 @@ class _Judge:
         self.report.judged["rows"] += 1
         key = hash((row.rollout, checksum))
         first = self._seen.setdefault(key, row.place)
-        if first != row.place:
-            self._find("broken", "rows", row.place, "the same rollout again", f"one row for it, and {first} is it")
-        return first != row.place
+        if first == row.place:
+            self._sequences[row.rollout] += 1
+            return False
+        self._again.append((row.rollout, row.place, first))
+        return True
+
+    def _find_again(self) -> None:
+        """Find rows that are stored twice. Agents of one rollout that are asked the same may reply the same."""
+        for rollout, place, first in self._again:
+            kind = "broken" if self._sequences[rollout] == 1 else "unusual"
+            self._find(kind, "rows", place, "the same rollout again", f"one row for it, and {first} is it")
 
     def end_file(self, file: Path) -> None:
         """Check law 4 for a file: that no other one has its rows. Columns with logprobs are not sampled twice."""
@@ -323,37 +338,46 @@ class _Judge:
             first = self._files.setdefault(self._file, file.name)
             if first != file.name:
                 self._find("broken", "rows", file.name, "the rows of another file", f"rows that {first} does not have")
-        self._file = 0
+        self._file, self._first = 0, None
 
     def _check_group(self, row: AuditedRow) -> None:
         if row.group is None:
             return
-        prompt, label = (zlib.crc32(repr(value).encode()) for value in (row.prompt, row.label))
-        group = self._groups.setdefault(row.group, _Group(row.place, prompt, label))
+        group = self._groups.setdefault(row.group, _Group(row.place))
+        self._first = self._first or group
+        if group is not self._first and self._reader.keeps_last:
+            self._first.may_be_cut = True
         rollout = self.report.rows if row.rollout is None else row.rollout
-        is_branch = rollout in group.rollouts  # whose prompt may be that of another agent
-        group.rollouts.add(rollout)
-        for name, mark, first in (("prompt", prompt, group.prompt), ("label", label, group.label)):
-            if mark != first and not is_branch:
-                expected = f"that of {group.place}: one {name} a group"
-                self._find("broken", "groups", f"{row.place}, {name}", f"another {name}", expected)
+        _, *marks = group.marks.setdefault(rollout, (row.place, set(), set()))
+        for value, found in zip((row.prompt, row.label), marks, strict=True):
+            found.add(zlib.crc32(repr(value).encode()))
         if row.advantage is not None:
             (reward,) = row.rewards if row.rewards is not None and len(row.rewards) == 1 else (None,)
             group.pairs.append((math.nan if reward is None else reward, row.advantage))
+
+    def _check_prompts(self) -> None:
+        """Check law 5: rollouts of a group have a prompt and a label in common. Agents of one rollout have others."""
+        for group in self._groups.values():
+            _, *first = next(iter(group.marks.values()))
+            for place, *marks in group.marks.values():
+                for name, found, expected in zip(("prompt", "label"), marks, first, strict=True):
+                    if not found & expected:
+                        said = f"that of {group.place}: one {name} a group"
+                        self._find("broken", "groups", f"{place}, {name}", f"another {name}", said)
 
     def _check_sizes(self) -> None:
         """Check law 5: groups have one size, that of most of them."""
         if len(self._groups) < 2:
             return
-        sizes = Counter(len(group.rollouts) for group in self._groups.values())
+        sizes = Counter(len(group.marks) for group in self._groups.values())
         usual, count = sizes.most_common(1)[0]
         if usual == 1 and count == len(self._groups):
             return
         self.report.judged["groups"] += len(self._groups)
         kind = "broken" if self._reader.fixed_groups and 2 * count > len(self._groups) else "unusual"
         for group in self._groups.values():
-            if len(group.rollouts) != usual:
-                got = f"a group of {len(group.rollouts)} rollouts"
+            if len(group.marks) != usual:
+                got = f"a group of {len(group.marks)} rollouts"
                 self._find(kind, "groups", group.place, got, f"{usual}, as {count} of {len(self._groups)} groups")
 
     def _check_advantages(self) -> None:
@@ -369,7 +393,8 @@ class _Judge:
             scale = max(1e-6, float(np.abs(advantages).max()))
             if abs(float(advantages.mean())) > 1e-2 * scale:
                 got = f"a mean of {advantages.mean():.3g} over {len(advantages)} rows"
-                self._find("broken", "advantages", group.place, got, "0: the reward minus the group's mean")
+                kind = "unusual" if group.may_be_cut else "broken"
+                self._find(kind, "advantages", group.place, got, "0: the reward minus the group's mean")
             elif np.isfinite(rewards).all() and len(rewards) > 1 and not _proportional(rewards, advantages):
                 expected = "advantages in proportion to the rewards minus their mean"
                 self._find("unusual", "advantages", group.place, "others", expected)
@@ -379,6 +404,8 @@ class _Judge:
     def end(self) -> AuditReport:
         """The report, after the last row."""
         report = self.report
+        self._find_again()
+        self._check_prompts()
         self._check_sizes()
         self._check_advantages()
         if self._weights is not None and self._weights.total.tokens:

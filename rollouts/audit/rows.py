@@ -121,3 +121,5 @@ class Reader:
     """Why a check cannot be judged from this format, a sentence each."""
     fixed_groups: bool = False
     """Whether the system writes whole groups of one size."""
+    keeps_last: bool = False
+    """Whether a file has the last rows of a log, so that its first group may lack rows."""

@@ -163,9 +163,9 @@ class _MainParser(_Parser):
         verb = self.verbs.choices.get(self.called or "")
         unknown, _, words = message.partition("unrecognized arguments: ")
         if verb is not None and not unknown:
-            names = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-            known = [option for option in verb._option_string_actions if option.startswith("--")]
-            message += "".join(did_you_mean(name, known) for name in names)
+            from rollouts.commands.unknown_arguments import hints  # here: only an error needs it
+
+            message += hints(words.split(), list(verb._option_string_actions))
         super().error(message)
 
 

@@ -19,7 +19,6 @@ import anyio.to_thread
 import attrs
 
 from rollouts.commands.metric_reads import ReadNames
-from rollouts.commands.tool_calls import check_tools
 from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import Environment, EnvironmentFactory
@@ -58,6 +57,8 @@ async def rehearse(recipe: Recipe) -> list[str]:
     generate_fn = recipe.config.generate_fn
     if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:
         return []
+    from rollouts.commands.tool_calls import check_tools  # here: a resumed run, and one of programs, calls no tool
+
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     prompts = list(itertools.islice(itertools.cycle(recipe.data_buffer.prompts), len(_SHARE_OF_CALLS)))
     read = ReadNames()

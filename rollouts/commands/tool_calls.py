@@ -33,7 +33,8 @@ async def check_tools(environment_cls: EnvironmentFactory, prompts: Sequence[Pro
 
     Raises:
         GenerateFailure: a tool failed for the same reason in each of three calls with other arguments.
-        ConfigError: a tool that is a method has no docstring, which is all that the model reads about it.
+        ConfigError: a tool that is a method has no docstring, which is all that the model reads about it; or an
+            environment without tools has methods that only lack the mark of a tool.
     """
     called: set[str] = set()
     for prompt in prompts:
@@ -63,6 +64,10 @@ async def _tools_of(environment_cls: EnvironmentFactory, prompt: Prompt, limits:
             tools = world.tools()
     except EnvironmentFailure:  # of this prompt; the episodes of the rehearsal judge it
         return ()
+    if not tools:
+        from rollouts.commands.unmarked_tools import check_marks  # here: most environments have tools
+
+        check_marks(world.environment, world.name)
     for tool in tools:
         if isinstance(world.environment, ToolEnvironment) and not tool.description.strip():
             expected = "a docstring: the model reads its first line as the description of the tool"

@@ -26,25 +26,29 @@ tokenized again, so the model must have the tokenizer of the policy that sampled
   `completion_only_loss` and `assistant_only_loss` unset, because the trainer takes `labels` as they are; and
   `packing=False`, unless the attention of the model separates packed rows.
 - axolotl: `datasets: [{{path: FOLDER, type: }}]` with an empty `type`, on a data set without `source`
-  (`--without-source`), and a `sequence_len` of at least {longest}.""",
+  (`--without-source`), and a `sequence_len` of at least {longest}.
+- LLaMA-Factory: `tokenized_path: PATH`, with
+  `DatasetDict(train=load_dataset(FOLDER, split="train")).save_to_disk(PATH)` of `datasets`. It cuts nothing.""",
     "chat": """The trainer renders and tokenizes a chat row again, so its ids may differ from the sampled ones, and
 the trainer decides which are trained. `--to tokens` has the exact ids and the exact mask.
 
 - TRL `SFTTrainer` trains **every** token of `messages`, also of system, user and tools, unless
   `SFTConfig(assistant_only_loss=True)` and a chat template with `{{% generation %}}` markers are given.
 - axolotl: `type: chat_template`, `roles_to_train: [assistant]`, `train_on_eos: turn`.
-- LLaMA-Factory: in `dataset_info.json`, `formatting: openai` and `columns: {{messages: messages, tools: tools}}`.""",
+- LLaMA-Factory, where the `file_name` of `dataset_info.json` is `data` of this folder, with the fields
+  `{{"formatting": "openai", "columns": {{"messages": "messages", "tools": "tools"}}, "tags": {{"role_tag": "role",
+  "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool",
+  "function_tag": "function", "system_tag": "system"}}}}`.""",
     "pairs": """A pair is two replies to one exact context: the first reply in which a rollout that passed differs
 from a rollout that did not. The verdict is that of the whole rollout (`source.credit`), not of the reply.
 
 - TRL `DPOTrainer`, `RewardTrainer`: the columns as they are. Every token after the prompt counts, which is one reply.
-- LLaMA-Factory: `ranking: true` and
-  `columns: {{messages: prompt, chosen: chosen, rejected: rejected, tools: tools}}`.""",
+- LLaMA-Factory takes one message as `chosen`, and no list of one: it does not take these columns.""",
     "kto": """A row is the last reply of a rollout after its context. The label is that of the whole rollout
 (`source.credit`).
 
 - TRL `KTOTrainer`: the columns as they are. Set `desirable_weight` and `undesirable_weight` by the share of labels.
-- LLaMA-Factory: `kto_tag: label`.""",
+- LLaMA-Factory takes the whole conversation in one column: it does not take these columns.""",
 }
 
 

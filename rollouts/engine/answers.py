@@ -75,6 +75,8 @@ class Answers:
             scored = request.tokens[start : request.prompt_tokens] if start >= 0 else []
             values = [None, *request.prompt_logprobs]
             meta["input_token_logprobs"] = self._triples(values[: len(scored)], scored[: len(values)])
+            if request.tops:  # as wide as input_token_logprobs, whose first token has no logprob either
+                meta["input_top_logprobs"] = [None, *request.prompt_tops][: len(scored)]
         meta["e2e_latency"] = time.perf_counter() - request.arrived
         meta["response_sent_to_client_ts"] = time.time()
         answer: dict[str, Any] = {"output_ids": ids, "meta_info": meta}

@@ -213,9 +213,8 @@ def read_generate(
         start = starts[index] if wants[index] else -1
         if not -1 <= start < len(tokens):
             raise Refusal(f"logprob_start_len: got {start}; expected -1 to {len(tokens) - 1}")
-        if tops[index] < 0 or (tops[index] and start >= 0):
-            expected = "at least 0, and 0 with logprobs of the prompt: this engine does not support their top logprobs"
-            raise Refusal(f"top_logprobs_num: got {tops[index]}; expected {expected}")
+        if tops[index] < 0:
+            raise Refusal(f"top_logprobs_num: got {tops[index]}; expected at least 0")
         check_ids("input_ids", tokens, loaded.vocab_size)
         request = Request(
             rid=rids[index],

@@ -64,11 +64,13 @@ class Request:
     """The LoRA adapter of its tokens, prompt included."""
     stream: bool = False
     tops: int = 0
-    """Number of the most probable ids whose logprobs each sampled token has in the response."""
+    """Number of the most probable ids whose logprobs each token with a logprob has in the response."""
     prompt_tokens: int = attrs.field(init=False)
     logprobs: list[float] = attrs.field(factory=list)
     prompt_logprobs: list[float] = attrs.field(factory=list)
     """Logprobs of the prompt tokens after ``score_from``."""
+    prompt_tops: list[list[tuple[float, int, None]]] = attrs.field(factory=list)
+    """For each of ``prompt_logprobs``, if there are ``tops``: as ``top_logprobs``."""
     top_logprobs: list[list[tuple[float, int, None]]] = attrs.field(factory=list)
     """For each sampled token, if there are ``tops``: logprob and id of the most probable ones, descending."""
     spans: list[tuple[str, int]] = attrs.field(factory=list)

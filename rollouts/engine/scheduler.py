@@ -120,6 +120,7 @@ class Scheduler:
                 request.retractions += 1
                 if not request.logprobs:
                     request.prompt_logprobs.clear()
+                    request.prompt_tops.clear()
                 self._waiting.appendleft(request)
 
     def resume(self) -> None:
@@ -263,6 +264,8 @@ class Scheduler:
         scores = logits[0, first - start - 1 :][: len(following)].log_softmax(-1)
         index = torch.tensor(following, dtype=torch.long, device=scores.device)[:, None]
         request.prompt_logprobs.extend(scores.gather(1, index)[:, 0].tolist())
+        if request.tops:
+            request.prompt_tops += [_tops(request.tops, row) for row in scores]
         slots.length[slot] += count
         if slots.length[slot] < slots.total[slot]:
             return
@@ -322,10 +325,13 @@ def _append_tops(requests: list[Request], logprobs: torch.Tensor) -> None:
     """Append the most probable ids to the requests that ask for them."""
     for row, request in enumerate(requests):
         if request.tops:
-            values, ids = logprobs[row].topk(min(request.tops, logprobs.shape[1]))
-            request.top_logprobs.append(
-                [(value, id_, None) for value, id_ in zip(values.tolist(), ids.tolist(), strict=True)]
-            )
+            request.top_logprobs.append(_tops(request.tops, logprobs[row]))
+
+
+def _tops(count: int, logprobs: torch.Tensor) -> list[tuple[float, int, None]]:
+    """Logprob and id of the most probable ids of one position, descending."""
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    return [(value, id_, None) for value, id_ in zip(values.tolist(), ids.tolist(), strict=True)]
 
 
 def _shaped(logits: torch.Tensor, requests: list[Request]) -> torch.Tensor:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, TypeVar, get_type_hints, runtime_checkable
 
 import anyio.to_thread
@@ -342,7 +342,12 @@ def tool(method: Method) -> Method:
     It returns the content that the model reads: a string, a number, an image (:class:`~rollouts.dtypes.Image` or PIL),
     or a list of strings and images; or a :class:`ToolResult`. Any other value fails the rollout. The model
     also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
+
+    Raises:
+        ConfigError: it is called with a description.
     """
+    if isinstance(method, str):
+        raise ConfigError.of("@tool", method, "no arguments: the docstring of the method is its description")
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
 
@@ -379,7 +384,8 @@ class ToolEnvironment:
 
     async def step(self, reply: Message) -> StepResult:
         if not reply.tool_calls:
-            return await self.answer(reply)
+            answer: StepResult | Awaitable[StepResult] = self.answer(reply)
+            return answer if isinstance(answer, StepResult) else await answer
         messages: list[Message] = []
         rewards: list[float] = []
         times: list[Span] = []
@@ -453,12 +459,17 @@ class _ToolMethod:
     def of(cls, name: str, method: Callable[..., Any]) -> _ToolMethod:
         hints = get_type_hints(method)
         fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
-        for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        parameters = list(inspect.signature(method).parameters.values())
+        if not parameters or (parameters[0].name != "self" and parameters[0].name in hints):
+            names = ", ".join(parameter.name for parameter in parameters)
+            raise ConfigError.of(method.__qualname__, f"({names})", "self as the first argument of a tool")
+        for parameter in parameters[1:]:
             argument = f"{method.__qualname__}({parameter.name})"
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError.of(argument, str(parameter), "named arguments only: a model cannot pass others")
             if parameter.name not in hints:
                 raise ConfigError.of(argument, "no annotation", "a type for each argument of a tool")
+            _check_schema(argument, hints[parameter.name])
             entry = (parameter.name, hints[parameter.name])
             fields.append(entry if parameter.default is parameter.empty else (*entry, parameter.default))
         arguments = msgspec.defstruct(name, fields, forbid_unknown_fields=True)
@@ -466,6 +477,14 @@ class _ToolMethod:
         schema = {key: value for key, value in components[name].items() if key != "title"}
         description = (inspect.getdoc(method) or "").partition("\n")[0]
         return cls(Tool(name, description, schema), arguments)
+
+
+def _check_schema(argument: str, kind: Any) -> None:
+    try:
+        msgspec.json.schema(kind)
+    except TypeError:
+        expected = "a type of JSON, as str, int, float, bool, list[...], dict[str, ...], Literal[...] or a dataclass"
+        raise ConfigError.of(argument, kind, expected) from None
 
 
 @functools.cache

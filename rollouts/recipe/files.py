@@ -223,6 +223,9 @@ def read_options(function: RecipeFunction, options: Mapping[str, str]) -> dict[s
     """
     known = {option.name: option for option in recipe_options(function)}
     known |= {name: Option(name, kind, None) for name, kind in GENERATE_OPTIONS.items() if name not in known}
+    if "data" in options and "data" not in known:
+        expected = "no data: the recipe writes its own prompts, and has no option data"
+        raise ConfigError.of("--data", options["data"], expected)
     for name in options:
         if name not in known:
             from rollouts.base.nearest import did_you_mean
@@ -260,8 +263,11 @@ def build(
     Raises:
         ConfigError: as :func:`read_options`; or the function raised, or did not return a recipe.
     """
-    if not inspect.signature(function).parameters:
-        raise ConfigError.of(f"recipe {function_name(function)}", "no parameter", "recipe(endpoint, *, ...)")
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        got = "no parameter" if first is None else str(signature)
+        raise ConfigError.of(f"recipe {function_name(function)}", got, "recipe(endpoint, *, ...)")
     values = read_options(function, options)
     own = {option.name for option in recipe_options(function)}
     bound = {name: values.pop(name) for name in GENERATE_OPTIONS if name in values and name not in own}

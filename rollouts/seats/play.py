@@ -170,6 +170,8 @@ def comparisons_of(seats: Mapping[str, Seat], by: Comparison) -> dict[str, str]:
     Raises:
         ConfigError: ``by`` is not a comparison, or names a seat that does not exist.
     """
+    if not isinstance(by, str | Mapping):
+        raise ConfigError.of("by", by, "a comparison, or one for each seat")
     unknown = [] if isinstance(by, str) else sorted(set(by) - set(seats))
     if unknown:
         raise ConfigError.of("by", unknown, f"seats of the play, {sorted(seats)}")

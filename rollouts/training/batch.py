@@ -21,12 +21,20 @@ from rollouts.errors import ConfigError
 from rollouts.training.branches import rollout_keys
 from rollouts.training.comparisons import Comparison, comparison_keys, conversation_keys
 from rollouts.training.rows import check_fields, check_has_ids, reward_of_branches
-from rollouts.training.types import Sample
+from rollouts.training.types import Sample, Status
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedBatch", "RolloutBatch", "collate", "collate_packed", "group_advantages", "loss_weights"]
+__all__ = [
+    "PackedBatch",
+    "RolloutBatch",
+    "check_ended",
+    "collate",
+    "collate_packed",
+    "group_advantages",
+    "loss_weights",
+]
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation before division; slime's value."""
@@ -244,8 +252,19 @@ def _check(sample: Sample, place: str) -> None:
         raise ConfigError.of(f"{place}.rollout_log_probs", None, "a logprob for each trained token")
 
 
+def check_ended(sample: Sample) -> None:
+    """Check that a rollout has a verdict: the sum of the steps before a failure is none.
+
+    Raises:
+        ConfigError: it failed, or was aborted.
+    """
+    if sample.status in (Status.FAILED, Status.ABORTED):
+        raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
+
+
 def _check_scored(sample: Sample, place: str) -> None:
     check_has_ids(sample)
+    check_ended(sample)
     if sample.reward is None:
         raise ConfigError.of(f"{place}.reward", None, "a number: a batch is made of scored samples")
     if sample.group_index is None:

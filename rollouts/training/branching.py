@@ -25,7 +25,7 @@ from rollouts.base.validators import is_int
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, SamplingParams, VersionSpan
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.training.agent_integration import agent_rollout_to_sample, generate_all
 from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
@@ -118,7 +118,7 @@ async def _branches(
     async def play(number: int) -> None:
         branch = attrs.evolve(prompt, turn_log=logs.log(number, shared), label=copied(prompt.label))
         seeded = {**options, "sampling": _seeded(sampling, number)}
-        leaves[number] = _as_branch(await agent_rollout_to_sample(branch, **seeded), number, shared)
+        leaves[number] = _as_branch(await agent_rollout_to_sample(branch, **seeded), number, shared, whole)
 
     async with first_error() as tasks:
         for number in range(1, n):
@@ -137,9 +137,16 @@ def _seeded(sampling: SamplingParams, number: int) -> SamplingParams:
     return attrs.evolve(sampling, seed=zlib.crc32(f"{sampling.seed}/branch/{number}".encode()) & 0x7FFFFFFF)
 
 
-def _as_branch(sample: Sample, number: int, kept: Sequence[Turn]) -> Sample:
-    """A whole resumed rollout as a branch: the tokens of the kept turns are context, and count for the parent only."""
+def _as_branch(sample: Sample, number: int, kept: Sequence[Turn], whole: Sample) -> Sample:
+    """A whole resumed rollout as a branch: the tokens of the kept turns are context, and count for the parent only.
+
+    One that has other tokens failed: it did not resume, but began from the prompt.
+    """
     shared = sum(len(turn.tokens) for turn in kept)
+    if not np.array_equal(sample.token_column[:shared], whole.token_column[:shared]):
+        failure = Failure.of(GenerateFailure(f"branch {number} did not continue the turns of its parent"))
+        sample.status, sample.failure = Status.FAILED, sample.failure or failure
+        return sample
     mask, logprobs = sample.mask_column.copy(), sample.logprob_column
     mask[:shared] = False
     if logprobs is not None:
@@ -188,26 +195,41 @@ class _BranchLogs:
         log = None if prompt.turn_log is None else await prompt.turn_log.claim()
         logs = cls(log, prompt)
         for turn in () if log is None else log.turns:
-            logs.kept.setdefault(_number_of(turn), []).append(turn)
+            logs._keep(turn)
         if log is not None and not all(logs._is_ours(turn) for turn in log.turns):
             logs.kept.clear()
             await log.void()
         return logs
 
     def log(self, number: int, first: Sequence[Turn] = ()) -> TurnLog:
-        """The log of a branch, which begins with the turns ``first`` of its parent."""
-        kept = self.kept.setdefault(number, [])
+        """The log of a branch, which begins with the turns ``first`` of its parent.
+
+        Its own turns follow if they were sampled after these: a function of the rollout may now choose another turn.
+        """
 
         async def save(turn: Turn | None) -> None:
             if turn is None:
-                kept.clear()
+                self.kept.pop(number, None)
                 return
             turn = attrs.evolve(turn, fields={**turn.fields, "conversation": f"/{number}"})
-            kept.append(_apart(turn))
+            self._keep(_apart(turn))
             if self._log is not None:
                 await self._log.save(turn)
 
-        return TurnLog(save, [_apart(turn) for turn in [*first, *kept]])
+        own = self.kept.get(number, [])
+        if first:
+            follows = bool(own) and own[0].number == first[-1].number + 1
+            while own and not (follows and own[-1].resumable):
+                own.pop()
+        return TurnLog(save, [_apart(turn) for turn in [*first, *own]])
+
+    def _keep(self, turn: Turn) -> None:
+        """Add a turn; it replaces those of an earlier beginning, and the first of the whole rollout all branches."""
+        number = _number_of(turn)
+        if not number and turn.number == 1:
+            self.kept.clear()
+        earlier = self.kept.get(number, [])
+        self.kept[number] = [*(one for one in earlier if one.number < turn.number), turn]
 
     def until(self, turn: int, whole: Sample) -> list[Turn]:
         """The turns of the whole rollout that its branches share."""

@@ -65,12 +65,12 @@ def conversation_keys(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
 
 
 def seat_of(sample: Any) -> tuple[str, int]:
-    """The seat of a sample and the number of its conversation; a sample of slime has them in its metadata."""
-    seat = getattr(sample, "seat", None)
-    if seat is not None:
-        return seat, sample.conversation
+    """The seat of a sample and the number of its conversation; slime's has them in its metadata, as data may."""
+    if getattr(sample, "seat", None) is not None:
+        return sample.seat, sample.conversation
     metadata = sample.metadata or {}
-    return metadata.get("seat") or "", metadata.get("conversation") or 0
+    seat, number = metadata.get("seat"), metadata.get("conversation")
+    return (seat, number if isinstance(number, int) else 0) if isinstance(seat, str) and seat else ("", 0)
 
 
 def comparison_of(sample: Any, by: Comparison | None = None) -> str:

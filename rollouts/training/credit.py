@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
+from rollouts.training.batch import check_ended
 from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
 from rollouts.training.rows import reward_of_branches, turn_column
 from rollouts.training.types import Sample
@@ -65,9 +66,11 @@ def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Co
         by: the conversations that are compared, as for :func:`~rollouts.training.group_advantages`.
 
     Raises:
-        ConfigError: a sample without a reward, branches of a conversation with unlike rewards, or a comparison that the
-            estimator cannot use.
+        ConfigError: a sample that failed or has no reward, branches of a conversation with unlike rewards, or a
+            comparison that the estimator cannot use.
     """
+    for sample in samples:
+        check_ended(sample)
     for members in by_comparison(samples, by):
         conversations = [_conversation(branches) for branches in by_conversation(members)]
         for conversation, values in zip(conversations, estimator(conversations), strict=True):
@@ -91,7 +94,7 @@ def _turns(branch: Sample) -> tuple[npt.NDArray[np.int32], int]:
         return column, int(turns.max()) + 1
     turn = -1
     for record in branch.completions:
-        turn += not record.continues
+        turn = max(turn + (not record.continues), 0)
         column[record.start : record.stop] = turn
     column[~mask] = -1
     return column, turn + 1
@@ -102,7 +105,9 @@ def _conversation(branches: Sequence[Sample]) -> Conversation:
     rewards: list[float] = []
     for branch in branches:
         first = len(rewards)
-        numbers = list(itertools.accumulate(not one.continues for one in branch.completions))
+        numbers = list(
+            itertools.accumulate(not (number and one.continues) for number, one in enumerate(branch.completions))
+        )
         rewards += [0.0] * _turns(branch)[1]
         known = [*(branch.step_completions or ())]
         for number, amount in zip(known, branch.step_rewards, strict=False):

@@ -359,7 +359,8 @@ def check_rows(prompts: Any, field: str) -> None:
     if rows is not None:
         raise ConfigError(f"{field}: got a {type(prompts).__name__}; expected rows: {rows}")
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise ConfigError.of(field, prompts, "a list of prompts")
+        is_file = isinstance(prompts, str) and prompts.endswith((".jsonl", ".json", ".csv", ".parquet"))
+        raise ConfigError.of(field, prompts, "a list of prompts" + (", or load_prompts(path)" if is_file else ""))
 
 
 def _rows_of_table(value: Any) -> str | None:
@@ -402,9 +403,8 @@ def _unchecked_prompt(row: Any, place: str) -> Prompt:
         if isinstance(row, Mapping):
             unknown = row.keys() - {"prompt", "label", "metadata"}
             if unknown or "prompt" not in row:
-                raise ConfigError.of(
-                    "row", sorted(row.keys()), 'the keys "prompt", and "label" and "metadata" where known'
-                )
+                keys = 'the keys "prompt", and "label" and "metadata" where known; others: load_prompts(prompt=NAME)'
+                raise ConfigError.of("row", sorted(row.keys()), keys)
             metadata = row.get("metadata") or {}
             if not isinstance(metadata, Mapping | str):
                 raise ConfigError.of("metadata", metadata, "an object")

@@ -227,7 +227,7 @@ def _repeated_prompts(samples: Sequence[Sample]) -> int:
 
 
 def _turns(branches: Sequence[Sample]) -> int:
-    return sum(sample.turns for sample in branches)
+    return sum(sample.turns or int(sample.metrics.get("replies", 0)) for sample in branches)  # without ids: counted
 
 
 def _mean(values: Sequence[float]) -> float:

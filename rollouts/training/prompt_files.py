@@ -187,6 +187,8 @@ def _decoded(text: bytes, place: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
+        if text.startswith(b"PAR1"):
+            raise ConfigError(f"{place}: got Parquet; expected JSON, or a name that ends in .parquet") from None
         raise ConfigError(f"{place}: not JSON ({error})") from None
 
 
@@ -196,6 +198,8 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
         rows = csv.reader(file, strict=True)
         try:
             header = next(rows, [])
+            if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
+                raise ConfigError.of(f"{path}, line 1", header[0], "columns separated by commas")
             for cells in filter(None, rows):
                 place = f"{path}, line {rows.line_num}"
                 if len(cells) != len(header):

@@ -212,7 +212,7 @@ def segments(sample: Sample) -> list[tuple[int, int, bool]]:
 def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
     """The number of the turn that sampled each token of ``trimmed(sample)``, -1 on context, int32 ``[n]``.
 
-    A completion that continues a turn has the number of that turn. Without completions each run of the mask is a turn.
+    A completion that continues a turn has its number, the first has 0. Without completions each run of the mask counts.
 
     Raises:
         ConfigError: it has no sampled token.
@@ -221,7 +221,7 @@ def turn_column(sample: Sample) -> npt.NDArray[np.int32]:
     column = np.full(runs[-1][1], -1, np.int32)
     turn = -1
     for record in sample.completions:
-        turn += not record.continues
+        turn = max(turn + (not record.continues), 0)
         column[record.start : record.stop] = turn
     if not sample.completions:
         for turn, (start, stop, _) in enumerate(run for run in runs if run[2]):

@@ -21,7 +21,7 @@ from verifiers.v1.utils.loaders import load_environment
 
 from scripts.benches.peers_job import SYSTEM, TOOLS, calculated, reward
 
-__all__ = ["InProcess", "Problems"]
+__all__ = ["InProcess", "Problems", "episodes", "play"]
 
 _VALUES = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv}
 
@@ -89,6 +89,11 @@ class InProcess(vf.Harness[InProcessConfig]):
 
 async def play(folder: str, url: str, prompts: list[str], in_flight: int, reply: int) -> list[Any]:
     """Ids, mask, logprobs and reward of each episode."""
+    return [_row(episode) for episode in await episodes(folder, url, prompts, in_flight, reply)]
+
+
+async def episodes(folder: str, url: str, prompts: list[str], in_flight: int, reply: int) -> list[vf.Episode]:
+    """The episodes of one environment."""
     Problems.prompts = prompts
     config = vf.SingleAgentEnvConfig.model_validate(
         {
@@ -107,7 +112,7 @@ async def play(folder: str, url: str, prompts: list[str], in_flight: int, reply:
                 tasks.create_task(environment.run_slot(environment.slots(task)[0], context, semaphore))
                 for task in environment.taskset
             ]
-    return [_row(run.result()) for run in runs]
+    return [run.result() for run in runs]
 
 
 def _row(episode: vf.Episode) -> tuple[list[int], list[bool], list[float], float]:

@@ -120,6 +120,24 @@ TRAINERS: dict[str, Trainer] = {
         tests=("tests/integration/test_curated_trl.py",),
         packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow"),
     ),
+    "axolotl": Trainer(
+        tests=("tests/integration/test_curated_axolotl.py",),
+        packages=(
+            "datasets", "addict", "colorama", "accelerate", "fire", "numba", "peft", "posthog", "pyarrow", "pydantic",
+            "python-dotenv", "trl==1.16.0",
+        ),
+        no_deps=("axolotl==0.19.0",),  # the newest for Python 3.11; it requires CUDA wheels
+    ),
+    "llamafactory": Trainer(
+        tests=("tests/integration/test_curated_llamafactory.py",),
+        packages=("datasets", "accelerate", "omegaconf", "peft", "pyarrow", "trl==0.24.0"),
+        no_deps=("llamafactory==0.9.5",),  # it requires older transformers
+        stubs=("torchaudio",),
+    ),
+    "dumps": Trainer(
+        tests=("-s", "tests/audit/readers"),
+        packages=("trl==1.16.0", "accelerate", "datasets", "requests", "pyarrow", "verifiers==0.4.0"),
+    ),
     "environments": Trainer(
         tests=("-m", "extra", "tests/environments/adapters"),
         packages=("gymnasium==1.4.0", "openenv-core==0.3.0", "skyrl-gym==0.4.0", "verifiers==0.4.0"),

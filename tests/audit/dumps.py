@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rollouts.audit import ModelTokens
+from rollouts.audit import AuditReport, ModelTokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.renderer import load_tokenizer
 
@@ -25,6 +25,7 @@ __all__ = [
     "of_nemo",
     "of_slime",
     "of_traces",
+    "said",
     "write_lines",
 ]
 
@@ -217,3 +218,11 @@ def of_nemo() -> Dump:
 def write_lines(path: Path, rows: Dump) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def said(name: str, report: AuditReport) -> list[str]:
+    """The broken findings; prints a line of the table of ``docs/audit.md``."""
+    unusual = ", ".join(f"{count} {check}" for check, count in sorted(report.unusual.items())) or "0"
+    weights = report.judged["weights"] or "–"
+    print(f"\n| {name} | {report.rows} | {report.tokens} | {report.broken.total()} | {unusual} | {weights} |")
+    return [str(finding) for finding in report.findings if finding.kind == "broken"]

@@ -440,6 +440,39 @@ def test_groups_of_one_rollout_are_not_said_to_hold(tmp_path: Path) -> None:
     assert report.reasons["groups"] == "each group of the dump has one rollout"
 
 
+def agents(rows: Dump) -> Dump:
+    """Three agents in each rollout, in any order; two of them are asked the same and reply the same."""
+    found = []
+    for number, row in enumerate(rows):
+        names = {name: row[name] for name in ("group_index", "index", "rollout_id", "label")}
+        third = {**rows[number - 1], **names, "prompt": "Judge this."}
+        found += [third, row, dict(row)] if number % 2 else [row, dict(row), third]
+    return found
+
+
+def test_equal_replies_of_the_agents_of_a_rollout_are_unusual(tmp_path: Path) -> None:
+    """Agents that are asked the same may reply the same: only a rollout without other rows is stored twice."""
+    report = audited(tmp_path, "slime-pt", agents(of_slime()))
+    assert found(report) == {"unusual rows"}
+    assert report.unusual["rows"] == 12
+    rows = agents(of_slime())
+    rows += [dict(row, index=99, rollout_id=99) for row in rows[:1] * 2]
+    assert audited(tmp_path, "slime-pt", rows).broken["rows"] == 1
+
+
+def test_prompts_of_a_group_are_those_of_any_agent(tmp_path: Path) -> None:
+    """The rows of a rollout may be in any order; a rollout without the prompt of its group is found."""
+    rows = agents(of_slime())
+    for row in rows[3:6]:
+        row["prompt"] = "Another question."
+    report = audited(tmp_path, "slime-pt", rows)
+    (finding,) = [one for one in report.findings if one.kind == "broken"]
+    assert str(finding) == (
+        "broken, law 5 (groups): 0.pt, sample 3 (group 0 · index 1), prompt: got another prompt; expected that of "
+        "0.pt, sample 0 (group 0 · index 0): one prompt a group"
+    )
+
+
 def test_a_file_with_the_rows_of_another_is_found(tmp_path: Path) -> None:
     """Rollouts are numbered by file; columns with logprobs are not sampled twice for a whole file."""
     rows = json.loads(text_of(of_slime))
@@ -509,6 +542,20 @@ def test_advantages_of_trl_are_those_of_their_rewards(tmp_path: Path) -> None:
     assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan) == {"unusual rewards"}
     assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan, extra=math.nan) == {"unusual rewards"}
     assert judged([0.87, -0.87, 0.87, -0.87], last=math.nan, extra=0.0) == set()
+
+
+def test_the_first_group_of_a_log_of_the_last_rows_may_be_cut(tmp_path: Path) -> None:
+    """After an evaluation, TRL's log has a part of the oldest group: that its advantages have a mean is unusual."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    def judged(*advantages: float) -> set[str]:
+        table = {"step": [1] * 4, "prompt": list("qqrr"), "completion": list("abcd"), "correct": [1.0, 0.0] * 2}
+        parquet.write_table(pyarrow.table({**table, "advantage": list(advantages)}), tmp_path / "completions_1.parquet")
+        return found(audit(tmp_path, reader_of("trl")))
+
+    assert judged(0.9, -0.1, 0.7, -0.7) == {"unusual advantages"}
+    assert judged(0.7, -0.7, 0.9, -0.1) == {"broken advantages"}
 
 
 def test_histories_of_harbor_and_rllm(tmp_path: Path) -> None:

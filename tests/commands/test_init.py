@@ -177,7 +177,7 @@ def test_a_run_that_exhausts_its_data_fails_and_keeps_them(
         ),
         (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size=x"], "--set batch_size: got 'x'; expected int"),
         (["run", CALCULATOR, "--out", "OUT", "--set", "batch_size"], "--set: got 'batch_size'; expected key=value"),
-        (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "--data: got 'data'"),
+        (["run", CALCULATOR, "--out", "OUT", "--data", "x.jsonl"], "--data: got 'x.jsonl'; expected no data"),
         (["run", CALCULATOR, "--out", "OUT", "--model", "none"], "--model: got"),
         (["run", CALCULATOR, "--out", "OUT", "--endpoint", "host:1"], "Endpoint.base_url: got ('host:1',)"),
         (
@@ -435,6 +435,14 @@ def test_earlier_names_of_verbs_work(earlier: str, present: str, capsys: pytest.
         (["check-envs", "x"], "(did you mean check-env?)"),
         (["nonsense"], "VERB: got 'nonsense'; expected a verb of rollouts --help\n"),
         (["run", "x", "--out", "y", "--overwite"], "unrecognized arguments: --overwite (did you mean --overwrite?)"),
+        (
+            ["run", "x", "--out", "y", "--batch-size", "4"],
+            "--batch-size 4 (an option of the recipe: --set batch_size=VALUE)",
+        ),
+        (
+            ["eval", "x", "--out", "y", "--set", "size", "4"],
+            "arguments: 4 (options of the recipe are --set NAME=VALUE)",
+        ),
         (
             ["gateway", "--endpoint", "http://x", "--provider", "openai"],
             "got 'openai'; expected sglang or vllm: a run sends token",

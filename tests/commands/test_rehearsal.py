@@ -179,6 +179,33 @@ async def test_a_tool_that_fails_in_each_call_is_refused() -> None:
     assert "A ValueError is an answer that the model reads" in str(caught.value)
 
 
+async def test_methods_without_the_mark_of_a_tool_are_refused() -> None:
+    """An environment without tools but with public methods: the mark was forgotten, and the model would see nothing."""
+
+    class World(ToolEnvironment):
+        def look(self, at: str) -> str:
+            """Look."""
+            return at
+
+        def _find(self) -> None: ...
+
+    class Question(ToolEnvironment):
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            return [Message("user", self.question(prompt))]
+
+        def question(self, prompt: Prompt) -> str:
+            return "1 + 2?"
+
+    class Host(World):
+        async def answer(self, reply: Message) -> StepResult:
+            return StepResult(done=True)
+
+    with pytest.raises(ConfigError, match=r"World\.tools: got 'none'; expected @tool before .*: look$"):
+        await rehearse(recipe_of(World))
+    await rehearse(recipe_of(Question))
+    await rehearse(recipe_of(Host))
+
+
 async def test_an_environment_that_starts_with_some_prompts_is_tested_with_those() -> None:
     """A prompt whose environment does not start says nothing about the tools."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,31 @@ async def together(calls: list[Callable[[], Any]]) -> list[Any]:
 
 
 # -- logprobs ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_scoring_call_has_the_most_probable_ids_of_each_position(client: Any) -> None:
+    """SGLang's ``input_top_logprobs``: as wide as ``input_token_logprobs``, and null first; with those of the reply.
+
+    Each entry is ``[logprob, id, null]``, descending (SGLang 0.5.23, managers/tokenizer_manager.py).
+    """
+    prompt = [*range(1, 120)]
+    ask = {"input_ids": prompt, "return_logprob": True, "top_logprobs_num": 4}
+    whole = (await client.generate(**ask, sampling_params={"max_new_tokens": 0}, logprob_start_len=0))["meta_info"]
+    full = {**ask, "top_logprobs_num": 509, "sampling_params": {"max_new_tokens": 0}, "logprob_start_len": 0}
+    every = (await client.generate(**full))["meta_info"]["input_top_logprobs"]
+    tops, own = whole["input_top_logprobs"], whole["input_token_logprobs"]
+    assert len(tops) == len(own) == len(prompt)
+    assert tops[0] is None
+    for position, (found, (logprob, token, _)) in enumerate(zip(tops[1:], own[1:], strict=True), start=1):
+        values = [value for value, _, _ in found]
+        assert values == sorted(values, reverse=True)
+        assert len({one for _, one, _ in found}) == 4
+        assert {one: value for value, one, _ in every[position]}[token] == pytest.approx(logprob, abs=1e-4)
+        assert sum(math.exp(value) for value in values) <= 1 + 1e-4
+    answer = await client.generate(**ask, sampling_params={"max_new_tokens": 3, "temperature": 0}, logprob_start_len=80)
+    part = answer["meta_info"]
+    assert [len(part[f"{name}_top_logprobs"]) for name in ("input", "output")] == [39, len(answer["output_ids"])]
+    assert part["output_top_logprobs"][0][0][:2] == part["output_token_logprobs"][0][:2]
 
 
 async def test_logprobs_are_those_of_a_teacher_forced_pass(client: Any, reference: Callable[..., list[float]]) -> None:

@@ -114,6 +114,16 @@ async def test_a_reply_without_calls_ends_the_episode() -> None:
     assert not (await Patient().step(Message("assistant", "bye"))).done
 
 
+async def test_an_answer_may_be_sync() -> None:
+    """As ``start``, ``step`` and the tools may."""
+
+    class Patient(Shop):
+        def answer(self, reply: Message) -> StepResult:  # type: ignore[override]
+            return StepResult(done=False)
+
+    assert not (await Patient().step(Message("assistant", "bye"))).done
+
+
 async def test_the_system_prompt_opens_once() -> None:
     """The prompt's own system message wins."""
     own = Prompt([Message("system", "Be long."), Message("user", "hi")])
@@ -131,6 +141,57 @@ def test_an_argument_without_a_type_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"look\(where\): got 'no annotation'; expected a type for each argument"):
         _ = Vague().tools
+
+
+def test_an_argument_of_a_type_without_a_schema_is_refused() -> None:
+    """By method, argument and type: a model writes JSON."""
+
+    class Place:
+        pass
+
+    class Vague(ToolEnvironment):
+        @tool
+        def look(self, where: str, place: Place) -> str:
+            return ""
+
+    Vague.look.__annotations__["place"] = Place
+    Vague.look.__annotations__["where"] = str
+    with pytest.raises(ConfigError, match=r"look\(place\): got <class '.*Place'>; expected a type of JSON"):
+        _ = Vague().tools
+
+
+@pytest.mark.parametrize("kind", ["function", "static", "empty"])
+def test_a_tool_without_self_is_refused(kind: str) -> None:
+    """Its first argument would get the environment, and the model would not see that argument."""
+
+    class Selfless(ToolEnvironment):
+        if kind == "function":
+
+            @tool
+            def look(at: str, near: int) -> str:  # type: ignore[misc]  # noqa: N805
+                return ""
+
+        elif kind == "static":
+
+            @tool
+            @staticmethod
+            def look(at: str, near: int) -> str:
+                return ""
+
+        else:
+
+            @tool
+            def look() -> str:  # type: ignore[misc]
+                return ""
+
+    with pytest.raises(ConfigError, match=r"look: got '\(.*\)'; expected self as the first argument"):
+        _ = Selfless().tools
+
+
+def test_a_description_in_the_decorator_is_refused() -> None:
+    """The docstring of the method is the description."""
+    with pytest.raises(ConfigError, match=r"@tool: got 'Look\.'; expected no arguments"):
+        tool("Look.")  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize("kind", ["positional", "keyword"])

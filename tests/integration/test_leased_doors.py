@@ -101,6 +101,39 @@ async def test_a_launch_of_another_shape_is_refused(tmp_path: Path) -> None:
     await with_service(tmp_path, 1, train)
 
 
+class OneBatch:
+    """A lease of one group of four rollouts, sampled at a temperature."""
+
+    def __init__(self, temperature: float | None = None) -> None:
+        self.samples = [some_sample(Prompt("?", group_index=0, index=number), 7) for number in range(4)]
+        for sample in self.samples:
+            sample.completions = [attrs.evolve(one, temperature=temperature) for one in sample.completions]
+        self.steps: list[int | None] = []
+
+    def ack(self, step: int | None = None) -> None:
+        self.steps.append(step)
+
+
+def test_slime_gets_a_reward_under_its_key() -> None:
+    """As from every function of a launch with --reward-key."""
+    args = types.SimpleNamespace(rollout_batch_size=1, n_samples_per_prompt=4, reward_key="score")
+    batch = OneBatch()
+    (group,) = LeasedRollout([batch])(args, 0, None).samples
+    assert [sample.reward for sample in group] == [{"score": sample.reward} for sample in batch.samples]
+
+
+def test_a_batch_that_slime_refuses_is_never_acknowledged() -> None:
+    """It was not trained: its lease ends, and it returns. So is one of another temperature than the launch's."""
+    args = types.SimpleNamespace(rollout_batch_size=1, n_samples_per_prompt=4, reward_key=None, rollout_temperature=1.0)
+    refused, batch = OneBatch(temperature=0.5), OneBatch(temperature=1.0)
+    rollout = LeasedRollout([refused, batch])
+    with pytest.raises(ConfigError, match=r"temperature: got 0\.5"):
+        rollout(args, 0, None)
+    rollout(args, 1, None)
+    rollout.trained()
+    assert (refused.steps, batch.steps) == ([], [1])
+
+
 async def test_trl_gets_the_same_rows(tmp_path: Path) -> None:
     """And a batch is acknowledged at the update after its last row was taken."""
 

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from rollouts.audit import audit, reader_of
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.miles import CheckpointedDataSource, RolloutFn, close_rollouts, normalise_rewards
@@ -34,6 +35,7 @@ from rollouts.integrations.slime.records import FAMILIES, family, records, use_f
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.testing.server import StubServer
 from scripts.benches.slime_job import EmptyEngines
+from tests.audit.dumps import model_tokens, said
 from tests.integrations.slime.launches import set_every_field
 
 pytestmark = [
@@ -433,6 +435,19 @@ def test_a_flag_does_what_it_does_in_miles(bench: Bench, flag: str, evaluation: 
         pytest.skip("miles has no evaluation with --group-rm")
     theirs, ours = bench.both(evaluation=evaluation, **CHANGED[flag])
     check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+def test_dumps_of_miles_raise_no_alarm(bench: Bench, evaluation: bool, tmp_path: Path) -> None:
+    """Of its own rollout function, written by its own ``save_debug_rollout_data``."""
+    template = str(tmp_path / "{rollout_id}.pt")
+    args = bench.args(save_debug_rollout_data=template, save_debug_trajectory_data=None)
+    samples = bench.play(f"{COMMON}.InferenceRolloutFn", args, evaluation=evaluation).samples
+    save = importlib.import_module("miles.ray.rollout.debug_data").save_debug_rollout_data
+    save(args, {"one": {"samples": samples}} if evaluation else samples, 0, evaluation)
+    report = audit(tmp_path, reader_of("slime-pt"), model_tokens=model_tokens())
+    assert said(f"miles, single turn, {'evaluation' if evaluation else 'training'}", report) == []
+    assert report.judged["text"] == report.rows >= 4
 
 
 @pytest.mark.parametrize("flag", [*REFUSED, *READ_ELSEWHERE])

@@ -586,7 +586,7 @@ async def test_the_comparison_of_a_play_travels_with_its_samples(renderer: Rende
     assert [comparison_of(sample) for sample in samples] == ["seat", "episode"]
     recipe = play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=by)
     assert trained_comparisons(recipe.bound) == {"white": "seat", "black": "episode"}
-    for wrong in ("game", {"black": "game"}, {"umpire": "episode"}):
+    for wrong in ("game", {"black": "game"}, {"umpire": "episode"}, None, ["white"]):
         with pytest.raises(ConfigError, match="by: got"):
             play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=wrong)
 

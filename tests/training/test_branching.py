@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
+import attrs
 import pytest
 
 from rollouts.agent.turn_log import Turn, TurnLog
@@ -268,6 +269,82 @@ async def test_turns_of_another_rollout_are_dropped(renderer: Renderer) -> None:
     await branched_rollout_to_samples(other, turn=2, n=2, **given)
     assert given["policy"].calls == 6
     assert len(again.turns) == 4
+
+
+class Unseeded(Seeded):
+    """A policy that gives other replies in each process."""
+
+    def __init__(self, renderer: Renderer, process: int) -> None:
+        super().__init__(renderer)
+        self.process = process
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        return await super().complete(attrs.evolve(request, sampling=SamplingParams(seed=self.process)))
+
+
+@pytest.mark.parametrize("lives", [4, 5])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+async def test_branches_of_another_turn_are_not_continued(
+    renderer: Renderer, lives: int, before: int, after: int
+) -> None:
+    """A rollout that ends otherwise after an interruption may be branched elsewhere: no branch has another prefix."""
+    killed = Kept(lives=lives)
+    with killed.death:
+        tree = partial(branched_rollout_to_samples, turn=lambda sample: before, n=3)
+        await tree(killed.prompt(), **options(renderer, policy=Unseeded(renderer, 0)))
+    tree = partial(branched_rollout_to_samples, turn=lambda sample: after, n=3)
+    whole, *branches = await tree(Kept(killed.turns).prompt(), **options(renderer, policy=Unseeded(renderer, 3)))
+    for branch in branches:
+        assert branch.status is Status.COMPLETED
+        assert branch.tokens[: branch.shared] == whole.tokens[: branch.shared]
+        assert branch.turns == TURNS - after
+
+
+class FailingSnapshots(Climb):
+    """Its snapshot fails after some turn of a branch."""
+
+    taken: ClassVar[int] = 0
+
+    async def snapshot(self) -> list[int]:
+        FailingSnapshots.taken += 1
+        if FailingSnapshots.taken == TURNS:
+            raise ValueError("no snapshot")
+        return await super().snapshot()
+
+
+async def test_a_branch_continues_from_its_fork_where_its_last_turn_has_no_snapshot(renderer: Renderer) -> None:
+    """It would begin from the prompt, and count as a branch."""
+    FailingSnapshots.taken = 0
+    given = {"environment_cls": FailingSnapshots}
+    killed = Kept(lives=TURNS)
+    with killed.death:
+        await branched_rollout_to_samples(killed.prompt(), turn=1, n=2, **options(renderer, **given))
+    assert not killed.turns[-1].resumable
+    whole, branch = await branched_rollout_to_samples(
+        Kept(killed.turns).prompt(), turn=1, n=2, **options(renderer, **given)
+    )
+    assert branch.shared
+    assert branch.tokens[: branch.shared] == whole.tokens[: branch.shared]
+    assert branch.turns == TURNS - 1
+
+
+async def test_a_rollout_that_begins_again_has_new_branches(renderer: Renderer) -> None:
+    """Its last logged turn has no snapshot: it begins again, and nothing of the old turns is in its tree."""
+    killed = Kept(lives=5)
+    with killed.death:
+        await branched_rollout_to_samples(killed.prompt(), turn=2, n=3, **options(renderer))
+    damaged = [
+        attrs.evolve(turn, fields={name: value for name, value in turn.fields.items() if name != "snapshot"})
+        if (turn.fields["conversation"], turn.number) == ("/0", TURNS - 1)
+        else turn
+        for turn in killed.turns
+    ]
+    again = Kept(damaged)
+    tree = partial(branched_rollout_to_samples, turn=2, n=3)
+    for process in (3, 4):
+        whole, *branches = await tree(again.prompt(), **options(renderer, policy=Unseeded(renderer, process)))
+        assert [one.tokens[: one.shared] == whole.tokens[: one.shared] for one in branches] == [True, True]
+        assert [one.turns for one in branches] == [TURNS - 2] * 2
 
 
 # -- stored -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.recipes.environments.kuhn.game import CARDS, TO_ACT, deals, equilibrium, exploitability, net, value
-from rollouts.training import Sample, credit
+from rollouts.training import Sample, Status, credit
+from rollouts.training.batch import group_advantages
 from rollouts.training.credit import Conversation, assign_advantages
 from rollouts.trajectory import CompletionRecord
 
@@ -370,6 +372,27 @@ def test_a_branch_without_trained_tokens_has_its_turns_and_no_advantage() -> Non
     samples = [Sample(tokens=[1], reward=1.0, group_index=0, rollout_id=number) for number in (0, 1)]
     assign_advantages(samples, credit.dr_grpo)
     assert columns(samples) == [[0], [0]]
+
+
+def test_a_branch_that_begins_inside_a_turn_trains_its_rest() -> None:
+    """Its first completion continues a turn of its parent: it is turn 0 of the branch, with its rewards."""
+    samples = [
+        row(reward, (1, 1), number, step_rewards=[reward], step_completions=[0])
+        for number, reward in ((0, 3.0), (1, 1.0))
+    ]
+    for sample in samples:
+        sample.completions = [attrs.evolve(sample.completions[0], continues=True), *list(sample.completions)[1:]]
+    assign_advantages(samples, credit.returns_to_go)
+    assert columns(samples) == [[0, 0, 2, 0, 0, -1, 0], [0, 0, -2, 0, 0, -3, 0]]
+
+
+@pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
+@pytest.mark.parametrize("compute", [group_advantages, lambda samples: assign_advantages(samples, credit.rloo)])
+def test_a_failed_rollout_has_no_verdict(status: Status, compute: Any) -> None:
+    """The sum of its steps so far would be compared as its reward, mostly 0."""
+    samples = [row(1.0, (1,), 0), row(0.0, (1,), 1, status=status), row(0.5, (1,), 2)]
+    with pytest.raises(ConfigError, match=rf"status: got '{status.value}'; expected a rollout that ended"):
+        compute(samples)
 
 
 def test_leave_one_out_of_one_is_zero() -> None:

@@ -245,6 +245,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ("What is 2 + 2?", {}, "DataBuffer.prompts: got 'What is 2 + 2?'; expected"),
         ({"prompt": "a"}, {}, "DataBuffer.prompts: got {'prompt': 'a'}; expected"),
         (Path("d.jsonl"), {}, "DataBuffer.prompts: got a path, 'd.jsonl'; expected load_prompts(path)"),
+        ("d.jsonl", {}, "DataBuffer.prompts: got 'd.jsonl'; expected a list of prompts, or load_prompts(path)"),
         (io.StringIO("a"), {}, "DataBuffer.prompts: got an open file; expected load_prompts(path)"),
         (None, {}, "DataBuffer.prompts: got None; expected a list of prompts"),
         (texts, {}, "DataBuffer.prompts: got <function texts"),
@@ -259,6 +260,7 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ([Prompt("")], {}, "prompts[0]: prompt: got ''; expected some text"),
         (["a", 3], {}, "prompts[1]: Prompt.prompt: got 3"),
         ([{"question": "a"}], {}, "prompts[0]: row: got ['question']"),
+        ([{"question": "a"}], {}, "others: load_prompts(prompt=NAME)"),
         (
             [{"prompt": "a", "metadata": "x"}],
             {},

@@ -53,6 +53,12 @@ def test_a_batch_in_numbers() -> None:
     assert batch_metrics([]) == {}
 
 
+def test_the_turns_of_a_text_are_its_replies() -> None:
+    """A sample without token ids has no completions; its metrics have the count of its replies."""
+    texts = [Sample(status="completed", reward=1.0, metrics={"replies": replies}) for replies in (1, 4)]
+    assert batch_metrics(texts)["turns/mean"] == 2.5
+
+
 def test_lengths_by_outcome_are_taken_once() -> None:
     """Mean lengths of kept, dropped and all rollouts, which show a bias."""
     metrics = RunMetrics()

@@ -138,6 +138,13 @@ def test_a_folder_with_several_splits_is_refused(tmp_path: Path) -> None:
         ("rows.json", '[{"prompt": "a"}, 1]', "rows.json, row 2: got 1; expected an object"),
         ("rows.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "rows.jsonl, line 3: row: got ['text']"),
         ("rows.csv", "prompt,label\na,1,2\n", "rows.csv, line 2: got ['a', '1', '2']; expected 2 cells"),
+        (
+            "rows.csv",
+            "prompt;label\na;1\n",
+            "rows.csv, line 1: got 'prompt;label'; expected columns separated by commas",
+        ),
+        ("rows.jsonl", "PAR1...", "rows.jsonl, line 1: got Parquet; expected JSON, or a name that ends in .parquet"),
+        ("rows.json", "PAR1...", "rows.json, line 1: got Parquet; expected JSON, or a name that ends in .parquet"),
         ("rows.csv", 'prompt\n"a\n', "rows.csv: not CSV in UTF-8 (unexpected end of data)"),
         ("rows.parquet", "no", "rows.parquet: not Parquet"),
     ],

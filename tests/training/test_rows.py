@@ -133,6 +133,8 @@ def test_turn_ids_are_the_turns_of_the_completions() -> None:
     ]
     sample = Sample(tokens=[*range(9)], loss_mask=[0, 1, 1, 0, 1, 0, 1, 1, 0], completions=records)
     assert turn_column(sample).tolist() == [-1, 0, 0, -1, 0, -1, 1, 1]
+    sample.completions = records[1:]
+    assert turn_column(sample).tolist() == [-1, -1, -1, -1, 0, -1, 1, 1], "of a branch that begins inside a turn"
     sample.completions = []
     assert turn_column(sample).tolist() == [-1, 0, 0, -1, 1, -1, 2, 2]
 

@@ -2,7 +2,8 @@
 
 A row has ``step``, ``prompt``, ``completion``, a column for each reward function and for each extra value, and
 ``advantage`` (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer.log). A reward of NaN is missing.
-Rows of one prompt and step are a group. It has no ids, mask or logprobs.
+Rows of one prompt and step are a group. It has no ids, mask or logprobs. The trainer keeps the last
+``generation_batch_size`` rows, those of evaluations included, so that the first group of a file may be cut.
 """
 
 from __future__ import annotations
@@ -69,4 +70,5 @@ READER = Reader(
         "rows": "a row has no name or number, and equal texts may be sampled twice",
         "failures": "the file has no status of a rollout",
     },
+    keeps_last=True,
 )

@@ -23,6 +23,7 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records
+from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids
 from rollouts.training.types import Sample, Status
 
@@ -108,7 +109,7 @@ def to_slime(
     record = kind() if template is None else copy.copy(template)
     record.metadata = {**(record.metadata or {}), **sample.metadata}
     if sample.seat:
-        record.metadata |= {"seat": sample.seat, "conversation": sample.conversation}
+        record.metadata |= {"seat": sample.seat, "conversation": sample.conversation, COMPARISON: comparison_of(sample)}
     record.prompt = record.prompt if template is not None else _plain_prompt(sample.prompt)
     record.label = sample.label if template is None else record.label
     record.group_index = sample.group_index if record.group_index is None else record.group_index

@@ -34,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 _INNER = "{}.rollout.data_source.RolloutDataSource"
 _DTYPES = {type(np.dtype(code)) for code in np.typecodes["All"]}
 _REBUILT: Sequence[Any] = (np.empty(0).__reduce__()[0], np.float32(0).__reduce__()[0], codecs.encode)
-_ARRAYS: Sequence[Any] = (np.ndarray, np.dtype, *_REBUILT, *_DTYPES)
-"""The classes and functions by which a file of ``torch.save`` names arrays and NumPy's numbers."""
+_ARRAYS: Sequence[Any] = (np.ndarray, np.dtype, bytes, *_REBUILT, *_DTYPES)
+"""The classes and functions by which a file of ``torch.save`` names arrays, NumPy's numbers, and empty bytes."""
 _NAMED = 5
 """Values that a warning names."""
 _OF_DATA_SET = {"group_index", "index", "rollout_id", "prompt", "multimodal_inputs", "apply_chat_template_kwargs"}

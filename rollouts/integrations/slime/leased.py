@@ -16,9 +16,10 @@ from typing import Any
 from rollouts.base.validators import is_int
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.integrations.leases import LeasedBatch
-from rollouts.integrations.slime.convert import check_trainable, check_training_batch, to_slime
+from rollouts.integrations.slime.convert import Reading, check_trainable, check_training_batch, to_slime
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import records
+from rollouts.training.rows import check_temperature
 from rollouts.training.types import Sample
 
 __all__ = ["LeasedRollout"]
@@ -45,7 +46,7 @@ class LeasedRollout:
 
         Raises:
             ConfigError: an evaluation, for which ``--eval-function-path`` names another function; a batch of another
-                size than the launch's; a sample that slime cannot train.
+                size than the launch's; a sample that slime cannot train, or of another temperature.
             DataExhausted: every group was trained.
         """
         if evaluation:
@@ -63,8 +64,9 @@ class LeasedRollout:
             raise DataExhausted("every group of the service is acknowledged or dropped")
         groups = _groups(leased.samples, args)
         sizes = {"groups_wanted": args.rollout_batch_size, "rollouts_in_group": args.n_samples_per_prompt}
-        check_training_batch(groups, **sizes, replay=Replay.of(args))
-        self._untrained.append((rollout_id, leased))  # not before: a batch that is refused here is never trained
+        reading = Reading(reward_key=getattr(args, "reward_key", None))
+        check_training_batch(groups, **sizes, reading=reading, replay=Replay.of(args))
+        self._untrained.append((rollout_id, leased))  # now: a batch that is refused is not trained
         return records().train_output(samples=groups, metrics={})
 
     def trained(self) -> None:
@@ -81,6 +83,7 @@ def _groups(samples: Sequence[Sample], args: Any) -> list[list[Any]]:
     groups: dict[int | None, dict[int | None, list[Any]]] = {}
     for sample in samples:
         check_trainable(sample)
+        check_temperature(sample, "slime", getattr(args, "rollout_temperature", None))
         record = to_slime(sample, replay=replay, checked=True)
         if (key := getattr(args, "reward_key", None)) is not None:
             record.reward = {key: sample.reward}

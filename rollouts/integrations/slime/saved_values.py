@@ -23,6 +23,8 @@ __all__ = ["SAFE", "check_plain", "only_plain", "restored", "stored"]
 _TIMES = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone)
 SAFE: tuple[type, ...] = (*_TIMES, decimal.Decimal)
 """Types of values that Parquet columns have and torch does not load by itself."""
+_PNG = "png"
+_LONG = 2**2031  # torch loads integers of up to 255 bytes
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, *SAFE)
 _SEQUENCES = (list, tuple, set)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -57,22 +59,23 @@ def _others(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from _others(name, inside)
             yield from _others(entry, inside)
     elif type(value) in _SEQUENCES:
-        for number, entry in enumerate(value):
-            if type(entry) not in _SCALARS:  # most sequences are columns of numbers
+        for number, entry in enumerate(value):  # most are columns of numbers
+            if type(entry) not in _SCALARS or (type(entry) is int and abs(entry) >= _LONG):
                 yield from _others(entry, f"{place}[{number}]")
     elif not _is_plain(value):
         yield place, value
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, np.ndarray | np.generic):
-        return not value.dtype.hasobject
+    if isinstance(value, np.ndarray | np.generic):  # torch loads no subclass, such as a masked array
+        kind = value.dtype.type
+        return type(value) in (np.ndarray, kind) and kind is not np.record and not value.dtype.hasobject
     torch = sys.modules.get("torch")  # a sample can have a tensor only where torch is loaded
     if torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.Size):
-        return True
+        return not getattr(value, "__dict__", None)
     if isinstance(value, datetime.datetime | datetime.time):
         return type(value) in SAFE and (value.tzinfo is None or type(value.tzinfo) in SAFE)
-    return type(value) in _SCALARS
+    return type(value) in _SCALARS and not (type(value) is int and abs(value) >= _LONG)
 
 
 def _without_others(value: Any) -> Any:
@@ -89,9 +92,7 @@ def _without_others(value: Any) -> Any:
 def stored(record: Mapping[str, Any], kept: dict[str, bytes]) -> dict[str, Any]:
     """The dict of slime's sample with PNG bytes in the place of its PIL images, for a file that holds only data.
 
-    Args:
-        record: of ``to_dict``.
-        kept: the bytes so far, by their hash: samples with the same image share one object, which a file has once.
+    ``kept`` are the bytes so far, by their hash: samples with the same image share one object, which a file has once.
     """
 
     def data(image: Any) -> Any:
@@ -110,9 +111,6 @@ def restored(record: Mapping[str, Any]) -> dict[str, Any]:
         return Image(data[_PNG]).to_pil() if isinstance(data, Mapping) and data.keys() == {_PNG} else data
 
     return _with_images(record, picture)
-
-
-_PNG = "png"
 
 
 def _with_images(record: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class Teacher:
 
         if has_images(record):
             expected = "none for samples with images: its requests have token ids only"
-            raise ConfigError.of("args.rollouts_teacher_url", self._url, expected)
+            raise ConfigError.of("args.rollouts_teacher_url", without_password(self._url), expected)
         params = {"temperature": self._temperature, "max_new_tokens": 0, "skip_special_tokens": False}
         body = {"input_ids": record.tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
         reply = await self._post(body, "logprobs of the teacher")

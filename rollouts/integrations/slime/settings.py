@@ -241,7 +241,7 @@ class Settings:
         carrying = ("rollouts_fully_async", "partial_rollout", "rollouts_carry_over")
         carry_over = any(get(name, False) for name in carrying)
         if not carry_over and values["max_staleness"]:
-            expected = "0, or a flag with it that carries over: else no older tokens exist"
+            expected = "0, or rollouts_carry_over, rollouts_fully_async or --partial-rollout: else no token is older"
             raise ConfigError.of("args.rollouts_max_staleness", values["max_staleness"], expected)
         params = _slime_params(args)
         sampling = sampling_of(params)

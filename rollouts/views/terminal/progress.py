@@ -199,9 +199,8 @@ def batch_line(numbers: Mapping[str, float], before: float | None = None) -> Tex
     reward = numbers.get("reward/mean", 0.0)
     change = "" if before is None else f" ({reward - before:+.3f})"
     text = Text(
-        f"batch {numbers.get('batch', 0):g}: reward {reward:.3f}{change} · {numbers.get('tokens/mean', 0):.0f} tokens, "
-        f"{numbers.get('sampled_tokens/mean', 0):.0f} trained · {numbers.get('turns/mean', 0):.1f} turns · "
-        f"{numbers.get('seconds', 0):.1f} s"
+        f"batch {numbers.get('batch', 0):g}: reward {reward:.3f}{change} · {_lengths(numbers)}"
+        f"{numbers.get('turns/mean', 0):.1f} turns · {numbers.get('seconds', 0):.1f} s"
     )
     text.append(visible(_by_seat(numbers)))
     text.append(visible(_faulty_calls(numbers)), "yellow")
@@ -209,6 +208,14 @@ def batch_line(numbers: Mapping[str, float], before: float | None = None) -> Tex
         text.append(f"\n  {numbers['repeated_prompts']:g} groups repeat a prompt of this batch: ", "yellow")
         text.append("give more prompts, a smaller batch_size, or epochs=1", "yellow")
     return text
+
+
+def _lengths(batch: Mapping[str, float]) -> str:
+    """The mean tokens of a sample; without token ids the reply tokens that the chat API counted, if it did."""
+    if batch.get("tokens/mean") or "episode/replies" not in batch:
+        return f"{batch.get('tokens/mean', 0):.0f} tokens, {batch.get('sampled_tokens/mean', 0):.0f} trained · "
+    counted = batch.get("episode/completion_tokens")
+    return "" if counted is None else f"{counted:.0f} reply tokens · "
 
 
 def _by_seat(batch: Mapping[str, float]) -> str:
@@ -242,7 +249,7 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
     text.append(visible(f"files: {writer.path}\n"))
-    then = [f"rollouts show {writer.path}", f"rollouts check-run {writer.path}"]
+    then = [f"rollouts {verb} {writer.path}" for verb in ("show", "view", "check-run")]
     then = [f"rollouts show {writer.path} --failures", *then] if result.accounting.failed else then
     then = then if result.status == "finished" else [f"rollouts run --resume {writer.path}", *then]
     text.append(visible("next:  " + "\n       ".join(then)))

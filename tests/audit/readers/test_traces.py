@@ -1,21 +1,29 @@
-"""Traces that verifiers' own code writes: its message graph, its branches, its file."""
+"""Traces that verifiers' own code writes, without alarm: ``scripts/test --trainers dumps``."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import operator
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from rollouts.audit import audit, reader_of
-from tests.audit.dumps import conversations, encode, model_tokens
+from rollouts.engine import DEMO_MODEL
+from rollouts.testing.canned import canned_server
+from scripts.benches.peers_job import REPLY, Job
+from tests.audit.dumps import conversations, encode, model_tokens, said
+
+ROOT = Path(__file__).parents[3]
 
 graph: Any = pytest.importorskip("verifiers.v1.graph")
-pytestmark = pytest.mark.extra
+pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]  # of verifiers and its dependencies
 
 
 def committed(trace: Any, prompt: list[Any], spans: list[str], reply: str, rng: random.Random) -> Any:
@@ -65,6 +73,26 @@ def test_traces_that_verifiers_writes_raise_no_alarm(rewritten: bool, tmp_path: 
         trace.ok = one.index != 3
         write_episode(tmp_path, Episode(task=task, traces=[trace], ok=trace.ok))
     report = audit(tmp_path, reader_of("traces"), model_tokens=model_tokens())
-    assert [str(finding) for finding in report.findings] == []
+    assert said(f"verifiers, {'a thought dropped' if rewritten else 'two turns'}", report) == []
     assert report.rows == len(conversations()) * (1 + rewritten)
     assert report.judged["roles"] == report.judged["text"] // (1 if rewritten else 2) == report.rows
+
+
+def test_traces_of_an_environment_raise_no_alarm(tmp_path: Path) -> None:
+    """Environment, interception server, train client and renderer of verifiers; three turns with tool calls each."""
+    from verifiers.v1.utils.trace_store import write_episode
+
+    sys.path.insert(0, str(ROOT / "scripts" / "benches"))  # verifiers finds plug-ins by the name of a module
+    try:
+        module = importlib.import_module("peers_verifiers")
+    finally:
+        sys.path.pop(0)
+    job = Job.of(str(DEMO_MODEL))
+    prompts = [prompt for prompt in job.prompts(0)[:4] for _ in range(4)]
+    with canned_server(job.canned) as url:
+        played = anyio.run(module.episodes, job.folder, url, prompts, 16, REPLY, backend="asyncio")
+    for episode in played:
+        write_episode(tmp_path, episode)
+    report = audit(tmp_path, reader_of("traces"), model_tokens=model_tokens())
+    assert said("verifiers, its environment", report) == []
+    assert (report.rows, report.judged["roles"]) == (16, 16)

@@ -18,6 +18,7 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import CheckpointedDataSource, close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.saved_values import check_plain
 from rollouts.training import Prompt, Sample
 from tests.integrations.slime.launches import Launch, Source, made_sample
 
@@ -295,6 +296,40 @@ def test_28_arrays_and_tensors_stay_in_a_checkpoint(tmp_path: Path) -> None:
     assert loaded["array"].dtype == np.int16
     assert loaded["array"].tolist() == [0, 1, 2]
     assert (loaded["scalar"], loaded["tensor"].tolist(), loaded["set"]) == (0.5, [1.0, 1.0], {1, 2})
+
+
+@pytest.mark.parametrize("value", [np.zeros(0), np.zeros((0, 3), "i4"), b"", {"empty": [b""]}, 1j, 2**2000, "\ud800"])
+def test_what_a_data_set_may_give_is_read_back(tmp_path: Path, value: Any) -> None:
+    """Empty arrays and bytes, large integers: otherwise the whole checkpoint could not be loaded."""
+    pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.buffer = source.get_samples(1)
+    source.buffer[0][0].metadata["value"] = value
+    check_plain(source.buffer[0][0])
+    source.save(1)
+    source.load(1)
+    assert np.array_equal(source.buffer[0][0].metadata["value"], value)
+
+
+def others() -> list[Any]:
+    records_of_numpy = np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])
+    masked = np.ma.masked_array([1, 2], mask=[0, 1])
+    return [records_of_numpy, np.asarray(records_of_numpy), records_of_numpy[0], masked, 2**3000, [-(2**3000)]]
+
+
+@pytest.mark.parametrize("value", others(), ids=lambda value: type(value).__name__)
+def test_what_could_not_be_read_back_is_left_out(tmp_path: Path, value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Subclasses of arrays, and integers of more than 255 bytes: refused when taken, and in no file."""
+    pytest.importorskip("torch")
+    source = CheckpointedDataSource(with_source(Launch(batch_size=3, n=2), tmp_path))
+    source.buffer = source.get_samples(1)
+    source.buffer[0][0].found = value
+    with pytest.raises(ConfigError, match=r"found.*a checkpoint cannot have this value"):
+        check_plain(source.buffer[0][0])
+    source.save(1)
+    source.load(1)
+    assert not hasattr(source.buffer[0][0], "found")
+    assert "found" in caplog.text
 
 
 def test_images_stay_in_a_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime import normalise_rewards
+from rollouts.integrations.slime.convert import to_slime
 from rollouts.integrations.slime.records import records
+from rollouts.training import Prompt
+from tests.integrations.slime.launches import made_sample
 
 GRPO = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None)
 
@@ -100,3 +103,26 @@ def test_half_numbered_batches_are_refused() -> None:
     """Without a number a sample belongs to no group."""
     with pytest.raises(ConfigError, match="group_index"):
         normalise_rewards(GRPO, [some(None, 1, 1.0), some(0, 2, 0.0)])
+
+
+@pytest.mark.parametrize("name", ["seat", "conversation"])
+@pytest.mark.parametrize("value", [["a list"], {"a": "dict"}, 7])
+def test_a_row_may_have_other_values_of_these_names(name: str, value: Any) -> None:
+    """Messages under "conversation", a row of seats: they name no agent, and the advantages are those without them."""
+    samples = batch([[0.0, 1.0], [1.0, 1.0]])
+    _, expected = normalise_rewards(GRPO, samples)
+    for sample in samples:
+        sample.metadata = {name: value}
+    assert normalise_rewards(GRPO, samples)[1] == expected
+
+
+def test_a_row_does_not_say_what_the_rewards_of_a_play_are_compared_with() -> None:
+    """A value of that name in the data would mix the seats, silently."""
+    rewards = {("white", 0): 1.0, ("white", 1): 0.0, ("black", 0): 5.0, ("black", 1): 4.0}
+    records_of_play = []
+    for (seat, rollout), reward in rewards.items():
+        row = records().sample(group_index=0, rollout_id=rollout, metadata={"seat_comparison": "group"})
+        sample = made_sample(Prompt("deal"), seat=seat, reward=reward, group_index=0, rollout_id=rollout)
+        records_of_play.append(to_slime(sample, template=row))
+    _, found = normalise_rewards(GRPO, records_of_play)
+    assert found == pytest.approx([0.7071, -0.7071, 0.7071, -0.7071], abs=1e-3)

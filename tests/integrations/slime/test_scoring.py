@@ -10,6 +10,9 @@ import pytest
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.scoring import Teacher
+from rollouts.integrations.slime.settings import Settings
 from rollouts.testing.server import StubServer
 from tests.integrations.slime.launches import Launch, Source
 from tests.integrations.slime.test_pipeline import single_turn
@@ -86,3 +89,12 @@ def test_a_teacher_is_a_url(url: Any) -> None:
     """By the name of the key."""
     with pytest.raises(ConfigError, match=r"args\.rollouts_teacher_url: got .*; expected a URL"):
         generate_rollout_batch(Launch().args(rollouts_teacher_url=url), 0, Source(2))
+
+
+async def test_a_refusal_of_images_does_not_show_the_password_of_a_teacher() -> None:
+    """A failure is stored and printed."""
+    pytest.importorskip("torch")
+    client = Teacher(Settings.from_args(Launch().args(rollouts_teacher_url="http://user:secret@127.0.0.1:1/generate")))
+    with pytest.raises(ConfigError, match="none for samples with images") as refused:
+        await client.score(records().sample(multimodal_inputs={"images": ["an image"]}))
+    assert "secret" not in str(refused.value)

@@ -179,6 +179,12 @@ def test_contradictory_flags_are_refused(flags: dict[str, Any]) -> None:
         read(**DEFAULT | flags)
 
 
+def test_a_bound_on_age_names_the_flags_with_which_tokens_have_one() -> None:
+    """A reader of the message knows what to set."""
+    with pytest.raises(ConfigError, match="rollouts_carry_over, rollouts_fully_async or --partial-rollout"):
+        read(**DEFAULT, rollouts_max_staleness=1)
+
+
 def test_the_number_of_rollouts_is_a_flag() -> None:
     """Without it the recipe's number is used, or none; a wrong value is refused by name."""
     assert read(**DEFAULT).in_flight is None

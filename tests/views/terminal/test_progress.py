@@ -96,7 +96,7 @@ async def test_the_live_panel_is_drawn_on_a_terminal(manager: AsyncRolloutManage
 
 
 async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -> None:
-    """It contains the accounting, the folder, and two commands."""
+    """It contains the accounting, the folder, and three commands."""
     recipe = a_recipe()
     writer = RunWriter(tmp_path / "run", recipe.describe())
     result = await run(recipe, writer)
@@ -106,6 +106,7 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
     assert f"{settled / (result.accounting.in_batch + result.unbatched):.2f} prompts for each kept group" in text
     assert "--failures" not in text
     assert f"rollouts show {writer.path}" in text
+    assert f"rollouts view {writer.path}" in text
     assert f"rollouts check-run {writer.path}" in text
     assert "--resume" not in text
 
@@ -136,6 +137,14 @@ async def test_each_batch_has_a_line_that_stays(tmp_path: Path) -> None:
     assert lines[0].startswith(f"batch 0: reward {means[0]:.3f} · ")
     assert lines[1].startswith(f"batch 1: reward {means[1]:.3f} ({means[1] - means[0]:+.3f}) · ")
     assert max(map(len, lines)) <= 80
+
+
+def test_the_line_of_a_batch_of_texts_has_the_tokens_that_the_api_counted() -> None:
+    """Texts have no ids; without a count of the API the line has no number of tokens."""
+    texts = {"tokens/mean": 0.0, "turns/mean": 1.5, "seconds": 2.0, "episode/replies": 1.5}
+    assert batch_line(texts).plain == "batch 0: reward 0.000 · 1.5 turns · 2.0 s"
+    line = batch_line({**texts, "episode/completion_tokens": 31.0}).plain
+    assert line == "batch 0: reward 0.000 · 31 reply tokens · 1.5 turns · 2.0 s"
 
 
 def test_the_line_of_a_batch_names_the_faults_of_calls() -> None:
