@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import attrs
 
 from rollouts import __version__
@@ -88,7 +89,7 @@ def add(verbs: Any) -> None:
 
 def _up(args: argparse.Namespace) -> int:
     if args.provider == CHAT_PROVIDER:
-        raise ConfigError(f"--provider openai: {NO_IDS}. rollouts run --text stores its replies as text for SFT data")
+        raise ConfigError(f"up --provider openai: {NO_IDS}; rollouts run --provider openai --text stores text for SFT")
     try:
         import aiohttp  # noqa: F401 - part of an extra; refused before an engine starts
     except ImportError as error:
@@ -116,7 +117,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         service.publish = functools.partial(_publish, recipe.endpoint)
         on_ready(url)
         if joined is not None:
-            check_plain(recipe.data_buffer.prompts)
+            await anyio.to_thread.run_sync(check_plain, recipe.data_buffer.prompts)
             joined.facts = _facts(target, recipe)
             tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
             workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
@@ -129,6 +130,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         service.leases = await stack.enter_async_context(
             leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
         )
+        stack.callback(setattr, service, "leases", None)  # from here on 503: the trainer waits for the next process
         tell(f"run: {recipe.name}, {recipe.batches} batches of {recipe.config.batch_size} groups, in {args.out}")
         if engine is not None:
             raise await engine.death()

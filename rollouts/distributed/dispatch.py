@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
@@ -34,12 +34,12 @@ from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
+from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError, shortened
 from rollouts.runs.record_bytes import Columns, read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
-__all__ = ["LEAVE_SECONDS", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
+__all__ = ["LEAVE_SECONDS", "MESSAGE_BYTES", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
 
 _DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
@@ -48,6 +48,8 @@ _NEXT_START_SECONDS = 10.0
 SILENT_SECONDS = 5.0
 LEAVE_SECONDS = 20.0
 """Time of a worker that leaves to finish its rollouts; schedulers usually kill a process 30 s after SIGTERM."""
+MESSAGE_BYTES = 1 << 24
+"""A message to a worker has no further requests after so many bytes; a worker reads at most 64 MiB at once."""
 _TICKS = 5
 """Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
 _REPLACED_AFTER = 12
@@ -71,6 +73,10 @@ class WorkerSilent(GenerateFailure):
 
 class WorkerLeft(GenerateFailure):
     """The worker of a rollout left, or its slot stays empty; another worker gets the rollout."""
+
+
+class SlotEmpty(GenerateFailure):
+    """The slot of a rollout that no worker has got is empty, while another has a worker."""
 
 
 class Link(Protocol):
@@ -160,16 +166,17 @@ class _Slot:
         return self.state is _State.ALIVE
 
     async def orders(self) -> tuple[list[bytes], list[int]]:
-        """Wait for requests or cancellations; return all of them."""
+        """Wait for requests or cancellations; return all of them, but no more requests than a message should have."""
         while not (self.cancelled or (self.requests and not self.leaves.is_set())):
             self.wanted = anyio.Event()
             await self.wanted.wait()
-        if self.leaves.is_set():  # requests wait for the next worker
-            requests: dict[int, bytes] = {}
-        else:
-            requests, self.requests = self.requests, {}
+        requests: list[bytes] = []
+        size = 0
+        while self.requests and size < MESSAGE_BYTES and not self.leaves.is_set():  # others wait for the next worker
+            requests.append(self.requests.pop(next(iter(self.requests))))
+            size += len(requests[-1])
         cancelled, self.cancelled = self.cancelled, []
-        return list(requests.values()), cancelled
+        return requests, cancelled
 
     def submit(self, number: int, request: bytes) -> _PendingRequest:
         self.requests[number] = request
@@ -197,7 +204,7 @@ class _Slot:
             pending.fail(error)
         self.cancelled.clear()
 
-    def give_away(self, error: WorkerSilent | WorkerLeft, *, unsent: bool = False) -> int:
+    def give_away(self, error: WorkerSilent | WorkerLeft | SlotEmpty, *, unsent: bool = False) -> int:
         """Fail the pending requests, and cancel them in the worker when it reads again. Return their number.
 
         Args:
@@ -365,6 +372,8 @@ class Dispatcher:
         while True:
             try:
                 return await self._play_once(prompt, log)
+            except SlotEmpty:
+                continue
             except WorkerLeft:  # probably not the rollout's fault either
                 departures += 1
                 if departures > _MOST_DEPARTURES:
@@ -412,6 +421,7 @@ class Dispatcher:
                     continue
                 slot.leaves, slot.has_started = anyio.Event(), True
                 self._set(slot, _State.ALIVE)
+                _give_unsent(self._slots)
                 try:
                     lost = await self._serve(slot, link)
                 finally:
@@ -541,15 +551,16 @@ class Dispatcher:
         return None if slot.leaves.is_set() else lost[0]
 
     async def _read(self, slot: _Slot, message: bytes) -> None:
+        """Take the records of a message; raises LinkLost if it has something else."""
         self.messages += 1
         self.bytes += len(message)
-        slot.deaths_without_result = 0
         records = read_framed(message)
         while True:
             await self._turns.passed()  # a record ends a rollout, whose checks follow in the next turn of the loop
-            record = next(records, None)
+            record = _next(records, slot.number)
             if record is None:
                 return
+            slot.deaths_without_result = 0
             fields, columns = record
             if fields["kind"] == "leaving":
                 self._leave(slot)
@@ -559,6 +570,24 @@ class Dispatcher:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
+
+
+def _give_unsent(slots: Sequence[_Slot]) -> None:
+    """Give away the requests that wait for workers in slots without one: a new worker filled another."""
+    for slot in slots:
+        if slot.state in (_State.STARTING, _State.EMPTY, _State.FAILED):
+            slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+
+
+def _next(records: Iterator[Record], worker: int) -> Record | None:
+    """The next record of a message; raises LinkLost for anything else."""
+    try:
+        record = next(records, None)
+        if record is not None:
+            _ = record[0]["kind"], int(record[0]["number"])
+    except Exception as error:
+        raise LinkLost(f"worker {worker} sent no record, but {shortened(error)}") from error
+    return record
 
 
 def _checked(workers: Workers) -> tuple[int, int]:

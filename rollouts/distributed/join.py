@@ -2,16 +2,18 @@
 
 Invariant: a request that was not answered is repeated with its number, so nothing is played or counted twice. At
 SIGTERM the worker leaves: it finishes its rollouts for a while, the service gives the rest to others, and the process
-ends with 0. If the service was restarted, or gave this worker up, it joins again. The recipe and its options are those
-of the service: a worker joins only a service that may run code here.
+ends with 0. If the service was restarted, or gave this worker up, it joins again; it joins with what it was built
+from, and is built again if the service plays something else now. The recipe and its options are those of the service:
+a worker joins only a service that may run code here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,18 @@ from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, cre
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.runs.record_bytes import LENGTH
 from rollouts.training.config import RolloutConfig
 
-__all__ = ["Facts", "recipe_of", "work"]
+__all__ = ["Facts", "parts_of", "recipe_of", "work"]
 
 _ROLLOUTS_A_MESSAGE = 32
+_MESSAGE_BYTES = 1 << 24
+"""The service refuses 16 times as much, which only a rollout alone can reach."""
 _LINGER_SECONDS = 0.1
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
+_ANSWER_SECONDS = 120.0
+"""Longest wait for one answer; the longest that the service takes on purpose is 10 s, and a message may be large."""
 _LEAVING_SECONDS = LEAVE_SECONDS + 10.0
 """Time for the service to end a worker that leaves."""
 
@@ -90,24 +97,59 @@ async def work(
     try:
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
             async with first_error() as tasks:
-                leaves, starting = anyio.Event(), anyio.CancelScope()
-                tasks.start_soon(_leave_at, signals, leaves, starting)
-                with starting:
-                    if factory is None:
-                        factory = recipe_of(await service.facts())
-                    config = await anyio.to_thread.run_sync(create_config, factory)
+                leaves, built = anyio.Event(), _Built(factory)
+                tasks.start_soon(_leave_at, signals, leaves)
                 while not leaves.is_set():
-                    await _Membership(service, config, leaves, say).run()
+                    await _unless(leaves, functools.partial(built.update, service))
+                    if built.config is not None:
+                        await _Membership(service, built.config, leaves, say, facts=built.facts).run()
                 tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
             await transport.aclose()
 
 
-async def _leave_at(signals: AsyncIterator[signal.Signals], leaves: anyio.Event, starting: anyio.CancelScope) -> None:
+async def _leave_at(signals: AsyncIterator[signal.Signals], leaves: anyio.Event) -> None:
     async for _ in signals:
         leaves.set()
-        starting.cancel()
+
+
+async def _unless(leaves: anyio.Event, work: Callable[[], Awaitable[None]]) -> None:
+    """Wait for some work; the worker's leave cancels it."""
+
+    async def cancel() -> None:
+        await leaves.wait()
+        tasks.cancel_scope.cancel()
+
+    async with first_error() as tasks:
+        tasks.start_soon(cancel)
+        await work()
+        tasks.cancel_scope.cancel()
+
+
+class _Built:
+    """The config that a worker plays: that of its factory, or of what the service said last."""
+
+    def __init__(self, factory: ConfigFactory | None) -> None:
+        self._factory = factory
+        self.config: RolloutConfig | None = None
+        self.facts = b""
+        """The answer of the service that it was built from; empty with a factory."""
+
+    async def update(self, service: _Service) -> None:
+        """Build the config, again if the service has another recipe, options or servers, e.g. after its restart."""
+        facts = b"" if self._factory is not None else await service.facts()
+        if self.config is not None and facts == self.facts:
+            return
+        factory = self._factory or recipe_of(_facts_of(facts, service))
+        self.config, self.facts = await anyio.to_thread.run_sync(create_config, factory), facts
+
+
+def _facts_of(body: bytes, service: _Service) -> Facts:
+    try:
+        return msgspec.json.decode(body, type=Facts)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{service.url}: expected a service that workers may join ({error})") from None
 
 
 class _Gone(Exception):
@@ -117,16 +159,22 @@ class _Gone(Exception):
 class _Service:
     """Requests to a service, repeated until they are answered."""
 
-    def __init__(self, transport: HttpClient, url: str, key: str | None, patience: float) -> None:
-        self._transport, self._url, self._patience = transport, url, patience
+    def __init__(
+        self,
+        transport: HttpClient,
+        url: str,
+        key: str | None,
+        patience: float,
+        answer_seconds: float = _ANSWER_SECONDS,
+    ) -> None:
+        self._transport, self.url, self._patience = transport, url, patience
+        self._answer_seconds = answer_seconds
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> bytes:
+        """:class:`Facts` as JSON."""
         _, _, body = await self.ask("GET", "/v1/workers")
-        try:
-            return msgspec.json.decode(body, type=Facts)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{self._url}: expected a service that workers may join ({error})") from None
+        return body
 
     async def ask(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -143,11 +191,14 @@ class _Service:
             failure = ""
             try:
                 sent = {**self._headers, **(headers or {})}
-                async with self._transport.open(method, f"{self._url}{path}", sent, body) as response:
-                    status, answer = response.status, await response.read()
-                    received = dict(response.headers)
+                with anyio.fail_after(self._answer_seconds):  # a machine that was cut off closes no connection
+                    async with self._transport.open(method, f"{self.url}{path}", sent, body) as response:
+                        status, answer = response.status, await response.read()
+                        received = dict(response.headers)
             except EndpointError as error:
                 failure = str(error)
+            except TimeoutError:
+                failure = f"no answer for {self._answer_seconds:g} s"
             else:
                 if status == 410:
                     raise _Gone
@@ -155,13 +206,13 @@ class _Service:
                     failure = f"status {status}: {answer[:200].decode('utf-8', 'replace')}"
                 elif status >= 400:
                     text = answer[:500].decode("utf-8", "replace")
-                    raise ConfigError(f"{self._url}{path} refused this worker with status {status}: {text}")
+                    raise ConfigError(f"{self.url}{path} refused this worker with status {status}: {text}")
                 else:
                     return status, received, answer
             if failure.startswith("status 503"):
                 since = anyio.current_time()  # it is alive: every slot has a worker, or the run has not begun
             if anyio.current_time() - since > self._patience:
-                raise EndpointUnavailable(f"{self._url} did not answer for {self._patience:g} s: {failure}")
+                raise EndpointUnavailable(f"{self.url} did not answer for {self._patience:g} s: {failure}")
             await anyio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -170,19 +221,23 @@ class _Membership:
     """One stay of a worker in a service."""
 
     def __init__(
-        self, service: _Service, config: RolloutConfig, leaves: anyio.Event, say: Callable[[str], None]
+        self,
+        service: _Service,
+        config: RolloutConfig,
+        leaves: anyio.Event,
+        say: Callable[[str], None],
+        *,
+        facts: bytes = b"",
     ) -> None:
+        self._facts = facts
         self._service, self._leaves, self._say = service, leaves, say
         self._player = Player(config, at_least=_ROLLOUTS_A_MESSAGE, linger=_LINGER_SECONDS, orders=PLAIN)
         self._path = ""
 
     async def run(self) -> None:
-        """Join, and play until the service ends this worker."""
-        async with first_error() as tasks:
-            tasks.start_soon(self._cancel_at_leave, tasks.cancel_scope)
-            _, _, body = await self._service.ask("POST", "/v1/workers", b"")
-            self._path = f"/v1/workers/{msgspec.json.decode(body)['worker']}"
-            tasks.cancel_scope.cancel()
+        """Join, and play until the service ends this worker; return at once if it plays something else now."""
+        with contextlib.suppress(_Gone):
+            await _unless(self._leaves, self._join)
         if not self._path:
             return
         self._say("joined")
@@ -199,9 +254,9 @@ class _Membership:
             tasks.cancel_scope.cancel()
         self._say("left" if self._leaves.is_set() else "ended by the service")
 
-    async def _cancel_at_leave(self, scope: anyio.CancelScope) -> None:
-        await self._leaves.wait()
-        scope.cancel()
+    async def _join(self) -> None:
+        _, _, body = await self._service.ask("POST", "/v1/workers", self._facts)
+        self._path = f"/v1/workers/{msgspec.json.decode(body)['worker']}"
 
     async def _until_gone(self, scope: anyio.CancelScope, work: Callable[[], Any]) -> None:
         try:
@@ -221,6 +276,18 @@ class _Membership:
     async def _send_records(self) -> None:
         number = 0
         while True:
-            records = await self._player.collect()
-            await self._service.ask("POST", f"{self._path}/records", records, {"Record": str(number)})
-            number += 1
+            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES):
+                await self._service.ask("POST", f"{self._path}/records", part, {"Record": str(number)})
+                number += 1
+
+
+def parts_of(records: bytes, most: int) -> Iterator[bytes]:
+    """Split a message into messages of whole records; only one with a single record is longer than ``most`` bytes."""
+    begin = end = 0
+    while end < len(records):
+        stop = end + LENGTH.size + LENGTH.unpack_from(records, end)[0]
+        if stop - begin > most and end > begin:
+            yield records[begin:end]
+            begin = end
+        end = stop
+    yield records[begin:]

@@ -1,7 +1,7 @@
 """Workers that join over HTTP: a process that anyone starts where it has CPUs, e.g. a pod or a job of a scheduler.
 
     GET    /v1/workers             what to play: version, recipe, options, servers
-    POST   /v1/workers             join; 503 while every slot has a worker
+    POST   /v1/workers             join, with that as body: 410 if it has changed; 503 while every slot has a worker
     POST   /v1/workers/ID/orders   {after}: 200 orders after that number, with the header Order; 204 none for now
     POST   /v1/workers/ID/records  records, with the header Record: a number that grows by 1
     DELETE /v1/workers/ID          leave: finish or hand back, then 410
@@ -25,7 +25,7 @@ import anyio
 import msgspec
 from aiohttp import web
 
-from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
+from rollouts.distributed.dispatch import MESSAGE_BYTES, Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.messages import PLAIN, leaving_record
 from rollouts.errors import ConfigError
 from rollouts.runs.record_bytes import LENGTH
@@ -39,6 +39,10 @@ _POLL_SECONDS = 1.0
 """Longest wait of a request for orders; a worker then shows that it is alive."""
 _LOST_AFTER = 3
 """A worker that is silent for this multiple of the limit is replaced by the next to join."""
+_TICKS = 15
+"""Silence is counted in waits of this part of the limit: a service that was stopped counts one wait, not its pause."""
+_DIGITS = 18
+"""Most digits of a number in a header."""
 _JOIN_SECONDS = 10.0
 """Longest wait of a worker that joins for a slot."""
 
@@ -113,10 +117,15 @@ class JoinedWorkers:
 
     async def _what_to_play(self, request: web.Request) -> web.Response:
         if self.facts is None:
-            return web.Response(status=503, text="the recipe is not checked yet", headers={"Retry-After": "1"})
+            return _not_ready()
         return web.Response(body=msgspec.json.encode(self.facts), content_type="application/json")
 
     async def _join(self, request: web.Request) -> web.Response:
+        if built := await request.read():
+            if self.facts is None:
+                return _not_ready()
+            if built != msgspec.json.encode(self.facts):
+                return web.Response(status=410, text="this service plays something else; ask what")
         with anyio.move_on_after(_JOIN_SECONDS):
             while not self._open_slots:
                 await self._opened.wait()
@@ -149,7 +158,7 @@ class JoinedWorkers:
         if worker is None:
             return _gone()
         number, body = request.headers.get("Record", ""), await _read(request, MOST_BYTES)
-        if not number.isascii() or not number.isdigit() or not _is_framed(body):
+        if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not _is_framed(body):
             raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
         worker.beats()
         worker.put(int(number), body)
@@ -161,6 +170,10 @@ class JoinedWorkers:
             return _gone()
         worker.leave()
         return web.Response()
+
+
+def _not_ready() -> web.Response:
+    return web.Response(status=503, text="the recipe is not checked yet", headers={"Retry-After": "1"})
 
 
 def _gone() -> web.Response:
@@ -208,7 +221,7 @@ class _JoinedWorker:
         self._next_record = 0
         self._changed = anyio.Event()
         self._beat = anyio.Event()
-        self._seen = anyio.current_time()
+        self._silent_waits = 0
         self.has_ended = False
 
     def _notify(self) -> None:
@@ -218,17 +231,23 @@ class _JoinedWorker:
     # -- the worker's requests --
 
     def beats(self) -> None:
-        self._seen = anyio.current_time()
+        self._silent_waits = 0
         self._beat.set()
         self._beat = anyio.Event()
 
     async def orders(self, after: int) -> tuple[int, bytes] | None:
-        """Wait for orders after a number; return all of them with the number of the last, ``None`` at the end."""
+        """Wait for orders after a number; return as many as fit with the number of the last, ``None`` at the end."""
         while self._sent and self._sent[0][0] <= after:
             self._sent.popleft()
         while not self._sent and not self.has_ended:
             await self._changed.wait()
-        return (self._sent[-1][0], b"".join(message for _, message in self._sent)) if self._sent else None
+        last, messages, size = 0, list[bytes](), 0
+        for number, message in self._sent:
+            if messages and size + len(message) > MESSAGE_BYTES:
+                break
+            last, size = number, size + len(message)
+            messages.append(message)
+        return (last, b"".join(messages)) if messages else None
 
     def put(self, number: int, body: bytes) -> None:
         """Receive records; those of a repeated request are there already."""
@@ -251,11 +270,11 @@ class _JoinedWorker:
 
     async def receive(self) -> bytes:
         while not self._received:
-            left = self._seen + self._lost_seconds - anyio.current_time()
-            if left <= 0:
+            if self._silent_waits >= _TICKS:
                 raise LinkLost(f"the worker {self._identity[:8]} sent no request for {self._lost_seconds:g} s")
-            with anyio.move_on_after(left):
+            with anyio.move_on_after(self._lost_seconds / _TICKS) as wait:
                 await self._changed.wait()
+            self._silent_waits += wait.cancelled_caught
         return self._received.popleft()
 
     async def beat(self) -> None:

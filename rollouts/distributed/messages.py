@@ -153,7 +153,7 @@ def check_plain(prompts: Iterable[Prompt]) -> None:
     for prompt in prompts:
         try:
             ((received,), _) = _read_plain(_plain(Request(0, prompt, False)))
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise ConfigError.of("Prompt", prompt, f"{expected} ({error})") from error
         if received.prompt != prompt:
             raise ConfigError.of("Prompt", prompt, expected)

@@ -26,12 +26,13 @@ _PUBLIC = "/health"
 """Answered without the key, as by SGLang 0.5.23: a load balancer has none."""
 
 
-def guard(host: str, api_key: str | None) -> Any:
+def guard(host: str, api_key: str | None, variable: str = "ROLLOUTS_API_KEY") -> Any:
     """The middleware of a server.
 
     Args:
         host: the address that the server listens on.
         api_key: clients send it as ``Authorization: Bearer KEY`` or as ``X-API-Key: KEY``.
+        variable: the environment variable that the command reads the key from, for errors.
 
     Raises:
         ConfigError: the address is not a loopback address and the key is missing, or the key cannot be sent.
@@ -39,7 +40,7 @@ def guard(host: str, api_key: str | None) -> Any:
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip()):
         raise ConfigError("api_key: contains characters that are not allowed in a header, or is empty")
     if api_key is None and not is_loopback(host):
-        expected = "127.0.0.1, or a key (in ROLLOUTS_API_KEY): every machine that reaches this address could use it"
+        expected = f"127.0.0.1, or a key (in {variable}): every machine that reaches this address could use it"
         raise ConfigError.of("host", host, expected)
 
     from aiohttp import web  # here: whether a host is a loopback address is asked without the extras that serve

@@ -108,6 +108,7 @@ class Leases:
         self.dropped: Counter[str] = Counter()
         self._staleness = Staleness(max_staleness=max_staleness)
         self._versions: list[str] = []
+        self._version_is_stored = True
         self._settled_tokens: set[int] = set()
         self._dropped_groups: set[int] = set()
         self._ready: dict[int, tuple[Sample, ...]] = {}
@@ -338,11 +339,13 @@ class Leases:
         if not isinstance(version, str) or not version:
             raise ConfigError.of("version", version, "a name")
         async with self._writing:
-            if self._versions[-1:] == [version]:
-                return
-            self._staleness.announce(version)
-            self._versions.append(version)
-            await self._write({"kind": "version", "name": version})
+            if self._versions[-1:] != [version]:
+                self._staleness.announce(version)
+                self._versions.append(version)
+                self._version_is_stored = False
+            if not self._version_is_stored:
+                await self._write({"kind": "version", "name": version})
+                self._version_is_stored = True
 
     # -- inside --
 

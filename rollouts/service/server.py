@@ -22,12 +22,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import attrs
 import msgspec
 from aiohttp import web
 
-from rollouts.errors import ConfigError, DataExhausted, EndpointError, RolloutsError
+from rollouts.concurrency.task_groups import first_error
+from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalError, RolloutsError
 from rollouts.http.access import guard
 from rollouts.http.server_log import server_log
 from rollouts.service.leases import Lease, LeaseLost, Leases
@@ -36,6 +38,7 @@ from rollouts.service.wire import MEDIA_TYPE, lease_bytes
 __all__ = ["MOST_BYTES", "Publish", "Route", "Service", "serving"]
 
 MOST_BYTES = 1 << 20
+_KEY = "ROLLOUTS_SERVICE_KEY"
 _LONGEST_WAIT = 60.0
 """Most seconds that a request waits for groups; the consumer asks again."""
 
@@ -77,7 +80,7 @@ class Service:
     """Leases behind HTTP.
 
     Attributes:
-        leases: of the run; ``None`` until it begins. Requests are answered with 503 until then.
+        leases: of the run; ``None`` before it begins and after it ends, when requests are answered with 503.
         publish: loads weights into the servers; without it, only versions without a path are accepted.
         numbers: further gauges, such as those of workers, by name.
         routes: further routes, such as those of workers.
@@ -95,7 +98,9 @@ class Service:
 
     def app(self, host: str, key: str | None) -> web.Application:
         """The application; raises ConfigError as :func:`rollouts.http.access.guard`."""
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[guard(host, key), _errors_as_json])
+        app = web.Application(
+            client_max_size=MOST_BYTES, middlewares=[guard(host, key, _KEY), _cancelled_by_scope, _errors_as_json]
+        )
         own: tuple[Route, ...] = (
             ("GET", "/health", self._health),
             ("GET", "/metrics", self._metrics),
@@ -133,10 +138,16 @@ class Service:
             )
         if lease is None:
             return web.Response(status=204)
+        if (earlier := self._of_request(leases, body.request)) not in (None, lease):
+            leases.release(lease.token)  # the same request, repeated while the first waited, took one meanwhile
+            lease = earlier
+        assert lease is not None
         if body.request:
             self._tokens[body.request] = lease.token
         try:
-            return await _delivered(lease)
+            response = await _delivered(lease)
+            await anyio.lowlevel.checkpoint_if_cancelled()  # the client left while the message was encoded
+            return response
         except BaseException:
             with contextlib.suppress(LeaseLost):
                 leases.release(lease.token)
@@ -158,7 +169,12 @@ class Service:
 
     async def _acknowledge(self, request: web.Request) -> web.Response:
         leases, body = self._open, await _body(request, _Ack)
-        await leases.acknowledge(_token(request), step=body.step)
+        try:
+            await leases.acknowledge(_token(request), step=body.step)
+        except JournalError:
+            if self.leases is not leases:  # the run ends here, and the consumer asks the next process
+                raise _NotReady from None
+            raise
         return _json({"acknowledged": _token(request)})
 
     async def _renew(self, request: web.Request) -> web.Response:
@@ -205,7 +221,7 @@ class Service:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         numbers = {**self.numbers(), **({} if self.leases is None else _groups(self.leases))}
-        lines = [f"# TYPE rollouts_{name} gauge\nrollouts_{name} {value:g}\n" for name, value in numbers.items()]
+        lines = [f"# TYPE rollouts_{name} gauge\nrollouts_{name} {value!r}\n" for name, value in numbers.items()]
         return web.Response(text="".join(lines), headers={"Content-Type": "text/plain; version=0.0.4"})
 
 
@@ -251,7 +267,23 @@ async def serving(
 
 
 class _NotReady(Exception):
-    """The run has not begun."""
+    """The run has not begun, or has ended."""
+
+
+@web.middleware
+async def _cancelled_by_scope(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Answer in a child task: aiohttp cancels the task of a client that left, and only a scope's cancellation obeys
+    shields, which an acknowledgement and the loading of weights need."""
+    answers: list[web.StreamResponse] = []
+
+    async def answer() -> None:
+        answers.append(await handler(request))
+
+    async with first_error() as tasks:
+        tasks.start_soon(answer)
+    return answers[0]
 
 
 @web.middleware
@@ -261,7 +293,7 @@ async def _errors_as_json(
     try:
         return await handler(request)
     except _NotReady:
-        return _error(503, RolloutsError("the run has not begun: it waits for its servers or workers"))
+        return _error(503, RolloutsError("the run has not begun, or the service stops"))
     except LeaseLost as error:
         return _error(409, error)
     except DataExhausted as error:

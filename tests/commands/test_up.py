@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 import anyio.to_thread
 import pytest
 
+from rollouts.commands import up as up_command
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
+from rollouts.errors import ConfigError
 from rollouts.runs.verify import verify_run
 from rollouts.service import Rollouts, ServiceError
 from rollouts.testing.server import StubServer
@@ -36,6 +39,17 @@ def up(out: Path, endpoint: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, next(text for text in process.stdout if READY in text).removeprefix(READY).strip()
         finally:
             process.kill()
+
+
+def test_a_chat_api_is_refused(tmp_path: Path) -> None:
+    """By name, before anything is served: its rollouts have no ids that a trainer could train."""
+    verbs = argparse.ArgumentParser().add_subparsers()
+    up_command.add(verbs)
+    line = ["calculator", "--out", str(tmp_path / "run"), "--provider", "openai", "--model", "m"]
+    for more in ([], ["--workers", "2"], ["--remote-workers", "2"]):
+        with pytest.raises(ConfigError, match=r"up --provider openai: .* needs token ids"):
+            up_command._up(verbs.choices["up"].parse_args([*line, *more]))
+    assert not (tmp_path / "run").exists()
 
 
 async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -14,13 +16,16 @@ import attrs
 import pytest
 
 from rollouts import __version__
-from rollouts.distributed.dispatch import Dispatcher, Workers
-from rollouts.distributed.join import Facts, _Membership, _Service, recipe_of
-from rollouts.distributed.joined import JoinedWorkers
+from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
+from rollouts.distributed.join import Facts, _Built, _Membership, _Service, parts_of, recipe_of
+from rollouts.distributed.joined import JoinedWorkers, _JoinedWorker
 from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
 from rollouts.dtypes import Prompt
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.planning.simulation import VirtualLoop
+from rollouts.runs.record_bytes import framed
 from rollouts.service.server import Service, serving
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.distributed import games
@@ -132,6 +137,28 @@ async def test_workers_come_and_go_and_no_attempt_is_lost() -> None:
         assert joined.numbers()["workers_wanted"] == 1
 
 
+async def test_one_worker_after_another_gets_every_rollout() -> None:
+    """The only worker leaves, and the next fills another slot: no rollout waits in a slot that stays empty."""
+    played, results = config(0.2), list[Sample]()
+    async with joining((1, 3)) as (_, entering, url), worker(url, played) as first:
+        async with entering as workers, anyio.create_task_group() as tasks:
+
+            async def play(number: int) -> None:
+                results.extend(await workers.generate([Prompt("p", group_index=number, index=number)]))
+
+            for number in range(6):
+                tasks.start_soon(play, number)
+            await anyio.wait_all_tasks_blocked()
+            first.set()
+            await until(lambda: not workers.alive)
+            for number in range(6, 12):
+                tasks.start_soon(play, number)
+            await until(lambda: workers.departures == 1)
+            async with worker(url, played):
+                await until(lambda: len(results) == 12)
+            assert workers.numbers()["outstanding"] == 0
+
+
 async def test_repeated_requests_play_and_count_once() -> None:
     """Orders are sent again until they are acknowledged; records with an earlier number are there already."""
     async with joining(1) as (_, entering, url):
@@ -169,6 +196,72 @@ async def test_repeated_requests_play_and_count_once() -> None:
         await transport.aclose()
 
 
+def test_a_pause_of_the_service_is_no_silence_of_its_workers() -> None:
+    """It was stopped for longer than the limit and read no request: the link lasts, and ends after real silence."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        link = _JoinedWorker("0" * 32, 1.5, {})
+
+        async def receive() -> None:
+            with pytest.raises(LinkLost, match=r"0{8} sent no request for 1.5 s"):
+                await link.receive()
+            ended.set()
+
+        ended = anyio.Event()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(receive)
+            await anyio.sleep(1.0)
+            loop._clock.now += 3600
+            await anyio.sleep(0.2)
+            link.beats()
+            await anyio.sleep(1.2)
+            assert not ended.is_set()
+            await anyio.sleep(0.4)
+            assert ended.is_set()
+
+    anyio.run(run, backend_options={"loop_factory": VirtualLoop})
+
+
+async def test_a_worker_never_plays_what_an_earlier_service_said() -> None:
+    """The service restarts with other servers: a worker that was built for the old ones is built again, and joins."""
+    facts = {"version": __version__, "recipe": "calculator", "options": {}}
+    async with joining(1) as (joined, entering, url):
+        transport = HttpClient(connect_seconds=5)
+        service = _Service(transport, url, None, 5.0)
+        servers = {"provider": "sglang", "model": str(DEMO_MODEL), "base_url": ["http://127.0.0.1:1"]}
+        joined.facts = {**facts, **servers}
+        built = _Built(None)
+        await built.update(service)
+        first = built.config
+        await built.update(service)
+        assert built.config is first
+        joined.facts = {**facts, **servers, "base_url": ["http://127.0.0.1:2"]}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_enter, entering)
+            await until(lambda: bool(joined._open_slots))
+            with anyio.fail_after(10):
+                await _Membership(service, played_by(built), anyio.Event(), pytest.fail, facts=built.facts).run()
+            await built.update(service)
+            assert built.config is not first
+            said: list[str] = []
+            tasks.start_soon(_Membership(service, played_by(built), anyio.Event(), said.append, facts=built.facts).run)
+            await until(lambda: said == ["joined"])
+            tasks.cancel_scope.cancel()
+        await transport.aclose()
+
+
+async def _enter(entering: Dispatcher) -> None:
+    async with entering:
+        await anyio.sleep_forever()
+
+
+def played_by(built: _Built) -> RolloutConfig:
+    assert built.config is not None
+    return built.config
+
+
 async def test_a_silent_worker_is_replaced_by_the_next() -> None:
     """It joined and sends nothing more; its rollouts are tried again, and the next worker gets its slot."""
     played = attrs.evolve(config(), max_attempts=3)
@@ -188,6 +281,61 @@ async def test_a_silent_worker_is_replaced_by_the_next() -> None:
                 assert workers.deaths >= 1
             done.set()
         await transport.aclose()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\0\0\0\0",
+        b"\4\0\0\0\0\0\0\0",
+        framed({"kind": "sample"}, None),
+        framed({"kind": "sample", "number": 0, "columns": [1000, True]}, None),
+        b"\x08\x10\0\0\x04\x10\0\0" + b"\x91" * 4100,
+    ],
+    ids=["empty", "no fields", "no number", "no columns", "deep"],
+)
+async def test_a_worker_that_sends_no_records_is_replaced(body: bytes) -> None:
+    """Its rollouts are played by the next worker, and the run continues; a number of 5,000 digits is refused."""
+    played = attrs.evolve(config(), max_attempts=3)
+    async with joining(1) as (_, entering, url):
+        transport = HttpClient(connect_seconds=5)
+        async with anyio.create_task_group() as tasks:
+
+            async def disturb() -> None:
+                identity = json.loads((await transport.post(f"{url}/v1/workers", b"", {}))[1])["worker"]
+                records = f"{url}/v1/workers/{identity}/records"
+                assert (await transport.post(records, body, {"Record": "9" * 5000}))[0] == 422
+                assert (await transport.post(records, body, {"Record": "0"}))[0] == 200
+                async with worker(url, played):
+                    await done.wait()
+
+            done = anyio.Event()
+            tasks.start_soon(disturb)
+            async with entering as workers:
+                assert len(await batches(workers.config(played), 1)) == 12
+                assert workers.deaths == 1
+            done.set()
+        await transport.aclose()
+
+
+async def test_large_orders_arrive_in_parts() -> None:
+    """A group's prompts may have more bytes of images together than a worker reads at once."""
+    played = config()
+    async with joining(1) as (_, entering, url), worker(url, played), entering as workers:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                for number in range(9):
+                    prompt = Prompt("p", metadata={"data": f"{number}" * 8_000_000}, group_index=0, index=number)
+                    tasks.start_soon(workers.generate, [prompt])
+        assert workers.rollouts == 9
+
+
+def test_records_of_a_long_pause_are_sent_in_parts() -> None:
+    """All that a worker played while the service was away may be more than one request may have."""
+    records = [framed({"kind": "turn", "data": b"x" * size}, None) for size in (10, 500, 10, 10, 60, 10)]
+    parts = list(parts_of(b"".join(records), 150))
+    assert parts == [records[0], records[1], records[2] + records[3], records[4] + records[5]]
+    assert list(parts_of(records[1], 150)) == [records[1]]
 
 
 def test_orders_are_plain_data() -> None:
@@ -212,7 +360,10 @@ def test_orders_are_plain_data() -> None:
 def test_a_prompt_that_would_change_is_refused() -> None:
     """A set would arrive as a list, and an object not at all; tuples arrive as they are."""
     check_plain([Prompt("p", label=(1, [2]))])
-    for label in ({1}, object()):
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for label in ({1}, object(), 1 << 70, deep):
         with pytest.raises(ConfigError, match=r"Prompt: .*plain data, of the types of MessagePack"):
             check_plain([Prompt("p", label=label)])
 
@@ -225,6 +376,10 @@ async def test_a_worker_of_another_version_and_a_silent_service_are_errors() -> 
     transport = HttpClient(connect_seconds=5)
     with pytest.raises(EndpointUnavailable, match=r"did not answer for 0.2 s"):
         await _Service(transport, "http://127.0.0.1:9", None, 0.2).facts()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with anyio.fail_after(10), pytest.raises(EndpointUnavailable, match=r"for 0.2 s: no answer for 0.15 s"):
+            await _Service(transport, url, None, 0.2, 0.15).facts()
     async with serving(Service()) as url:
         with pytest.raises(ConfigError, match="refused this worker with status 404"):
             await _Service(transport, url, None, 0.2).facts()

@@ -87,7 +87,7 @@ async def test_slime_gets_the_same_samples(tmp_path: Path) -> None:
 
 
 async def test_a_launch_of_another_shape_is_refused(tmp_path: Path) -> None:
-    """Groups of another number than the launch's, and an evaluation."""
+    """Groups of another number than the launch's, which are not acknowledged as trained, and an evaluation."""
 
     def train(service: Rollouts, leases: Leases) -> None:
         rollout = LeasedRollout(sample_batches(service, 2))
@@ -95,6 +95,8 @@ async def test_a_launch_of_another_shape_is_refused(tmp_path: Path) -> None:
             rollout(ARGS, 0, None)
         with pytest.raises(ConfigError, match="leases have no evaluation"):
             rollout(ARGS, 0, None, evaluation=True)
+        rollout.trained()
+        assert leases.acknowledged == {}
 
     await with_service(tmp_path, 1, train)
 

@@ -20,6 +20,7 @@ from rollouts.service.client import Batch, LeaseLost, _unpacked
 from rollouts.service.server import Service, serving
 from rollouts.service.wire import lease_bytes, read_lease
 from rollouts.testing.json_server import Asked, JsonServer
+from tests.processors import picture
 from tests.service.test_lease_laws import groups, taken
 from tests.service.test_server import service_of
 
@@ -79,9 +80,17 @@ def test_values_are_decoded_as_by_msgspec(value: Any) -> None:
 
 
 async def test_images_arrive_once(tmp_path: Path) -> None:
-    """A batch without images has none."""
+    """An image that several samples name has its bytes in the message once; a batch without images has none."""
+    image = picture(8, 9)
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
-        leases.add(groups(0))
+        seen = groups(0)
+        for sample in seen[0]:
+            sample.named_images = {image.sha256: image}
+        leases.add(seen)
+        body = lease_bytes(await taken(leases, 1))
+        assert Batch(Rollouts("http://localhost:1"), body).images == {image.sha256: image.data}
+        assert body.count(image.data) == 1
+        leases.add(groups(1))
         assert Batch(Rollouts("http://localhost:1"), lease_bytes(await taken(leases, 1))).images == {}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import attrs
 import pytest
@@ -200,6 +201,51 @@ async def test_s4_an_acknowledgement_whose_answer_was_lost_is_idempotent(tmp_pat
         assert (log.count(b"acknowledged"), log.startswith(before)) == (1, True)
 
 
+def send_and_leave(url: str, path: str, value: Any) -> socket.socket:
+    """Send a request on a connection that the caller closes before the answer."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps(value)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    connection.sendall(f"{head}\r\n\r\n{body}".encode())
+    return connection
+
+
+async def test_s4_a_trainer_that_leaves_while_its_acknowledgement_is_written_has_acknowledged(tmp_path: Path) -> None:
+    """It was killed between its request and the answer: the groups are settled, and neither stuck nor ready."""
+    async with service_of(tmp_path, *range(4)) as (leases, url):
+        for number in range(4):
+            lease = read_lease((await asked(url, "/v1/leases", {"groups": 1}))[1])
+            connection = send_and_leave(url, f"/v1/leases/{lease.token}/ack", {})
+            with anyio.fail_after(10):
+                while leases._writing.statistics().locked is False and number not in leases.acknowledged:
+                    await anyio.lowlevel.checkpoint()
+                connection.close()
+                while number not in leases.acknowledged:
+                    await anyio.lowlevel.checkpoint()
+        assert (leases.leased, (tmp_path / "log").read_bytes().count(b"acknowledged")) == (0, 4)
+
+
+async def test_a_client_that_leaves_does_not_interrupt_the_loading_of_weights(tmp_path: Path) -> None:
+    """Servers with different weights would remain."""
+    began, left, loaded = anyio.Event(), anyio.Event(), anyio.Event()
+
+    async def publish(folder: str, version: str, while_running: Any) -> None:
+        began.set()
+        await left.wait()
+        await anyio.sleep(0.2)
+        loaded.set()
+
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        async with serving(Service(leases, publish)) as url:
+            connection = send_and_leave(url, "/v1/versions", {"name": "a", "path": "/weights"})
+            with anyio.fail_after(10):
+                await began.wait()
+                connection.close()
+                left.set()
+                await loaded.wait()
+
+
 async def test_a_repeated_request_for_groups_gets_the_same_lease(tmp_path: Path) -> None:
     """Its answer was lost; another request, and one after the end of the lease, gets another lease."""
     async with service_of(tmp_path, 0, 1) as (leases, url):
@@ -210,6 +256,24 @@ async def test_a_repeated_request_for_groups_gets_the_same_lease(tmp_path: Path)
         leases.release(first.token)
         late = read_lease((await asked(url, "/v1/leases", {"groups": 1, "request": "a"}))[1])
         assert (late.groups, late.token > other.token) == ((0,), True)
+
+
+async def test_a_request_repeated_while_the_first_waits_gets_the_same_lease(tmp_path: Path) -> None:
+    """The first one's connection is cut off, which the service cannot see: one lease, not two."""
+    async with service_of(tmp_path) as (leases, url):
+        bodies: list[bytes] = []
+
+        async def ask() -> None:
+            bodies.append((await asked(url, "/v1/leases", {"groups": 1, "wait_s": 30, "request": "a"}))[1])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            tasks.start_soon(ask)
+            await anyio.sleep(0.2)
+            leases.add(groups(0, 1))
+        first, second = map(read_lease, bodies)
+        assert (first.token, first.groups) == (second.token, (0,))
+        assert (leases.ready, leases.leased) == (1, 1)
 
 
 async def test_a_consumer_that_leaves_while_it_waits_takes_nothing(tmp_path: Path) -> None:
@@ -244,6 +308,35 @@ async def test_s5_versions_are_in_order_and_repeatable(tmp_path: Path) -> None:
             assert (state["dropped"], state["version"]) == ({"too old": 2}, "c")
 
 
+async def test_a_version_that_could_not_be_stored_is_an_error_again(tmp_path: Path) -> None:
+    """A repetition is not answered with 200: no restart would know the version."""
+    async with service_of(tmp_path, 0) as (leases, url):
+        leases._log.close()
+        for _ in range(2):
+            assert (await asked(url, "/v1/versions", {"name": "a"}))[0] == 500
+
+
+async def test_an_acknowledgement_while_the_service_stops_is_503(tmp_path: Path) -> None:
+    """Also if it waits for another's write when the log is closed: the client waits for the next process."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        service = Service(leases)
+        async with serving(service) as url, anyio.create_task_group() as tasks:
+            path = f"/v1/leases/{(await taken(leases, 1)).token}/ack"
+
+            async def acknowledge() -> None:
+                assert (await asked(url, path, {}))[0] == 503
+
+            async with leases._writing:
+                tasks.start_soon(acknowledge)
+                with anyio.fail_after(10):
+                    while not leases._writing.statistics().tasks_waiting:
+                        await anyio.lowlevel.checkpoint()
+                service.leases = None
+                leases._log.close()
+            await acknowledge()
+
+
 async def test_a_version_with_a_path_is_loaded_by_the_servers(tmp_path: Path) -> None:
     """It is announced first; if the servers refuse it, the answer is 502, and it may be published again."""
     loaded: list[tuple[str, str, Any]] = []
@@ -273,6 +366,8 @@ async def test_s6_ready_and_leased_groups_are_bounded(tmp_path: Path) -> None:
         await asked(url, f"/v1/leases/{lease.token}/ack", {})
         assert leases.room == 1
         metrics = (await asked(url, "/metrics"))[1].decode()
+        leases.acknowledged |= dict.fromkeys(range(10, 1_234_576), 1)
+        assert b"rollouts_groups_acknowledged 1234567\n" in (await asked(url, "/metrics"))[1]
         for line in ("groups_ready 1", "groups_leased 1", "groups_acknowledged 1", "groups_dropped 0"):
             assert f"rollouts_{line}\n" in metrics
 
@@ -306,7 +401,7 @@ async def test_a_bad_request_is_an_answer(path: str, body: bytes, status: int, t
 async def test_a_service_has_a_key_or_a_loopback_address(tmp_path: Path) -> None:
     """Every route but ``/health`` needs it."""
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
-        with pytest.raises(ConfigError, match=r"host: got '0\.0\.0\.0'"):
+        with pytest.raises(ConfigError, match=r"host: got '0\.0\.0\.0'.*ROLLOUTS_SERVICE_KEY"):
             async with serving(Service(leases), "0.0.0.0"):
                 pass
         async with serving(Service(leases), key="secret") as url:
