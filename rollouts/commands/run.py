@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from rollouts.distributed.dispatch import Dispatcher, Workers
 
-__all__ = ["Distribute", "Telemetry", "add", "in_workers", "launch", "recorded_server"]
+__all__ = ["Distribute", "Telemetry", "add", "description_of", "in_workers", "launch", "recorded_server"]
 
 _BLOCKED_SECONDS = 0.25
 """How long a callback may block the event loop before it is named."""
@@ -199,7 +199,7 @@ async def launch(
                 if telemetry is not None:
                     config, export_metrics = await stack.enter_async_context(telemetry(played))
                     played = attrs.evolve(played, config=config)
-                description = await anyio.to_thread.run_sync(_description, target, recipe, server)
+                description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
                 if resume:
                     opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
                 else:
@@ -270,8 +270,8 @@ def recorded_server(target: RunTarget, server: ServerInfo) -> dict[str, Any]:
     return attrs.asdict(attrs.evolve(server, version=version))
 
 
-def _description(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[str, Any]:
-    """The fields of ``run.json`` that are known before the run begins."""
+def description_of(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dict[str, Any]:
+    """The fields of ``run.json`` that are known before the run begins; the recipe has passed its preflight."""
     description = {**recipe.describe(), "server": recorded_server(target, server), "options": dict(target.options)}
     description["command"] = {
         "recipe": str(absolute(target.recipe)) if target.recipe is not None else None,

@@ -24,7 +24,7 @@ from rollouts.base.extras import install_command
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
 from rollouts.commands.chat_options import CHAT_PROVIDER
-from rollouts.commands.run import in_workers
+from rollouts.commands.run import description_of, in_workers
 from rollouts.commands.serve import serve_until_stopped
 from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
 from rollouts.distributed.messages import check_plain
@@ -66,6 +66,9 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument(
         "--max-staleness", type=at_least_0, metavar="N", help="drop groups that are more than N versions old"
+    )
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="continue the run of DIR with other settings, and record them"
     )
     players = parser.add_mutually_exclusive_group()
     players.add_argument(
@@ -113,7 +116,8 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         url = await stack.enter_async_context(serving(service, args.host, args.port, os.environ.get(KEY)))
         recipe, engine = await stack.enter_async_context(open_target(target, args.out / ENGINE_LOG, tell))
         recipe.check_spread()
-        await preflight(recipe)
+        server = await preflight(recipe)
+        description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
         service.publish = functools.partial(_publish, recipe.endpoint)
         on_ready(url)
         if joined is not None:
@@ -127,6 +131,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
             recipe = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
             service.numbers = workers.numbers
         options: Mapping[str, Any] = {"groups_in_work": args.groups_in_work, "max_staleness": args.max_staleness}
+        options = {**options, "description": description, "allow_changes": args.allow_changes}
         service.leases = await stack.enter_async_context(
             leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
         )

@@ -5,6 +5,8 @@ Invariant: a run that was killed continues where its journal ends. This module k
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,20 @@ async def run_in(path: str | Path, recipe: Recipe, **options: Any) -> RunResult:
         return await run(recipe, writer, run_journal=run_journal, state=state, **options)
 
 
-async def open_in(path: str | Path, recipe: Recipe) -> tuple[RunWriter, RunJournal, Reopened | None]:
-    """Begin the run of a folder, or reopen it; raises as :func:`rollouts.runs.resume.reopen`."""
-    path, description = Path(path), recipe.describe()
+async def open_in(
+    path: str | Path, recipe: Recipe, description: Mapping[str, Any] | None = None, *, allow_changes: bool = False
+) -> tuple[RunWriter, RunJournal, Reopened | None]:
+    """Begin the run of a folder, or reopen it; arguments and errors as :func:`rollouts.runs.resume.reopen`.
+
+    Without ``description``, the settings of the recipe are neither recorded nor compared.
+    """
+    path, given = Path(path), description or {}
+    description = {**recipe.describe(), **given}
     if (path / "run.json").exists():
-        found = await anyio.to_thread.run_sync(reopen, path, description, recipe.data_buffer)
+        reopening = functools.partial(reopen, allow_changes=allow_changes)
+        found = await anyio.to_thread.run_sync(reopening, path, description, recipe.data_buffer)
+        if given:
+            found.writer.update(**description)
         return found.writer, found.run_journal, found
     writer = await anyio.to_thread.run_sync(RunWriter, path, description)
     return writer, await anyio.to_thread.run_sync(begin, path, description, recipe.data_buffer), None

@@ -8,7 +8,7 @@ acknowledged nor dropped are ready again, from the journal, and everything else 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,6 +41,8 @@ async def leased_run(
     max_staleness: int | None = None,
     watch: Watch | None = None,
     trains_here: bool = True,
+    description: Mapping[str, Any] | None = None,
+    allow_changes: bool = False,
 ) -> AsyncIterator[Leases]:
     """Run a recipe in a folder while the context is open, and lease its groups.
 
@@ -51,6 +53,8 @@ async def leased_run(
         max_staleness: as for :class:`Leases`.
         watch: as for :func:`rollouts.runs.run.run`.
         trains_here: whether the consumer is in this process, so that its objects are freed as usual.
+        description: more fields of ``run.json``, such as ``settings``, which a continued run is compared with.
+        allow_changes: continue a run with other settings, and record them.
 
     Raises:
         ConfigError: the recipe is on a chat API, whose samples no trainer takes.
@@ -63,7 +67,7 @@ async def leased_run(
     most = 2 * size if groups_in_work is None else groups_in_work
     if most < size:
         raise ConfigError.of("groups_in_work", most, f"at least batch_size, {size}")
-    writer, run_journal, found = await open_in(path, recipe)
+    writer, run_journal, found = await open_in(path, recipe, description, allow_changes=allow_changes)
     file, started = Path(path) / LEASES, read_info(path).get("started")
     with (
         run_journal.journal,

@@ -17,6 +17,7 @@ from rollouts.commands import up as up_command
 from rollouts.engine import DEMO_MODEL
 from rollouts.engine.process import READY
 from rollouts.errors import ConfigError
+from rollouts.runs.info import read_info
 from rollouts.runs.verify import verify_run
 from rollouts.service import Rollouts, ServiceError
 from rollouts.testing.server import StubServer
@@ -78,3 +79,6 @@ async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> No
     async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
         await anyio.to_thread.run_sync(train, server.url)
     assert verify_run(tmp_path / "run").violations == []
+    info = read_info(tmp_path / "run")
+    assert info["settings"]["reward"]
+    assert info["server"]["model"] == str(DEMO_MODEL)

@@ -417,6 +417,21 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
     assert (counts["in_batch"], counts["failed"]) == (60, 0)
 
 
+async def test_a_run_is_not_continued_with_other_settings(tmp_path: Path) -> None:
+    """Another reward function or model is refused by name, or recorded where it is allowed."""
+    before: dict[str, Any] = {"settings": {"reward": {"name": "first"}}, "server": {"model": "m"}}
+    after: dict[str, Any] = {"settings": {"reward": {"name": "second"}}, "server": {"model": "m"}}
+    async with leased_run(tmp_path, recipe(2), description=before) as leases:
+        await leases.acknowledge((await taken(leases, 3, wait_seconds=30)).token)
+    assert read_info(tmp_path)["server"] == {"model": "m"}
+    with pytest.raises(ConfigError, match=r"reward\.name: got 'second'; expected 'first'"):
+        async with leased_run(tmp_path, recipe(2), description=after):
+            raise AssertionError("the run began")
+    async with leased_run(tmp_path, recipe(2), description=after, allow_changes=True) as leases:
+        await leases.acknowledge((await taken(leases, 3, wait_seconds=30)).token)
+    assert read_info(tmp_path)["settings"] == after["settings"]
+
+
 async def test_an_overwritten_run_has_no_acknowledgements(tmp_path: Path) -> None:
     """The groups of a new run in the folder are others, with the same numbers."""
     async with leased_run(tmp_path, recipe(1)) as leases:
