@@ -97,6 +97,7 @@ def checks_of(generate_fn: Any) -> Mapping[str, TaskCheck]:
     """
     bound = generate_fn.keywords if isinstance(generate_fn, functools.partial) else {}
     workspace, sandbox = bound.get("workspace"), bound.get("sandbox")
+    sandbox = getattr(sandbox, "__wrapped__", sandbox)  # a check opens its own, none that was opened ahead
     if not isinstance(workspace, CheckedWorkspace) or sandbox is None:
         raise ConfigError.of("recipe", type(workspace).__name__, "a workspace whose tasks have checks: repositories")
     return workspace.checks(sandbox)

@@ -70,7 +70,7 @@ UNREAD = {
     "another dialect than the template's": (
         chatml(each(HERMES)),
         {"dialect": "glm"},
-        r'dialect="hermes" or dialect="kimi_vl" reads them',
+        r'dialect="hermes" or dialect="kimi_vl" or dialect="llama_json" reads them',
     ),
     "two calls in one pair of marks": (
         chatml(
@@ -79,16 +79,6 @@ UNREAD = {
         ),
         {},
         "two calls in parallel",
-    ),
-    "nested arguments as Python prints them": (
-        chatml(
-            each(
-                "<tool_call><function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
-                "<parameter={{ k }}>\n{{ v }}\n</parameter>{% endfor %}</function></tool_call>"
-            )
-        ),
-        {},
-        "nested arguments",
     ),
     "calls that are read at the start only": (
         chatml("[" + PYTHONIC + "]"),
@@ -130,6 +120,14 @@ def test_the_plain_dialect_starts_a_run_without_calls(template: str) -> None:
     assert found.calls == "not read"
     assert found.verdict != "refused"
     assert any("tool calls are text" in note for note in found.notes)
+
+
+def test_nested_arguments_as_python_prints_them_are_read() -> None:
+    """Qwen3-Coder's dialect reads a dict or list of Python where the template writes no JSON."""
+    call = "<tool_call><function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}"
+    call += "<parameter={{ k }}>\n{{ v }}\n</parameter>{% endfor %}</function></tool_call>"
+    found = renderer_of(chatml(each(call))).self_test(TOOLS)
+    assert (found.calls, found.verdict) == ("read", "exact")
 
 
 def test_a_template_with_one_call_a_turn() -> None:
