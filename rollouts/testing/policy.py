@@ -6,6 +6,7 @@ and it records its requests.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 
 import anyio.lowlevel
@@ -60,6 +61,7 @@ class ScriptedPolicy:
         self.sessions: list[tuple[str, str]] = []
         self.images: list[tuple[ImageSpan, ...]] = []
         self.closed = False
+        self._name = os.urandom(8).hex()  # of its requests, which no other policy of any process has
 
     def __repr__(self) -> str:
         return f"<ScriptedPolicy after {len(self.requests)} calls>"
@@ -86,7 +88,7 @@ class ScriptedPolicy:
             ],
             prompt_tokens=len(tokens),
             prompt_digest=digest(tokens),
-            request_id=f"scripted-{id(self):x}-{len(self.requests)}",
+            request_id=f"scripted-{self._name}-{len(self.requests)}",
         )
 
     async def describe(self) -> ServerInfo:
