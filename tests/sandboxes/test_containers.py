@@ -63,6 +63,7 @@ async def test_the_limits_of_a_container_hold(engine: Engine) -> None:
     async with opened(ContainerSandbox(IMAGE, engine.socket, limits=LIMITS)) as sandbox:
         end = await sandbox.run(["sh", "-c", "i=0; while [ $i -lt 60 ]; do sleep 9 & i=$((i+1)); done"], seconds=20)
         assert "ork" in end.stderr  # cannot fork
+        await sandbox.kill_all()  # nothing starts while all places are taken
         end = await sandbox.run(["python3", "-c", "bytearray(400 << 20)"], seconds=20)
         assert end.code in (-9, 1)
         end = await sandbox.run(["sh", "-c", "head -c 2000000 /dev/zero > big"], seconds=20)
