@@ -656,11 +656,11 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (173, ("base",)),
     "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7163,
+        7165,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        24_719,
+        24_673,
         (
             "agent",
             "base",

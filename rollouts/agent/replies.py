@@ -108,19 +108,17 @@ class Replies:
         calls: list[ToolCall] = []
         used_ids: set[str] = set()
         for call in reply.tool_calls:
-            call_id, error = call.id, call.error
+            call_id = call.id
             if call_id in used_ids:
                 counters.append("duplicate_call_ids")
                 call_id = ""
             call_id = call_id or f"call{self.call_count:05d}"
             used_ids.add(call_id)
             self.call_count += 1
-            if error is not None:
-                counters += ["malformed_tool_calls", f"malformed_tool_calls/{call.fault or 'bad_form'}"]
-            elif call.name not in known:
-                counters.append("unknown_tool_calls")
-                listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
-                error = self.renderer.quotable(f"there is no tool {call.name!r}; {listed}")
+            error, counted = fault_of(call, known)
+            counters += counted
+            if error is not None and call.error is None:  # it quotes a name, which may have marks of the template
+                error = self.renderer.quotable(error)
             calls.append(ToolCall(call.name, call.arguments, call_id, call.raw, error, call.fault))
         return Message(reply.role, reply.content, calls, reasoning=reply.reasoning), counters
 
@@ -142,3 +140,13 @@ class Replies:
             return 0
         opening = [*before, given[-1]]
         return len(self.renderer.opening(opening)) - self.renderer.reply_start(opening)
+
+
+def fault_of(call: ToolCall, known: Sequence[str]) -> tuple[str | None, Sequence[str]]:
+    """Why a call cannot run, ``None`` if it can, and the counters of that; ``known``: the names of the tools."""
+    if call.error is not None:
+        return call.error, ("malformed_tool_calls", f"malformed_tool_calls/{call.fault or 'bad_form'}")
+    if call.name in known:
+        return None, ()
+    listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
+    return f"there is no tool {call.name!r}; {listed}", ("unknown_tool_calls",)

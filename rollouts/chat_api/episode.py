@@ -20,6 +20,7 @@ import attrs
 
 from rollouts.agent.budget import Budget
 from rollouts.agent.guarded_environment import GuardedEnvironment
+from rollouts.agent.replies import fault_of
 from rollouts.chat_api.account import Account
 from rollouts.chat_api.client import ChatClient
 from rollouts.chat_api.endpoint import ChatEndpoint
@@ -216,7 +217,7 @@ class ChatEpisode:
         calls: list[ToolCall] = []
         used = {call.id for message in self.trajectory.messages for call in message.tool_calls}
         for call in reply.tool_calls:
-            call_id, error = call.id, call.error
+            call_id = call.id
             if call_id in used:
                 self.trajectory.count("duplicate_call_ids")
             if not call_id or call_id in used:
@@ -224,13 +225,9 @@ class ChatEpisode:
                 call_id = next(name for name in names if name not in used)
             used.add(call_id)
             self._calls += 1
-            if error is not None:
-                self.trajectory.count("malformed_tool_calls")
-                self.trajectory.count(f"malformed_tool_calls/{call.fault or 'bad_form'}")
-            elif call.name not in known:
-                self.trajectory.count("unknown_tool_calls")
-                listed = f"the tools are: {', '.join(known)}" if known else "there are no tools here"
-                error = f"there is no tool {call.name!r}; {listed}"
+            error, counters = fault_of(call, known)
+            for name in counters:
+                self.trajectory.count(name)
             calls.append(attrs.evolve(call, id=call_id, error=error))
         self.trajectory.count("tool_calls", len(calls))
         return attrs.evolve(reply, tool_calls=calls)

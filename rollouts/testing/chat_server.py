@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-import anyio
 import attrs
 import msgspec
 from aiohttp import web
+
+from rollouts.testing.loopback import on_loopback
 
 __all__ = ["Asked", "ChatServer", "Fault", "problem_of"]
 
@@ -91,17 +92,14 @@ class ChatServer:
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        self._serving = on_loopback(app)
+        self.url = f"{await self._serving.__aenter__()}/v1"
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._runner.cleanup()
+        await self._serving.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         payload, given = await request.read(), request.headers.get("Authorization", "")

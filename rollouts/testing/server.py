@@ -19,6 +19,7 @@ import msgspec
 from aiohttp import web
 
 from rollouts.errors import ConfigError
+from rollouts.testing.loopback import on_loopback
 from rollouts.testing.replies import ERRORS, Answer, Fault, Request, Script, probe_body, reply_body
 
 __all__ = ["Answer", "Fault", "Request", "StubServer"]
@@ -114,19 +115,15 @@ class StubServer:
             app.router.add_get("/v1/models", self._models)
         if self._loads is not None:
             app.router.add_get("/v1/loads", self._list_loads)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.5, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=4096)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._serving = on_loopback(app, self._port)
+        self.url = await self._serving.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with anyio.CancelScope(shield=True):
-            self._end(*self._generations)
-            await self._runner.cleanup()
+        self._end(*self._generations)
+        await self._serving.__aexit__(kind, error, trace)
 
     # -- routes --
 

@@ -222,8 +222,11 @@ class GroupRunner:
         except Exception as error:  # noqa: BLE001 - a broken law: run raises it, without an exception group
             group.broken = group.broken or error
         else:
-            (group.finished if policy is None else group.lost)[number] = samples
-            group.ended += [number] if policy is None else []
+            if policy is None:
+                group.finished[number] = samples
+                group.ended.append(number)
+            else:
+                group.lost[number] = samples
         finally:
             self._attempts.pop(index, None)
         possible = self.config.n_samples_per_prompt - len(group.lost)
