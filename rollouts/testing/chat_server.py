@@ -19,7 +19,7 @@ import attrs
 import msgspec
 from aiohttp import web
 
-from rollouts.testing.loopback import on_loopback
+from rollouts.testing.loopback import on_loopback, url_of
 
 __all__ = ["Asked", "ChatServer", "Fault", "problem_of"]
 
@@ -93,7 +93,7 @@ class ChatServer:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._serving = on_loopback(app)
-        self.url = f"{await self._serving.__aenter__()}/v1"
+        self.url = f"{url_of(await self._serving.__aenter__())}/v1"
         return self
 
     async def __aexit__(

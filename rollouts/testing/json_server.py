@@ -15,7 +15,7 @@ import attrs
 import msgspec
 from aiohttp import web
 
-from rollouts.testing.loopback import on_loopback
+from rollouts.testing.loopback import on_loopback, url_of
 
 __all__ = ["Asked", "JsonServer"]
 
@@ -55,7 +55,7 @@ class JsonServer:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._serving = on_loopback(app)
-        self.url = await self._serving.__aenter__()
+        self.url = url_of(await self._serving.__aenter__())
         return self
 
     async def __aexit__(

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from rollouts.errors import ConfigError
-from rollouts.testing.loopback import on_loopback
+from rollouts.testing.loopback import on_loopback, url_of
 from rollouts.testing.replies import ERRORS, Answer, Fault, Request, Script, probe_body, reply_body
 
 __all__ = ["Answer", "Fault", "Request", "StubServer"]
@@ -116,7 +116,8 @@ class StubServer:
         if self._loads is not None:
             app.router.add_get("/v1/loads", self._list_loads)
         self._serving = on_loopback(app, self._port)
-        self.url = await self._serving.__aenter__()
+        self._runner = await self._serving.__aenter__()
+        self.url = url_of(self._runner)
         return self
 
     async def __aexit__(
