@@ -216,14 +216,17 @@ def _returns(one: Conversation, discount: float) -> Numbers:
 
 
 def returns_to_go(conversations: Sequence[Conversation], *, discount: float = 1.0) -> list[Numbers]:
-    """Rewards from each turn on, minus the mean return of the others. Unbiased with ``discount=1``.
+    """Rewards from each turn on, minus the mean of the others' from the same turn on. Unbiased with ``discount=1``.
 
-    The mean is that of whole conversations: a mean by turn would depend on when the conversation itself ends.
+    Others that have ended count with 0. A mean over those that have not, the conversation itself included, would depend
+    on when it ends.
     """
     _rewards(conversations, "returns_to_go")
     returns = [_returns(one, discount) for one in conversations]
-    total = sum(float(found[0]) for found in returns)
-    return [found - (total - float(found[0])) / (len(returns) - 1) for found in returns]
+    total = np.zeros(max(map(len, returns)))
+    for found in returns:
+        total[: len(found)] += found
+    return [found - (total[: len(found)] - found) / (len(returns) - 1) for found in returns]
 
 
 def tree_leaf(conversations: Sequence[Conversation]) -> list[Numbers]:

@@ -245,6 +245,51 @@ def test_self_play_with_an_unbiased_estimator_finds_the_equilibrium(seeds: Seque
         assert learned(credit.grpo, seed) > 0.06
 
 
+def steps_of_calls(estimator: credit.Estimator, rate: float, seed: int, most: int = 400) -> int:
+    """Steps until 0.9 of six calls are right, the mean of five steps: 4 groups of 4 episodes a step, tabular policy.
+
+    A call has one right tool of four, by the phrase of its problem, and earns a sixth. The reply before the six calls
+    earns or costs 0.5 by chance.
+    """
+    rng = np.random.default_rng(seed)
+    logits, right = np.zeros((15, 4)), rng.integers(4, size=15)
+    shares: list[float] = []
+    for step in range(1, most):
+        chances = np.exp(logits - logits.max(1, keepdims=True))
+        chances /= chances.sum(1, keepdims=True)
+        phrases = np.repeat(rng.integers(15, size=(4, 1, 7)), 4, axis=1)
+        tools = (chances.cumsum(1)[phrases] < rng.random((4, 4, 7, 1))).sum(-1).clip(max=3)
+        rewards = (tools == right[phrases]) / 6
+        shares.append(float(rewards[..., 1:].sum(-1).mean()))
+        if len(shares) >= 5 and np.mean(shares[-5:]) >= 0.9:
+            return step
+        rewards[..., 0] = rng.choice((-0.5, 0.5), size=(4, 4))
+        groups = [[Conversation((), one.sum(), one) for one in group] for group in rewards]
+        advantages = np.array([[np.broadcast_to(values, 7) for values in estimator(group)] for group in groups])
+        scores = (np.eye(4)[tools] - chances[phrases]) * advantages[..., None]
+        np.add.at(logits, phrases, rate * scores * 7 / 16)
+    return most
+
+
+def test_returns_to_go_learn_six_calls_in_fewer_steps(seeds: Sequence[int]) -> None:
+    """At most 0.6 of the steps of the credit of whole rollouts, each at the best rate of three."""
+    for seed in seeds:
+        turns, rollouts = (
+            min(steps_of_calls(estimator, rate, seed) for rate in (1.0, 2.0, 4.0))
+            for estimator in (credit.returns_to_go, credit.rloo)
+        )
+        print(f"seed {seed}: {turns} steps with returns to go, {rollouts} with the credit of rollouts")
+        assert rollouts < 400
+        assert turns <= 0.6 * rollouts
+
+
+def test_returns_to_go_of_one_reward_at_the_end_are_those_of_the_rollout() -> None:
+    """A task that is rewarded only after its last call has the same advantages with either."""
+    group = [Conversation((), reward, np.append(np.zeros(calls), reward)) for reward, calls in ((1.0, 6), (0.0, 6))]
+    for turns, (whole,) in zip(credit.returns_to_go(group), credit.rloo(group), strict=True):
+        assert turns.tolist() == [whole] * 7
+
+
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 WALK = np.array([[0.0, 1.0], [3.0, -2.0]])
@@ -339,7 +384,7 @@ def test_each_token_has_the_advantage_of_its_turn() -> None:
         row(1.0, (2,), 1, step_rewards=[1.0], step_completions=[0]),
     ]
     assign_advantages(samples, credit.returns_to_go)
-    assert columns(samples) == [[0, 0, 2, 0, 0, 1, 1, 0], [0, 0, -2, -2, 0]]
+    assert columns(samples) == [[0, 0, 2, 0, 0, 2, 2, 0], [0, 0, -2, -2, 0]]
     assert [sample.pack().advantage_column is not None for sample in samples] == [True, True]
 
 
@@ -348,7 +393,17 @@ def test_the_rest_of_a_reward_comes_at_the_last_turn() -> None:
     samples = [row(2.0, (1, 1), 0, step_rewards=[0.5], step_completions=[0]), row(0.0, (1, 1), 1)]
     assign_advantages(samples, partial(credit.returns_to_go, discount=0.5))
     assert columns(samples)[0] == [0, 0, 1.25, 0, 0, 1.5, 0]
-    assert columns(samples)[1] == [0, 0, -1.25, 0, 0, -1.25, 0]
+    assert columns(samples)[1] == [0, 0, -1.25, 0, 0, -1.5, 0]
+
+
+def test_turns_with_equal_returns_have_no_advantage() -> None:
+    """What an earlier turn earned is no credit of a later one, neither directly nor by the mean of the others."""
+    first, second = (
+        row(reward + 1, (1, 1), number, step_rewards=[reward, 1.0], step_completions=[0, 1])
+        for number, reward in enumerate((4.0, 2.0))
+    )
+    assign_advantages([first, second], credit.returns_to_go)
+    assert columns([first, second]) == [[0, 0, 2, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0]]
 
 
 def test_seats_and_episodes_are_credited_apart() -> None:
@@ -368,7 +423,7 @@ def test_a_branch_without_trained_tokens_has_its_turns_and_no_advantage() -> Non
     first.versions, first.loss_mask = [], [0] * len(first)
     samples = [first, second, row(1.0, (1,), 1, **rewards)]
     assign_advantages(samples, credit.returns_to_go)
-    assert columns(samples) == [[0, 0, 0, 0], [0, 0, 1, 0], [0, 0, -2, 0]]
+    assert columns(samples) == [[0, 0, 0, 0], [0, 0, 2, 0], [0, 0, -2, 0]]
     samples = [Sample(tokens=[1], reward=1.0, group_index=0, rollout_id=number) for number in (0, 1)]
     assign_advantages(samples, credit.dr_grpo)
     assert columns(samples) == [[0], [0]]
@@ -383,7 +438,7 @@ def test_a_branch_that_begins_inside_a_turn_trains_its_rest() -> None:
     for sample in samples:
         sample.completions = [attrs.evolve(sample.completions[0], continues=True), *list(sample.completions)[1:]]
     assign_advantages(samples, credit.returns_to_go)
-    assert columns(samples) == [[0, 0, 2, 0, 0, -1, 0], [0, 0, -2, 0, 0, -3, 0]]
+    assert columns(samples) == [[0, 0, 2, 0, 0, 0, 0], [0, 0, -2, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED])
