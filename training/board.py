@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rollouts.training.evaluation import TaskScore, estimate_mean
 
-__all__ = ["Board", "draw_curve", "draw_lessons", "read_steps"]
+__all__ = ["WINDOW", "Board", "draw_curve", "draw_lessons", "read_steps"]
 
 COLUMNS = {
     "reward": ("reward", "{:.3f}"),
@@ -38,7 +38,8 @@ COLUMNS = {
 """Columns of the display: name of the number, head, format."""
 
 _ROWS = 12
-_WINDOW = 5
+WINDOW = 5
+"""Batches of a moving mean."""
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -127,7 +128,7 @@ def draw_curve(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(at, rewards, color="#9bbcd8", linewidth=1, label="mean reward of the batch")
-    axes.plot(at, smooth, color="#1f5f99", linewidth=2, label=f"mean of {_WINDOW} batches")
+    axes.plot(at, smooth, color="#1f5f99", linewidth=2, label=f"mean of {WINDOW} batches")
     for scores, place, name in ((before, at[0] - 1, "before"), (after, at[-1], "after")):
         if scores:
             estimate = estimate_mean(scores)
@@ -174,7 +175,7 @@ def main() -> None:
 
 def _smoothed(values: Sequence[float]) -> list[float]:
     """Means over the last five values, or fewer at the start."""
-    windows = [values[max(0, end - _WINDOW) : end] for end in range(1, len(values) + 1)]
+    windows = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]
 
 

@@ -7,7 +7,8 @@ Invariant: a token has weight in the loss if and only if the policy sampled it, 
 is the mean over rollouts of the mean over their trained tokens, whatever the micro-batches and the number of branches
 of a rollout. The layouts padded and packed return the same numbers.
 
-The loss of a trained token with advantage A (``rollouts.training.batch`` computes A from rewards):
+The loss of a trained token with advantage A (that of ``Sample.advantages``, or of rewards, which
+``rollouts.training.batch`` compares):
 
     ratio     = exp(logprob - old)                       old: this trainer's weights before the step
     surrogate = max(-ratio A, -clip(ratio, 1 - eps_clip, 1 + eps_clip_high) A)
@@ -32,6 +33,7 @@ from typing import Any, Literal
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rollouts.errors import ConfigError
@@ -95,7 +97,7 @@ def policy_loss(
         logprobs: under the trained weights, with gradient; all arguments have shape ``(M,)``.
         old: under the weights before the step.
         rollout: as stored in the samples.
-        advantages: the advantage of each token's sample.
+        advantages: of each token.
         weights: the weight of each token in the mean; see :func:`rollouts.training.batch.loss_weights`.
         reference: under the reference model; needed when ``kl_coef`` is not 0.
     """
@@ -196,13 +198,14 @@ class GrpoTrainer:
             between rollout and trainer logprobs; and ``loss``, ``grad_norm``, ``lr``, ``seconds``.
 
         Raises:
-            ConfigError: a sample without reward, group or logprobs; or a batch without trained tokens.
+            ConfigError: a sample without reward, group or logprobs; a batch without trained tokens; or columns of
+                advantages in some of its samples only.
         """
         began = time.perf_counter()
         if not any(sample.mask_column[1:].any() for sample in samples):
             raise ConfigError.of("step(samples)", samples, "samples with at least one trained token")
-        advantages = group_advantages(samples)
         rollout = [_trained(sample) for sample in samples]
+        advantages = _advantages(samples)
         trainer, entropy = self._logprobs(samples, self.model)
         old = trainer if self.config.old_logprobs == "trainer" else rollout
         reference = self._logprobs(samples, self.reference)[0] if self.config.kl_coef else old
@@ -223,7 +226,7 @@ class GrpoTrainer:
                     logprobs,
                     torch.cat([old[row] for row in rows]).to(logprobs),
                     torch.cat([rollout[row] for row in rows]).to(logprobs),
-                    torch.tensor([advantages[row] for row in rows]).to(logprobs).repeat_interleave(counts),
+                    torch.cat([advantages[row] for row in rows]).to(logprobs),
                     torch.tensor([place[row] for row in rows]).to(logprobs).repeat_interleave(counts),
                     self.config,
                     torch.cat([reference[row] for row in rows]).to(logprobs),
@@ -341,5 +344,24 @@ class GrpoTrainer:
 
 def _trained(sample: Sample) -> torch.Tensor:
     """Rollout logprobs of the trained tokens, ``(m,)``; the first token of a sample is never trained."""
-    column, mask = sample.logprob_column, sample.mask_column
-    return torch.empty(0) if column is None else torch.from_numpy(np.ascontiguousarray(column[1:][mask[1:]]))
+    return _of_trained(sample, sample.logprob_column)
+
+
+def _of_trained(sample: Sample, column: npt.NDArray[np.float32] | None) -> torch.Tensor:
+    """The values of a column at the trained tokens, ``(m,)``."""
+    trained = sample.mask_column[1:]
+    return torch.empty(0) if column is None else torch.from_numpy(np.ascontiguousarray(column[1:][trained]))
+
+
+def _advantages(samples: Sequence[Sample]) -> list[torch.Tensor]:
+    """The advantages of each sample's trained tokens, ``(m,)``: its column's, or those of the rewards."""
+    if all(sample.advantage_column is None for sample in samples):
+        shares = group_advantages(samples)
+        return [
+            torch.full((np.count_nonzero(sample.mask_column[1:]),), float(share))
+            for sample, share in zip(samples, shares, strict=True)
+        ]
+    for number, sample in enumerate(samples):
+        if sample.advantage_column is None:
+            raise ConfigError.of(f"samples[{number}].advantages", None, "a column, as other samples of the batch have")
+    return [_of_trained(sample, sample.advantage_column) for sample in samples]

@@ -13,15 +13,20 @@ model that training starts from, and then each version. Without it, the embedded
 
 By default generation and training alternate, and every batch comes from the newest weights. With ``--async`` generation
 continues while the trainer steps, and batches are up to ``--max-staleness`` versions old.
+
+With ``--credit`` an estimator of ``rollouts.training.credit`` computes the advantages, by turn where it does; with
+``--teacher`` they are the differences of another model's logprobs and the policy's, and rewards are only reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -40,13 +45,17 @@ from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from rollouts.commands.arguments import add_provider, options_of
+from rollouts.concurrency.boundary import function_name
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine.process import engine_process
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.inference.weights import update_weights
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe.files import build, load_recipe, read_options, recipe_options
+from rollouts.rewards.teachers import Teacher, scored_by_teachers, teachers_as_advantages
 from rollouts.training import AsyncRolloutManager, BufferState, Sample
+from rollouts.training import credit as estimators
+from rollouts.training.credit import Estimator, assign_advantages
 from rollouts.training.evaluation import (
     TaskScore,
     estimate_mean,
@@ -57,15 +66,31 @@ from rollouts.training.evaluation import (
 )
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.views.terminal.transcript import visible
-from training.board import Board, draw_curve
+from training.board import WINDOW, Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 
-__all__ = ["START_MODEL", "Ablation", "Lesson", "held_out_prompts", "learn", "lesson_of"]
+__all__ = [
+    "START_MODEL",
+    "Ablation",
+    "HeldOutScores",
+    "Lesson",
+    "changes",
+    "endpoint_of",
+    "evaluate",
+    "held_out_prompts",
+    "learn",
+    "lesson_of",
+    "spend",
+    "trainer_of",
+]
 
 START_MODEL = Path(__file__).parent / "start_model"
 """Folder of the model that training starts from: its most probable episode guesses without a tool, and is wrong."""
 OWN_KIND = "as trained"
 """Name of the held-out prompts of the trained kind."""
+
+CREDIT = ("grpo", "dr_grpo", "rloo", "maxrl", "returns_to_go")
+"""The estimators of ``rollouts.training.credit`` that need nothing but rewards."""
 
 Ablation = Literal["mask", "advantages"]
 """Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""
@@ -83,7 +108,8 @@ class Lesson:
     grpo: GrpoConfig = attrs.field(factory=GrpoConfig)
     steps: int = 40
     until: float | None = None
-    """Stop when the greedy score of every kind in ``kinds`` is at least this; checked every ``check_every`` steps."""
+    """Stop when the greedy score of every kind in ``kinds`` is at least this, checked every ``check_every`` steps;
+    without ``kinds`` the mean reward of ``WINDOW`` batches."""
     check_every: int = 2
     held_out: int = 96
     """Prompts of each kind that are not trained on; each gets ``held_out_rollouts`` rollouts and a greedy one, before
@@ -95,6 +121,10 @@ class Lesson:
     max_staleness: int = 2
     policy: Literal["drop", "pace"] = "pace"
     ablation: Ablation | None = None
+    credit: Estimator | None = None
+    """Computes the advantages; ``None`` for those of the trainer, GRPO's."""
+    teacher: Path | None = None
+    """Folder of a model whose logprobs are the advantages: on-policy distillation."""
     save_every: int = 0
     """Steps between checkpoints; 0 for one at the end."""
     keep_weights: bool = False
@@ -118,11 +148,17 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     entered = time.monotonic()
     source = lesson.checkpoint if lesson.resume else lesson.model
     async with contextlib.AsyncExitStack() as stack:
-        endpoint = await stack.enter_async_context(_endpoint(lesson, source))
+        endpoint = await stack.enter_async_context(endpoint_of(lesson, source))
         recipe = build(load_recipe(lesson.recipe), endpoint, lesson.options)
+        if lesson.teacher is not None:
+            engine = await stack.enter_async_context(
+                engine_process(lesson.teacher, lesson.out / "teacher.log", slots=lesson.slots)
+            )
+            scored = scored_by_teachers([Teacher(f"{engine.url}/generate")], recipe.config.filter_fn)
+            recipe = attrs.evolve(recipe, config=attrs.evolve(recipe.config, filter_fn=scored))
         server = await preflight(recipe)
         held_out = held_out_prompts(lesson, endpoint, recipe)
-        trainer = await anyio.to_thread.run_sync(_trainer, lesson, source)
+        trainer = await anyio.to_thread.run_sync(trainer_of, lesson, source)
         manager = await stack.enter_async_context(AsyncRolloutManager(recipe.config, recipe.data_buffer))
         manager.announce_version(server.weight_version or "default")
         board = stack.enter_context(Board(lesson.out / "steps.csv", console, steps=lesson.steps, resume=lesson.resume))
@@ -130,7 +166,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
             _load_buffer(lesson, recipe)
         if recipe.lifetime is not None:
             await stack.enter_async_context(recipe.lifetime)
-        before = await _evaluate(lesson, recipe, held_out, board, "before")
+        before = await evaluate(lesson, recipe, held_out, board, "before")
         started = time.monotonic()
         async with contextlib.aclosing(_batches(lesson, manager)) as batches:
             step = trainer.batches
@@ -139,7 +175,7 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                 samples = await anext(batches)
                 step += 1
                 generated = time.monotonic()
-                numbers = await anyio.to_thread.run_sync(_spend, trainer, samples, lesson, step)
+                numbers = await anyio.to_thread.run_sync(spend, trainer, samples, lesson, step)
                 trained = time.monotonic()
                 await _publish(lesson, trainer, recipe.endpoint, manager, step, samples)
                 now = time.monotonic()
@@ -162,13 +198,19 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                 began = now
                 if lesson.save_every and step % lesson.save_every == 0:
                     await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
-                if lesson.until is not None and step % lesson.check_every == 0:
+                if lesson.until is None:
+                    continue
+                if not lesson.kinds:
+                    last = [row["reward"] for row in board.rows[-WINDOW:]]
+                    if len(last) == WINDOW and statistics.fmean(last) >= lesson.until:
+                        break
+                elif step % lesson.check_every == 0:
                     lowest = await _lowest_greedy(lesson, recipe, held_out)
                     board.say(f"greedy {lowest:.3f} after {manager.run_metrics.sampled_tokens} sampled tokens")
                     if lowest >= lesson.until:
                         break
         learned = time.monotonic()
-        after = await _evaluate(lesson, recipe, held_out, board, "after")
+        after = await evaluate(lesson, recipe, held_out, board, "after")
         await anyio.to_thread.run_sync(_save, lesson, trainer, recipe)
         ended = time.monotonic()
         result: dict[str, Any] = {
@@ -185,6 +227,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                 "max_staleness": lesson.max_staleness if lesson.asynchronous else 0,
                 "policy": lesson.policy,
                 "ablation": lesson.ablation,
+                "credit": None if lesson.credit is None else function_name(lesson.credit),
+                "teacher": None if lesson.teacher is None else str(lesson.teacher),
             },
         }
     (lesson.out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
@@ -194,14 +238,14 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
         before=first.sampled if first else (), after=last.sampled if last else (),
     )  # fmt: skip
     if before:
-        console.print(_changes(before, after))
+        console.print(changes(before, after))
     said = f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
     console.print(Text(visible(said)), soft_wrap=True)
     return result
 
 
 @contextlib.asynccontextmanager
-async def _endpoint(lesson: Lesson, source: Path) -> AsyncIterator[Endpoint]:
+async def endpoint_of(lesson: Lesson, source: Path) -> AsyncIterator[Endpoint]:
     """The server, with the weights of ``source``."""
     if lesson.endpoint is None:
         async with engine_process(source, lesson.out / "engine.log", slots=lesson.slots) as engine:
@@ -244,7 +288,8 @@ async def _batches(lesson: Lesson, manager: AsyncRolloutManager) -> AsyncGenerat
         yield await manager.generate_batch()
 
 
-def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
+def trainer_of(lesson: Lesson, source: Path) -> GrpoTrainer:
+    """The trainer, with the weights of ``source``."""
     torch.set_num_threads(1)  # on two cores a second thread slows the engine more than it speeds this up
     torch.manual_seed(lesson.grpo.seed)
     disable_progress_bar()
@@ -261,16 +306,21 @@ def _trainer(lesson: Lesson, source: Path) -> GrpoTrainer:
     return trainer
 
 
-def _spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step: int) -> dict[str, float]:
-    """Train on one batch, without the groups that have no spread."""
+def spend(trainer: GrpoTrainer, samples: Sequence[Sample], lesson: Lesson, step: int) -> dict[str, float]:
+    """Train on one batch, without the groups whose advantages are all 0."""
     numbers = {"reward": sum(sample.reward or 0.0 for sample in samples) / len(samples), "tools": _tool_share(samples)}
     if lesson.ablation is not None:
         samples = _broken(samples, lesson.ablation, random.Random(f"{lesson.grpo.seed}/{step}"))
     groups: dict[int | None, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_index, []).append(sample)
-    kept = [group for group in groups.values() if check_reward_nonzero_std(group)]
+    kept = [group for group in groups.values() if lesson.teacher is not None or check_reward_nonzero_std(group)]
     numbers |= {"groups": len(groups), "kept_groups": len(kept)}
+    for group in kept:
+        if lesson.teacher is not None:
+            teachers_as_advantages(group, [0.0] * len(group))
+        elif lesson.credit is not None:
+            assign_advantages(group, lesson.credit)
     if kept:
         numbers |= trainer.step([sample for group in kept for sample in group])
     else:
@@ -329,7 +379,7 @@ class HeldOutScores:
         return {**texts, "tools_sampled": self.tools_sampled, "tools_greedy": self.tools_greedy, "calls": self.calls}
 
 
-async def _evaluate(
+async def evaluate(
     lesson: Lesson, recipe: Recipe, held_out: Mapping[str, Sequence[Prompt]], board: Board, when: str
 ) -> dict[str, HeldOutScores]:
     found = {}
@@ -366,7 +416,7 @@ def _tool_share(samples: Sequence[Sample]) -> float:
     return sum(_calls(sample) > 0 for sample in samples) / len(samples)
 
 
-def _changes(before: Mapping[str, HeldOutScores], after: Mapping[str, HeldOutScores]) -> Table:
+def changes(before: Mapping[str, HeldOutScores], after: Mapping[str, HeldOutScores]) -> Table:
     """A row for each kind of held-out prompts, before and after."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("held out", "sampled", "greedy", "call a tool", "greedy, too"):
@@ -422,7 +472,12 @@ def lesson_of(arguments: Sequence[str] | None = None) -> Lesson:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the recipe")
     add("--seed", type=int, default=0)
     add("--steps", type=int, default=40)
-    add("--until", type=float, metavar="SCORE", help="stop at this greedy score of every kind of --kinds")
+    add(
+        "--until",
+        type=float,
+        metavar="SCORE",
+        help=f"stop at this greedy score of every kind of --kinds; without, at this mean reward of {WINDOW} batches",
+    )
     add("--check-every", type=int, default=2, metavar="STEPS", help="steps between two checks of --until")
     add("--held-out", type=int, default=96, help="prompts of each kind to score before and after, never trained on")
     add(
@@ -440,6 +495,9 @@ def lesson_of(arguments: Sequence[str] | None = None) -> Lesson:
     add("--async", dest="asynchronous", action="store_true", help="generate while the trainer steps")
     add("--max-staleness", type=int, default=2)
     add("--policy", choices=("drop", "pace"), default="pace", help="what keeps batches within --max-staleness")
+    add("--credit", choices=CREDIT, help="the estimator of the advantages (default: grpo, as the trainer has it)")
+    add("--discount", type=float, default=1.0, help="of --credit returns_to_go (default: 1)")
+    add("--teacher", type=Path, metavar="DIR", help="learn the distribution of this model, on the policy's rollouts")
     add("--ablate", choices=("mask", "advantages"), help="train on deliberately wrong masks or rewards")
     add("--save-every", type=int, default=0, metavar="STEPS")
     add("--keep-weights", action="store_true")
@@ -467,10 +525,21 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _lesson(args: argparse.Namespace) -> Lesson:
-    if args.until is not None and not (args.kinds and args.held_out):
-        raise ConfigError.of("--until", args.until, "--kinds and --held-out, whose greedy scores it is compared with")
+    if args.until is not None and args.kinds and not args.held_out:
+        raise ConfigError.of(
+            "--until", args.until, "--held-out prompts of --kinds, whose greedy scores it is compared with"
+        )
     if args.check_every < 1:
         raise ConfigError.of("--check-every", args.check_every, "an integer >= 1")
+    if args.discount != 1 and args.credit != "returns_to_go":
+        raise ConfigError.of("--discount", args.discount, "1 without --credit returns_to_go")
+    if args.teacher is not None and (args.credit or args.ablate):
+        raise ConfigError.of(
+            "--teacher", str(args.teacher), "neither --credit nor --ablate: its logprobs are the credit"
+        )
+    credit: Estimator | None = None if args.credit is None else getattr(estimators, args.credit)
+    if credit is not None and args.discount != 1:
+        credit = functools.partial(credit, discount=args.discount)
     tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
     grpo = GrpoConfig(
         lr=args.lr,
@@ -510,6 +579,8 @@ def _lesson(args: argparse.Namespace) -> Lesson:
         max_staleness=args.max_staleness,
         policy=args.policy,
         ablation=args.ablate,
+        credit=credit,
+        teacher=args.teacher,
         save_every=args.save_every,
         keep_weights=args.keep_weights,
         resume=args.resume,

@@ -34,7 +34,7 @@ from rollouts.curation import Selection, curate, write_folder
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.views.terminal.console import SafeConsole
 
-__all__ = ["Form", "Job", "rows_of_form", "sft_trainer", "train"]
+__all__ = ["Form", "Job", "rows_of_form", "run_verb", "scores_of", "sft_trainer", "train"]
 
 Form: TypeAlias = Literal["tokens", "completion", "chat"]
 
@@ -133,27 +133,28 @@ def compare_forms(out: Path, *, batches: int, tasks: int, seed: int) -> list[dic
     run, held = out / "run", out / "held.jsonl"
     model = ["--model", str(_START)]
     size = ["--tasks", str(tasks), "--rollouts", "4", "--seed", str(seed + 1), "--limit", "1", "--overwrite"]
-    _verb("eval", "calculator_grpo", *model, *size, "--out", str(out / "eval-start"))
+    run_verb("eval", "calculator_grpo", *model, *size, "--out", str(out / "eval-start"))
     prompts = {row["label"]: row["prompt"] for row in _lines(out / "eval-start" / "greedy.jsonl")}
     held.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts.values()))
     stored = ["--seed", str(seed), "--batches", str(batches), "--quiet", "--overwrite"]
-    _verb("run", "calculator_grpo", *model, *stored, "--out", str(run))
+    run_verb("run", "calculator_grpo", *model, *stored, "--out", str(run))
     selection = Selection(where=_WHERE, not_in=(held,))
     write_folder(curate(run, "tokens", selection), out / "tokens", overwrite=True)
     write_folder(curate(run, "chat", selection), out / "chat", overwrite=True)
-    results = [{"form": "start model", **_scores(out / "eval-start")}]
+    results = [{"form": "start model", **scores_of(out / "eval-start")}]
     for form in get_args(Form):
         data = out / ("tokens" if form == "tokens" else "chat")
         trained = train(Job(data=data, model=_START, out=out / f"model-{form}", form=form))
-        _verb(
+        run_verb(
             "eval", "calculator_grpo", "--model", str(out / f"model-{form}"), *size, "--out", str(out / f"eval-{form}")
         )
-        results.append({"form": form, **trained, **_scores(out / f"eval-{form}")})
+        results.append({"form": form, **trained, **scores_of(out / f"eval-{form}")})
     (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
     return results
 
 
-def _verb(*arguments: str) -> None:
+def run_verb(*arguments: str) -> None:
+    """Run a command of ``rollouts`` in this process; raises RolloutsError where its exit code is not 0."""
     if rollouts(list(arguments)) != 0:
         raise RolloutsError(f"rollouts {' '.join(arguments)} failed")
 
@@ -162,7 +163,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
-def _scores(folder: Path) -> dict[str, float]:
+def scores_of(folder: Path) -> dict[str, float]:
     """Mean rewards of sampled and greedy rollouts; a failed one counts as not passed."""
     means = {}
     for name, file in (("sampled", "rollouts.jsonl"), ("greedy", "greedy.jsonl")):

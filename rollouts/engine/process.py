@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -18,7 +18,7 @@ import attrs
 from rollouts.base import extras
 from rollouts.errors import EndpointUnavailable
 
-__all__ = ["READY", "EngineProcess", "check_installed", "engine_process"]
+__all__ = ["READY", "EngineProcess", "check_installed", "engine_process", "server_process"]
 
 READY = "rollouts: serving at "
 """Prefix of the line with the URL, which a server prints when it is ready."""
@@ -30,11 +30,12 @@ _STOP_SECONDS = 10.0
 
 @attrs.define
 class EngineProcess:
-    """A running engine."""
+    """A running engine, or another server."""
 
     url: str
     log: Path
     process: anyio.abc.Process
+    name: str = "the embedded engine"
 
     def kill(self) -> None:
         """Kill the process."""
@@ -44,7 +45,7 @@ class EngineProcess:
     async def death(self) -> EndpointUnavailable:
         """Wait until the process ends; return an error with its exit code and the end of its log."""
         code = await self.process.wait()
-        return _died(code, self.log)
+        return _died(code, self.log, self.name)
 
 
 def check_installed() -> None:
@@ -72,11 +73,27 @@ async def engine_process(model: Path, log: Path, *, slots: int | None = None) ->
     check_installed()
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", "--model", str(model), "--stop-with-stdin"]
     command += [] if slots is None else ["--slots", str(slots)]
+    async with server_process(command, log, "the embedded engine") as process:
+        yield process
+
+
+@contextlib.asynccontextmanager
+async def server_process(command: Sequence[str], log: Path, name: str) -> AsyncIterator[EngineProcess]:
+    """A server that prints :data:`READY` with its URL and stops with its standard input, while the context lasts.
+
+    Args:
+        command: with ``--stop-with-stdin``.
+        log: as for :func:`engine_process`.
+        name: for messages.
+
+    Raises:
+        EndpointUnavailable: as :func:`engine_process`.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as errors:
         process = await anyio.open_process(command, stderr=errors, start_new_session=True)
     try:
-        yield EngineProcess(await _url(process, log), log, process)
+        yield EngineProcess(await _url(process, log, name), log, process, name)
     finally:
         with anyio.CancelScope(shield=True):
             await _stop(process)
@@ -89,7 +106,7 @@ def _remove_empty(log: Path) -> None:
             log.unlink()
 
 
-async def _url(process: anyio.abc.Process, log: Path) -> str:
+async def _url(process: anyio.abc.Process, log: Path, name: str) -> str:
     assert process.stdout is not None
     text = b""
     with anyio.move_on_after(_START_SECONDS):
@@ -100,8 +117,8 @@ async def _url(process: anyio.abc.Process, log: Path) -> str:
                     if line.startswith(READY) and line.endswith("\n"):
                         return line.removeprefix(READY).strip()
         except anyio.EndOfStream:
-            raise _died(await process.wait(), log) from None
-    raise EndpointUnavailable(f"the embedded engine was not ready within {_START_SECONDS:g} s{_tail(log)}")
+            raise _died(await process.wait(), log, name) from None
+    raise EndpointUnavailable(f"{name} was not ready within {_START_SECONDS:g} s{_tail(log)}")
 
 
 async def _stop(process: anyio.abc.Process) -> None:
@@ -115,8 +132,8 @@ async def _stop(process: anyio.abc.Process) -> None:
     await process.aclose()
 
 
-def _died(code: int, log: Path) -> EndpointUnavailable:
-    return EndpointUnavailable(f"the embedded engine ended with exit code {code}{_tail(log)}")
+def _died(code: int, log: Path, name: str) -> EndpointUnavailable:
+    return EndpointUnavailable(f"{name} ended with exit code {code}{_tail(log)}")
 
 
 def _tail(log: Path) -> str:

@@ -24,6 +24,7 @@ from rollouts.recipes.configs.calculator_program import recipe as calculator_pro
 from rollouts.recipes.configs.calculator_program import workspace_reward
 from rollouts.seats import Seat, Seats, play_recipe
 from rollouts.training import Sample
+from rollouts.training.branching import generate_branched_batch
 from scripts.faults.harbor_recipe import recipe as harbor_arithmetic
 
 
@@ -71,6 +72,7 @@ def recipe(
     witness: Path,
     programs: bool = False,
     seats: bool = False,
+    branches: bool = False,
     harbor: str = "",
     tasks: Path | None = None,
     in_flight: int | None = None,
@@ -82,6 +84,7 @@ def recipe(
 ) -> Recipe:
     """Small groups, endless data in a fixed order, independent of the samples; programs: a process for each rollout.
 
+    branches: each rollout has two more, from after its first turn, where it has a second.
     harbor: the root of an image, in which a program plays tasks that are written to the folder tasks.
     """
     kind: Callable[..., Recipe] = calculator_program if programs else seated if seats else calculator
@@ -102,6 +105,8 @@ def recipe(
     agents = made.config.generate_fn
     assert isinstance(agents, partial)
     generate_fn = partial(agents, endpoint=endpoint)
+    if branches:
+        generate_fn = partial(generate_branched_batch, turn=1, n=3, **generate_fn.keywords)
     reward_fn = reward_that_is_set if seats or harbor else workspace_reward if programs else exact_answer_reward
     reward = partial(witnessed_reward, witness=witness, reward_fn=reward_fn)
     config = attrs.evolve(made.config, generate_fn=generate_fn, reward_fn=reward)

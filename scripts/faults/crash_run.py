@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--in-flight", type=int, help="rollouts that run at once, with over_sampling_factor=3")
     parser.add_argument("--sampler", choices=("pass_rate", "pools"), help="chooses among six prompts by their rewards")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--branches", action="store_true", help="each rollout of two turns has three leaves")
     args = parser.parse_args()
     args.programs |= bool(args.harbor)
     args.longest = args.longest or (15.0 if args.programs else 2.5)
@@ -290,7 +291,7 @@ def unsettled_in(history: RunHistory) -> set[int]:
 def crash(args: argparse.Namespace, folder: Path, engine: Engine) -> int:
     run, witness, log = folder / "run", folder / "witness", folder / "log"
     base = ["run", str(RECIPE), "--endpoint", engine.url, "--model", str(DEMO_MODEL), "--format", "jsonl"]
-    base += ["--set", f"programs={args.programs}", "--set", f"seats={args.seats}"]
+    base += ["--set", f"programs={args.programs}", "--set", f"seats={args.seats}", "--set", f"branches={args.branches}"]
     if args.harbor:
         base += ["--set", f"harbor={args.harbor}", "--set", f"tasks={folder / 'tasks'}"]
         become_subreaper()  # the processes of a killed run become ours, so that they can be found

@@ -27,7 +27,10 @@ from rollouts.errors import ConfigError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
 from rollouts.recipe.files import build, load_recipe, read_options
+from rollouts.runs.reader import load_run
+from rollouts.runs.verify import verify_run
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
+from rollouts.training.credit import returns_to_go
 from rollouts.training.evaluation import TaskScore
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -36,6 +39,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from training.board import draw_curve, read_steps  # noqa: E402 - the guests need torch
 from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
 from training.learn import START_MODEL, Lesson, held_out_prompts, learn, lesson_of  # noqa: E402
+from training.through_service import learn_through_service  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +50,17 @@ def test_a_command_line_names_the_recipe(recipe: str) -> None:
     named = [recipe] if recipe != "calculator_grpo" else []
     lesson = lesson_of(["--out", "folder", "--kinds", "one_step_60_99", *named, "--steps", "2"])
     assert (lesson.recipe, lesson.kinds, lesson.steps) == (Path(recipe), ("one_step_60_99",), 2)
+
+
+def test_a_command_line_names_the_credit() -> None:
+    """An estimator of rewards with its discount; or a teacher, whose logprobs are the credit."""
+    lesson = lesson_of(["--out", "folder", "--credit", "returns_to_go", "--discount", "0.5"])
+    assert isinstance(lesson.credit, partial)
+    assert (lesson.credit.func, lesson.credit.keywords) == (returns_to_go, {"discount": 0.5})
+    assert lesson_of(["--out", "folder", "--teacher", "model"]).teacher == Path("model")
+    for wrong in (["--discount", "0.5"], ["--teacher", "model", "--credit", "rloo"]):
+        with pytest.raises(ConfigError, match=f"{wrong[0]}: got"):
+            lesson_of(["--out", "folder", *wrong])
 
 
 def exact(sample: Sample) -> float:
@@ -192,6 +207,24 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
     assert [row["step"] for row in read_steps(tmp_path / "steps.csv")] == [1, 2, 3]
 
 
+async def test_a_policy_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
+    """As its own teacher it finds its own logprobs: the advantages of its tokens are 0, and groups need no spread."""
+    lesson = Lesson(
+        recipe=Path("calculator_grpo"),
+        out=tmp_path,
+        options={"batch_size": "2", "n_samples_per_prompt": "2", "prompts": "20", "max_turns": "1"},
+        grpo=GrpoConfig(minibatches=1),
+        steps=1,
+        held_out=0,
+        teacher=START_MODEL,
+        slots=8,
+    )
+    await learn(lesson, Console(quiet=True))
+    (row,) = read_steps(tmp_path / "steps.csv")
+    assert (row["groups"], row["kept_groups"]) == (2, 2)
+    assert row["grad_norm"] < 1e-3
+
+
 @pytest.mark.parametrize("recipe", ["calculator_grpo", "calculator_program"])
 async def test_a_lesson_on_a_running_server(recipe: str, tmp_path: Path) -> None:
     """The server of ``--endpoint`` has other weights; it gets those that training starts from, then each version.
@@ -222,6 +255,26 @@ async def test_a_lesson_on_a_running_server(recipe: str, tmp_path: Path) -> None
     assert served.weight_version == "1"
     assert read_steps(lesson.out / "steps.csv")[0]["logprob_diff"] < 1e-4, "the trainer's weights sampled"
     assert not (lesson.out / "engine.log").exists()
+
+
+async def test_a_lesson_through_a_service(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Each step takes a lease, acknowledges it and publishes its weights; the service has no batch left at the end."""
+    if not request.config.getoption("--long"):
+        pytest.skip("four processes; scripts/test --long runs it")
+    lesson = Lesson(
+        recipe=Path("calculator_grpo"),
+        out=tmp_path,
+        options={"batch_size": "2", "n_samples_per_prompt": "2", "prompts": "20"},
+        steps=2,
+        held_out=0,
+        slots=8,
+    )
+    assert (await learn_through_service(lesson, 2, Console(quiet=True)))["steps"] == 2
+    assert [row["step"] for row in read_steps(tmp_path / "steps.csv")] == [1, 2]
+    samples = load_run(tmp_path / "run")
+    assert len(samples) == 8
+    assert verify_run(tmp_path / "run").ok
+    assert {version for sample in samples for version in sample.weight_versions} <= {"default", "step-1", "step-2"}
 
 
 @pytest.mark.parametrize(

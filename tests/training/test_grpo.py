@@ -14,7 +14,8 @@ import pytest
 
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
-from rollouts.training import Sample
+from rollouts.training import Sample, credit
+from rollouts.training.credit import assign_advantages
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -248,6 +249,29 @@ def test_a_ratio_to_the_rollout_needs_no_importance_weight() -> None:
     """Both would count the same difference twice."""
     with pytest.raises(ConfigError, match="tis_clip"):
         GrpoConfig(old_logprobs="rollout")
+
+
+def test_a_column_of_advantages_replaces_those_of_the_rewards() -> None:
+    """With GRPO's in each trained token the step is the same; with zeros in some, these have no gradient."""
+    steps = []
+    for assign in (lambda samples: None, lambda samples: assign_advantages(samples, credit.grpo)):
+        samples = batch()
+        assign(samples)
+        trainer = GrpoTrainer(Table(table(1)), GrpoConfig(minibatches=1))
+        steps.append((trainer.step(samples)["loss"], trainer.model.table.detach().clone()))
+    assert steps[0][0] == pytest.approx(steps[1][0], abs=1e-6)
+    torch.testing.assert_close(steps[0][1], steps[1][1])
+    for sample in samples:
+        sample.advantages = np.zeros(len(sample), np.float32)
+    assert trainer.step(samples)["grad_norm"] == 0
+
+
+def test_a_column_in_some_samples_only_is_refused() -> None:
+    """The others would be compared by rewards of another scale."""
+    samples = batch()
+    samples[0].advantages = np.zeros(len(samples[0]), np.float32)
+    with pytest.raises(ConfigError, match=r"samples\[1\].advantages: got None; expected a column"):
+        GrpoTrainer(Table(table(1)), GrpoConfig()).step(samples)
 
 
 def test_a_kl_needs_a_reference() -> None:
