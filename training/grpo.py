@@ -358,7 +358,7 @@ def _advantages(samples: Sequence[Sample]) -> list[torch.Tensor]:
     if all(sample.advantage_column is None for sample in samples):
         shares = group_advantages(samples)
         return [
-            torch.full((np.count_nonzero(sample.mask_column[1:]),), float(share))
+            torch.full((int(np.count_nonzero(sample.mask_column[1:])),), float(share))
             for sample, share in zip(samples, shares, strict=True)
         ]
     for number, sample in enumerate(samples):

@@ -201,8 +201,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
                 if lesson.until is None:
                     continue
                 if not lesson.kinds:
-                    last = [row["reward"] for row in board.rows[-WINDOW:]]
-                    if len(last) == WINDOW and statistics.fmean(last) >= lesson.until:
+                    rewards = [row["reward"] for row in board.rows[-WINDOW:]]
+                    if len(rewards) == WINDOW and statistics.fmean(rewards) >= lesson.until:
                         break
                 elif step % lesson.check_every == 0:
                     lowest = await _lowest_greedy(lesson, recipe, held_out)
@@ -538,8 +538,8 @@ def _lesson(args: argparse.Namespace) -> Lesson:
             "--teacher", str(args.teacher), "neither --credit nor --ablate: its logprobs are the credit"
         )
     credit: Estimator | None = None if args.credit is None else getattr(estimators, args.credit)
-    if credit is not None and args.discount != 1:
-        credit = functools.partial(credit, discount=args.discount)
+    if args.discount != 1:
+        credit = functools.partial(estimators.returns_to_go, discount=args.discount)
     tis = None if args.no_tis or args.ablate == "mask" else GrpoConfig().tis_clip
     grpo = GrpoConfig(
         lr=args.lr,
