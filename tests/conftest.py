@@ -42,8 +42,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm", action="store_true", help="run the tests of a real vLLM server, in .venv-vllm")
 
 
+def pytest_configure() -> None:
+    """No garbage collection during the imports and the collection of tests: almost all that they create stays."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Full collections skip what was imported: a million objects, in hundreds of tests that collect garbage."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
