@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--vllm", action="store_true", help="run the tests of a real vLLM server, in .venv-vllm")
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """No garbage collection during the imports and the collection of tests: almost all that they create stays."""
     gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Full collections skip what was imported: a million objects, in hundreds of tests that collect garbage."""
-    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -664,11 +664,11 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (173, ("base",)),
     "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7041,
+        7044,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23_628,
+        23_635,
         (
             "agent",
             "base",

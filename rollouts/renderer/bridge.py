@@ -83,7 +83,7 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
             built.append(message)
         if built[-1].role in ("assistant", "system"):
             built.append(_USER_TURN)
-        return [*built, *short_history[1:]]  # its user turn is among those that were kept
+        return [*built, *short_history[1:]]  # no second user turn: built ends in a user or tool message
 
     return build
 
