@@ -218,8 +218,8 @@ def _returns(one: Conversation, discount: float) -> Numbers:
 def returns_to_go(conversations: Sequence[Conversation], *, discount: float = 1.0) -> list[Numbers]:
     """Rewards from each turn on, minus the mean of the others' from the same turn on. Unbiased with ``discount=1``.
 
-    Others that have ended count with 0. A mean over those that have not, the conversation itself included, would depend
-    on when it ends.
+    Others that have ended count with 0. A mean over conversations that have not ended, itself included, would depend on
+    when it ends.
     """
     _rewards(conversations, "returns_to_go")
     returns = [_returns(one, discount) for one in conversations]

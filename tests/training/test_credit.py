@@ -283,7 +283,7 @@ def test_returns_to_go_learn_six_calls_in_fewer_steps(seeds: Sequence[int]) -> N
         assert turns <= 0.6 * rollouts
 
 
-def test_returns_to_go_of_one_reward_at_the_end_are_those_of_the_rollout() -> None:
+def test_returns_to_go_of_one_reward_at_the_end_equal_the_credit_of_the_rollout() -> None:
     """A task that is rewarded only after its last call has the same advantages with either."""
     group = [Conversation((), reward, np.append(np.zeros(calls), reward)) for reward, calls in ((1.0, 6), (0.0, 6))]
     for turns, (whole,) in zip(credit.returns_to_go(group), credit.rloo(group), strict=True):
@@ -397,7 +397,7 @@ def test_the_rest_of_a_reward_comes_at_the_last_turn() -> None:
 
 
 def test_turns_with_equal_returns_have_no_advantage() -> None:
-    """What an earlier turn earned is no credit of a later one, neither directly nor by the mean of the others."""
+    """The reward of an earlier turn does not change that of a later one, neither directly nor by the mean of the others."""
     first, second = (
         row(reward + 1, (1, 1), number, step_rewards=[reward, 1.0], step_completions=[0, 1])
         for number, reward in enumerate((4.0, 2.0))

@@ -251,8 +251,8 @@ def test_a_ratio_to_the_rollout_needs_no_importance_weight() -> None:
         GrpoConfig(old_logprobs="rollout")
 
 
-def test_a_column_of_advantages_replaces_those_of_the_rewards() -> None:
-    """With GRPO's in each trained token the step is the same; with zeros in some, these have no gradient."""
+def test_a_column_of_advantages_replaces_the_rewards() -> None:
+    """With GRPO's in each trained token the step is the same; zeros have the gradient 0."""
     steps = []
     for assign in (lambda samples: None, lambda samples: assign_advantages(samples, credit.grpo)):
         samples = batch()
