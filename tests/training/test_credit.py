@@ -397,7 +397,7 @@ def test_the_rest_of_a_reward_comes_at_the_last_turn() -> None:
 
 
 def test_turns_with_equal_returns_have_no_advantage() -> None:
-    """The reward of an earlier turn does not change that of a later one, neither directly nor by the mean of the others."""
+    """A reward of an earlier turn does not change a later advantage, neither directly nor by the mean of the others."""
     first, second = (
         row(reward + 1, (1, 1), number, step_rewards=[reward, 1.0], step_completions=[0, 1])
         for number, reward in enumerate((4.0, 2.0))
