@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -67,14 +68,17 @@ def failing() -> RolloutConfig:
 
 
 def deadly(tombs: Path) -> RolloutConfig:
-    """The first worker that plays rollout 5 or 18 kills its process, after the rest of its group is finished."""
+    """The first worker that plays rollout 5 or 18 kills its process, as soon as the file ``kill 5`` or ``kill 18`` is
+    there."""
 
     async def generate_or_die(prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         tomb = tombs / str(prompt.index)
         if prompt.index in (5, 18) and not tomb.exists():
             tomb.touch()
-            await anyio.sleep(0.2)  # until finished rollouts have been sent
+            go = tombs / f"kill {prompt.index}"
+            for _ in itertools.takewhile(lambda _: not go.exists(), itertools.count()):
+                await anyio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return await generate(prompts)
 
