@@ -439,7 +439,7 @@ class Dispatcher:
             async with anyio.create_task_group() as stay.tasks:
                 stay.tasks.start_soon(stay.send, self._orders)
                 stay.tasks.start_soon(self._receive, stay)
-                stay.tasks.start_soon(self._watch, stay)
+                stay.tasks.start_soon(_watch, self, stay)
                 stay.tasks.start_soon(stay.leave)
         finally:
             with anyio.CancelScope(shield=True):
@@ -454,25 +454,6 @@ class Dispatcher:
             if not stay.slot.leaves.is_set():
                 self._set(stay.slot, State.STARTING)  # before the cleanup: no new group may come here
             stay.end(error)
-
-    async def _watch(self, stay: _Stay) -> None:
-        """Give the rollouts of a silent worker to the others, and end it if it stays silent."""
-        slot, waits = stay.slot, 0
-        while waits < _TICKS * _REPLACED_AFTER:
-            if await stay.beats(self._silent_seconds / _TICKS):
-                waits = 0
-                if slot.state is State.SILENT:
-                    self._set(slot, State.ALIVE)
-                continue
-            waits += 1
-            others = any(other.alive for other in self._slots if other is not slot)
-            if waits >= _TICKS and others and not slot.leaves.is_set():
-                self._set(slot, State.SILENT)
-                error = WorkerSilent(f"worker {slot.number} gave no sign of life for {self._silent_seconds:g} s")
-                self.given_away += slot.give_away(error)
-        self._set(slot, State.STARTING)
-        seconds = self._silent_seconds * _REPLACED_AFTER
-        stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
 
     def _report(self, slot: Slot, fields: Mapping[str, Any]) -> None:
         """Take a worker's report of the inference servers."""
@@ -506,6 +487,26 @@ class Dispatcher:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
+
+
+async def _watch(workers: Dispatcher, stay: _Stay) -> None:
+    """Give the rollouts of a silent worker to the others, and end it if it stays silent."""
+    slot, waits = stay.slot, 0
+    while waits < _TICKS * _REPLACED_AFTER:
+        if await stay.beats(workers._silent_seconds / _TICKS):
+            waits = 0
+            if slot.state is State.SILENT:
+                workers._set(slot, State.ALIVE)
+            continue
+        waits += 1
+        others = any(other.alive for other in workers._slots if other is not slot)
+        if waits >= _TICKS and others and not slot.leaves.is_set():
+            workers._set(slot, State.SILENT)
+            error = WorkerSilent(f"worker {slot.number} gave no sign of life for {workers._silent_seconds:g} s")
+            workers.given_away += slot.give_away(error)
+    workers._set(slot, State.STARTING)
+    seconds = workers._silent_seconds * _REPLACED_AFTER
+    stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
 
 
 def _next(records: Iterator[Record], worker: int) -> Record | None:

@@ -3,8 +3,8 @@
 Invariant: a request that was not answered is repeated with its number, so nothing is played or counted twice. At
 SIGTERM the worker leaves: it finishes its rollouts for a while, the service gives the rest to others, and the process
 ends with 0. If the service was restarted, or gave this worker up, it joins again; it joins with what it was built
-from, and is built again if the service plays something else now. It joins only while an inference server answers it;
-one that was ended because no server did waits before it joins again. The recipe and its options are those of the
+from, and is built again if the service plays something else now. It joins only while an inference server answers it,
+and waits before it joins again if it was ended because no server did. The recipe and its options are those of the
 service: a worker joins only a service that may run code here.
 """
 

@@ -57,7 +57,7 @@ async def report_servers(look: Callable[[], Servers], say: Callable[[str, bool],
 
 
 class ServerReports:
-    """What the workers of one run report, by number."""
+    """The last reports of the workers of one run, by number."""
 
     def __init__(self) -> None:
         self._away: dict[int, tuple[str, float]] = {}

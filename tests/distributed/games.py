@@ -13,7 +13,7 @@ import anyio.lowlevel
 import attrs
 
 from rollouts.dtypes import Prompt
-from rollouts.errors import TokenMismatchError
+from rollouts.errors import EndpointAway, TokenMismatchError
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.stored_runs import some_sample, spread
 
@@ -90,6 +90,19 @@ def deadly(tombs: Path) -> RolloutConfig:
         reward_fn=reward,
         max_attempts=4,
     )
+
+
+def unanswered(tombs: Path) -> RolloutConfig:
+    """No inference server answers the first process that calls this."""
+    try:
+        (tombs / "unanswered").mkdir()
+    except FileExistsError:
+        return config(attempts=1)
+
+    async def generate_and_wait(prompts: Sequence[Prompt]) -> list[Sample]:
+        raise EndpointAway("no server answers; no request was answered for 1800 s")
+
+    return attrs.evolve(config(attempts=1), generate_fn=generate_and_wait)
 
 
 def stillborn(tombs: Path) -> RolloutConfig:

@@ -11,14 +11,12 @@ import anyio
 import attrs
 import pytest
 
-from rollouts.distributed import RecipeConfig, in_processes
+from rollouts.distributed import in_processes
 from rollouts.distributed.join import _Built, _wait_for_servers
 from rollouts.distributed.server_reports import CUT_OFF_SECONDS, ServerReports, report_servers
 from rollouts.dtypes import Endpoint, Prompt
-from rollouts.engine import DEMO_MODEL
 from rollouts.errors import EndpointAway, EndpointUnavailable
 from rollouts.planning.simulation import VirtualLoop
-from rollouts.recipe.files import build, load_recipe
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.distributed import games
@@ -155,40 +153,13 @@ def test_reports_are_few() -> None:
     on_virtual_clock(run)
 
 
-RECIPE = """
-from pathlib import Path
-
-import attrs
-
-from rollouts.environments import SingleTurnEnvironment
-from rollouts.recipe import agent_recipe
-
-def recipe(endpoint):
-    try:
-        Path("{tomb}").mkdir()
-        endpoint = attrs.evolve(endpoint, base_url="http://127.0.0.1:9", outage_seconds=2.0)
-    except FileExistsError:
-        pass
-    prompts = [f"p{{number}}" for number in range(6)]
-    sizes = {{"batch_size": 6, "n_samples_per_prompt": 2, "over_sampling_factor": 1.0, "epochs": 1, "max_attempts": 1}}
-    reward = lambda sample: float(len(sample.response))
-    return agent_recipe("small", endpoint, SingleTurnEnvironment, prompts, reward_fn=reward, keep="all", **sizes)
-"""
-
-
 async def test_a_process_that_is_cut_off_does_not_end_the_run(tmp_path: Path) -> None:
-    """The first of two real workers asks a URL where no server is; the other plays all prompts."""
-    (tmp_path / "small.py").write_text(RECIPE.format(tomb=tmp_path / "tomb"))
-    async with StubServer() as server:
-        endpoint = Endpoint(base_url=server.url, model=str(DEMO_MODEL))
-        factory = RecipeConfig(tmp_path / "small.py", endpoint)
-        async with in_processes(factory, workers=2, silent_seconds=60.0) as workers:
-            recipe = build(load_recipe(tmp_path / "small.py"), endpoint, {})
-            manager = AsyncRolloutManager(workers.config(recipe.config), recipe.data_buffer)
-            with anyio.fail_after(150):
-                batch = await manager.generate_batch()
-    assert {sample.prompt for sample in batch} == {f"p{number}" for number in range(6)}
-    assert (len(batch), workers.cut_off, manager.accounting.failed) == (12, 1, 0)
+    """No server answers the first of two processes for its ``outage_seconds``; the other plays everything."""
+    factory = functools.partial(games.unanswered, tmp_path)
+    async with in_processes(factory, workers=2, silent_seconds=60.0) as workers:
+        samples, manager = await games.batches(workers.config(factory()), 1)
+    assert sorted(sample.index or 0 for sample in samples) == list(range(12))
+    assert (workers.cut_off, workers.deaths, manager.accounting.failed) == (1, 0, 0)
     assert manager.failures.lost.total() == 0
 
 
