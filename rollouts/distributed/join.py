@@ -133,7 +133,7 @@ async def work(
                         continue
                     membership = _Membership(service, built.config, leaves, say, facts=built.facts)
                     await membership.run()
-                    if membership.away:
+                    if membership.away and not leaves.is_set():
                         say(f"no inference server answered this worker: {membership.away}")
                         await _unless(leaves, functools.partial(anyio.sleep, _CUT_OFF_SECONDS))
                 tasks.cancel_scope.cancel()

@@ -28,6 +28,8 @@ _LOOKS = 5
 _OLDEST_ANSWER = 7.0
 """A report is sent every so many looks while answers come, so that an answer is not older when the report arrives."""
 _PAUSE_SECONDS, _LONGEST_PAUSE = 10.0, 600.0
+_LONGEST_REASON = 500
+"""Most characters of a reason: a worker on a network may send anything."""
 
 Servers: TypeAlias = tuple[str, int]
 """Why requests of this process wait for a server, empty if none does; and the number of answers so far."""
@@ -72,13 +74,13 @@ class ServerReports:
         return worker in self._away
 
     def take(self, worker: int, fields: Mapping[str, Any]) -> None:
-        """Take a report."""
-        reason, now = str(fields["away"]), anyio.current_time()
+        """Take a report; one of other fields than :func:`servers_record` writes says nothing."""
+        reason, now = str(fields.get("away") or "")[:_LONGEST_REASON], anyio.current_time()
         if reason:
             self._away[worker] = reason, self._away.get(worker, ("", now))[1]
             return
         self._away.pop(worker, None)
-        if fields["answered"]:
+        if fields.get("answered") is True:
             self._answered[worker] = now
             self._times_cut_off.pop(worker, None)
 

@@ -129,6 +129,22 @@ def test_a_wait_that_ends_is_no_cut() -> None:
     on_virtual_clock(run)
 
 
+def test_a_report_from_a_network_is_not_trusted() -> None:
+    """Missing fields, other types and long texts neither raise nor fill the log."""
+
+    async def run() -> None:
+        reports = ServerReports()
+        for fields in ({}, {"away": None, "answered": [1]}, {"away": 0, "answered": "yes"}):
+            reports.take(0, fields)
+            assert not reports.is_away(0)
+        reports.take(1, {"away": "x" * 100_000})
+        await anyio.sleep(CUT_OFF_SECONDS)
+        assert reports.over(idle=False) == {}
+        assert reports.over(idle=True) == {1: "x" * 500}
+
+    on_virtual_clock(run)
+
+
 def test_reports_are_few() -> None:
     """One when a wait begins or ends, one in five seconds during a wait or while answers come, and none otherwise."""
 
