@@ -60,7 +60,7 @@ def _rate(folder: Path, seconds: float) -> float:
 
 
 def _leave(crew: service_run.Crew, name: str) -> int:
-    """Send SIGTERM to a worker and wait; returns its exit code, -1 for one that does not end."""
+    """Send SIGTERM to a worker and wait; returns its exit code, -1 if it does not end."""
     pid = crew.pids.pop(name)
     os.kill(pid, signal.SIGTERM)
     until = time.monotonic() + _LONGEST_LEAVE
