@@ -23,6 +23,7 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records
+from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids
 from rollouts.training.types import Sample, Status
@@ -71,6 +72,7 @@ def to_slime(
     scored: bool = True,
     replay: Replay = _NO_REPLAY,
     checked: bool = False,
+    kl_weights: Any = "student_p",
 ) -> Any:
     """Convert a sample to slime's; the conversation becomes its attribute ``messages``.
 
@@ -82,16 +84,20 @@ def to_slime(
         scored: whether a reward is required.
         replay: columns of its completions that slime's sample needs.
         checked: whether :func:`check_trainable` has taken it as it is.
+        kl_weights: of a teacher's most probable ids (:func:`~rollouts.rewards.teacher_top.reverse_kl`).
 
     Raises:
         ConfigError: no sampled token, no prompt token, no logprobs, a reward that is not a finite number, a column to
             replay that does not cover the sample, or a field that slime lacks: advantages, a ``loss_multiplier`` other
-            than 0 and 1.
+            than 0 and 1, a teacher's most probable ids (miles takes them with the student's logprobs).
     """
     if not checked:
         check_trainable(sample)
     lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
     check_fields(sample, "slime", *lacking)
+    if not family().takes_divergences:
+        check_without_top(sample, "slime")
+    top = top_of(sample)
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     mask, logprobs = sample.mask_column, sample.logprob_column
@@ -142,6 +148,11 @@ def to_slime(
         import torch
     if teacher is not None:
         record.teacher_log_probs = torch.from_numpy(teacher[first:length].copy())
+    if top is not None:
+        divergences = np.zeros(len(sample), np.float32)
+        divergences[sample.mask_column] = reverse_kl(top, kl_weights)
+        record.opd_reverse_kl = torch.from_numpy(divergences[first:length])
+        record.metadata = {**record.metadata, SCORED_BY: {"url": sample.metadata[SCORED_BY]["url"]}}
     if sample.images:
         record.multimodal_inputs = {**(record.multimodal_inputs or {}), **(sample.multimodal_inputs or {})}
         inputs = sample.multimodal_train_inputs or {}

@@ -381,6 +381,7 @@ class Pipeline:
             scored=False,
             replay=self.replay,
             checked=sample.status not in _LOST,  # by generate
+            kl_weights=settings.kl_weights,
         )
         record.reward = self._given_reward(taken.group[number])
         if evaluation:
