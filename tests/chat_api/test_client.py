@@ -150,7 +150,8 @@ async def test_an_error_that_costs_money_counts_for_the_budget(place: str) -> No
     async with JsonServer(lambda asked: (400, body)) as server:
         with pytest.raises(EndpointRefused):
             await ask(server.url, account)
-        assert (account.spent, account.unpriced) == (pytest.approx(0.5), 0)
+        assert account.spent == pytest.approx(0.5)
+        assert account.unpriced == 0
         with pytest.raises(BudgetSpent):
             await ask(server.url, account)
         assert len(server.asked) == 1

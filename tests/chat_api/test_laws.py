@@ -214,8 +214,8 @@ def said(message: Any) -> tuple[Any, ...]:
 async def test_a_failed_rollout_passes_nowhere() -> None:
     """In the scores of an evaluation, it is counted as failed, and not as a wrong reply."""
     async with ChatServer(solve, fault=lambda number: "server_error" if number % 4 == 0 else None) as server:
-        options = {"endpoint_concurrency": 1, "endpoint_max_retries": 0}
-        recipe = chat_sums(server.url, tasks(8, 4), patience=1000, **options)
+        of_endpoint: dict[str, Any] = {"endpoint_concurrency": 1, "endpoint_max_retries": 0}
+        recipe = chat_sums(server.url, tasks(8, 4), patience=1000, **of_endpoint)
         samples = await run_evaluation(recipe.config, recipe.data_buffer.prompts, 1)
     scores = {score.key: score for score in task_scores(samples)}
     for sample in samples:

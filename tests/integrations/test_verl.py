@@ -686,10 +686,9 @@ async def test_a_teachers_columns_reach_verls_losses(
     compared("verl 0.9.1", "b", "a teacher's columns, top-k and sampled, through its losses", worst)
     scored = with_top(4)
     await put_group(scored, v1, uid="a", global_steps=1, teacher=True)
-    rows = list(store.rows["train"].values())
-    for sample, row in zip(scored, rows, strict=True):
+    for sample, put in zip(scored, store.rows["train"].values(), strict=True):
         for name, column in teacher_columns(sample).items():
-            assert torch.equal(row[name], column)
+            assert torch.equal(put[name], column)
 
 
 def _verls_reader() -> Any:
@@ -697,7 +696,7 @@ def _verls_reader() -> Any:
     name = "_extract_prompt_logprobs_sglang"
     path = Path(importlib.import_module("verl").__file__ or "").parent
     tree = ast.parse((path / "workers/rollout/sglang_rollout/async_sglang_server.py").read_text(encoding="utf-8"))
-    body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    body: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     found: dict[str, Any] = {}
     exec(compile(ast.Module(body, []), name, "exec"), found)
     return found[name]

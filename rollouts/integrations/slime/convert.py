@@ -30,6 +30,7 @@ from rollouts.training.types import Sample, Status
 
 __all__ = [
     "Reading",
+    "add_teacher",
     "check_shape",
     "check_trainable",
     "check_training_batch",
@@ -95,9 +96,6 @@ def to_slime(
         check_trainable(sample)
     lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
     check_fields(sample, "slime", *lacking)
-    if not family().takes_divergences:
-        check_without_top(sample, "slime")
-    top = top_of(sample)
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     mask, logprobs = sample.mask_column, sample.logprob_column
@@ -143,22 +141,34 @@ def to_slime(
     setattr(record, family().session, getattr(record, family().session) or session or None)
     if sample.loss_multiplier == 0:
         record.remove_sample = True
-    teacher = sample.teacher_column
-    if teacher is not None or sample.images:
-        import torch
-    if teacher is not None:
-        record.teacher_log_probs = torch.from_numpy(teacher[first:length].copy())
-    if top is not None:
-        divergences = np.zeros(len(sample), np.float32)
-        divergences[sample.mask_column] = reverse_kl(top, kl_weights)
-        record.opd_reverse_kl = torch.from_numpy(divergences[first:length])
-        record.metadata = {**record.metadata, SCORED_BY: {"url": sample.metadata[SCORED_BY]["url"]}}
+    add_teacher(record, sample, kl_weights)
     if sample.images:
+        import torch
+
         record.multimodal_inputs = {**(record.multimodal_inputs or {}), **(sample.multimodal_inputs or {})}
         inputs = sample.multimodal_train_inputs or {}
         record.multimodal_train_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
     add_extras(record, sample, replay)
     return record
+
+
+def add_teacher(record: Any, sample: Sample, kl_weights: Any) -> None:
+    """Set the columns of slime's sample that a teacher's scores make; raises as :func:`to_slime`."""
+    teacher = sample.teacher_column
+    if teacher is None:
+        return
+    import torch
+
+    if not family().takes_divergences:
+        check_without_top(sample, "slime")
+    first = len(sample) - sample.response_length
+    there = slice(first, first + record.response_length)
+    record.teacher_log_probs = torch.from_numpy(teacher[there].copy())
+    if (top := top_of(sample)) is not None:
+        divergences = np.zeros(len(sample), np.float32)
+        divergences[sample.mask_column] = reverse_kl(top, kl_weights)
+        record.opd_reverse_kl = torch.from_numpy(divergences[there])
+        record.metadata = {**record.metadata, SCORED_BY: {"url": sample.metadata[SCORED_BY]["url"]}}
 
 
 def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:

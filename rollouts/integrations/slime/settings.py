@@ -69,7 +69,8 @@ policy, the others concern text."""
 
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 _TEACHER = (
-    "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
+    "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, rollouts_recipe_filter with a filter of"
+    " rewards.scored_by_teachers, or --custom-reward-post-process-path"
     f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
 )
 NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
