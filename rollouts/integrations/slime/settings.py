@@ -82,8 +82,8 @@ _TEACHERS = (
     "rollout_sample_hook_path",
     "rollouts_teacher_url",
     "rollouts_recipe_filter",
+    *_REWARD_PROCESSING,
 )
-_TEACHERS += _REWARD_PROCESSING
 """Flags of functions that can set the logprobs of a teacher."""
 
 
