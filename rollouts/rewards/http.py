@@ -59,7 +59,7 @@ class Poster:
         attempts: maximum attempts of one call.
         backoff_seconds: pause after the first failed attempt; doubles after each further one. ``Retry-After`` of the
             server makes it longer.
-        rate_limit_seconds: the longest wait of one call for rate limits (429), which are no attempts, in all.
+        rate_limit_seconds: the longest wait of one call for rate limits (429) in all; they do not count as attempts.
         seconds: deadline of one call, including retries and the wait for a free slot.
         at_once: maximum number of concurrent requests; a rate limit lowers it for a while.
         repeats_unreadable: also send a request again whose answer is not JSON.

@@ -1,7 +1,7 @@
 """The most probable ids of a teacher at each sampled token: a column of a sample, and its use for distillation.
 
 Invariant: the arrays have a row for each sampled token, in order, and none for context. They are stored in
-``sample.metadata["scored_by"]`` beside the URL of the teacher, as base64 of little-endian int32 and float32, so that
+``sample.metadata["scored_by"]`` with the URL of the teacher, as base64 of little-endian int32 and float32, so that
 every file of a run, a lease and a copy of the sample has them bit for bit. This module sends nothing.
 """
 

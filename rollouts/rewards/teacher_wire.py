@@ -126,7 +126,7 @@ def _meta(reply: Any, name: str, width: int) -> Any:
     found = reply["meta_info"].get(name)
     rows = found[-width:] if isinstance(found, list) else None
     if rows is None or len(rows) < width or not all(isinstance(row, list) for row in rows):
-        got = None if rows is None else f"{len(rows)} entries, or one that is null"
+        got = None if rows is None else f"{len(rows)} entries, or a null entry"
         raise RewardFailure(f"teacher: got meta_info.{name}: {got}; expected a list for each of {width} ids")
     return rows
 
@@ -180,7 +180,7 @@ def _scores(logprobs: npt.NDArray[np.float32], tops: Sequence[Sequence[Any]], to
         ids = np.array([[pair[0] for pair in row] for row in tops], np.int32).reshape(shape)
         values = np.array([[pair[1] for pair in row] for row in tops], np.float32).reshape(shape)
     except (IndexError, TypeError, ValueError, OverflowError) as error:
-        raise RewardFailure(f"teacher: got most probable ids that are no pairs of logprob and id ({error!r})") from None
+        raise RewardFailure(f"teacher: got most probable ids without pairs of logprob and id ({error!r})") from None
     return Scores(logprobs, ids, values)
 
 

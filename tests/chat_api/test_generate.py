@@ -98,7 +98,7 @@ async def test_a_withheld_reply_is_scored_and_counted(fault: Any, text: str) -> 
 
 
 async def test_a_filter_that_refuses_the_request_is_a_failure() -> None:
-    """An error of the API is no reply: it is not asked again, and not scored."""
+    """An error of the API has no reply: it is not asked again, and not scored."""
     error = {"error": {"message": "filtered", "type": None, "param": "prompt", "code": "content_filter"}}
     async with JsonServer(lambda asked: (400, error)) as server:
         (sample,) = await chat_rollout_to_samples(

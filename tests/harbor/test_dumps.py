@@ -1,4 +1,4 @@
-"""What Harbor's trials write, without alarm: ``scripts/test --harbor -s tests/harbor/test_dumps.py``."""
+"""Dumps of Harbor's trials, without alarm: ``scripts/test --harbor -s tests/harbor/test_dumps.py``."""
 
 from __future__ import annotations
 

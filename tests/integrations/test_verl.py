@@ -636,7 +636,7 @@ async def test_a_column_of_advantages_reaches_verls_trainer(
 async def test_a_teachers_columns_reach_verls_losses(
     v0: Any, v1: Any, store: Store, compared: Callable[..., None]
 ) -> None:
-    """Top-k and sampled: the tensors, and the loss, are those that verl's own reader makes of the teacher's reply."""
+    """Top-k and sampled: the tensors and the loss equal what verl's own reader makes of the teacher's reply."""
     import torch
     from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
     from verl.trainer.ppo.core_algos import kl_penalty

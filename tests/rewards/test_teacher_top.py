@@ -147,7 +147,7 @@ def _edit(place: int, value: Any) -> Edit:
     ("edit", "words"),
     [
         (lambda row: row[:-1], r"\[4, 5\] most probable ids at a position; expected 5"),
-        (lambda row: None, "or one that is null"),
+        (lambda row: None, "or a null entry"),
         (_edit(1, lambda row: row[0][1]), "an id twice"),
         (_edit(1, -1), "an id twice, or below 0"),
         (_edit(0, 0.5), "above 0"),
@@ -155,7 +155,7 @@ def _edit(place: int, value: Any) -> Edit:
         (lambda row: row[::-1], "that do not descend"),
         (lambda row: [[-0.1 - 0.01 * at, one[1], None] for at, one in enumerate(row)], "probabilities above 1"),
         (lambda row: [[one[0] - 1.0, one[1], None] for one in row], "another logprob of the sampled id"),
-        (lambda row: [["a", one[1], None] for one in row], "no pairs of logprob and id"),
+        (lambda row: [["a", one[1], None] for one in row], "without pairs of logprob and id"),
     ],
 )
 async def test_a_wrong_row_fails_the_sample(edit: Edit, words: str) -> None:
@@ -195,7 +195,7 @@ async def test_a_wrong_row_of_context_is_not_looked_at() -> None:
 
 
 async def test_the_student_is_asked_for_the_ids_of_the_teacher() -> None:
-    """Each id of the teacher at each sampled token has the student's logprob there; one that lacks is a failure."""
+    """Each id of the teacher at each sampled token has the student's logprob there; a missing one is a failure."""
     async with JsonServer(sglang) as server:
         teacher = Teacher(f"{server.url}/generate", top_k=K, student=Endpoint(base_url=server.url))
         for sample in samples():

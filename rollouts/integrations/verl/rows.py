@@ -71,8 +71,8 @@ def to_outputs(
         advantages: V1 gets ``Sample.advantages`` of each token as ``rm_scores``, where verl has the reward on the last
             token; for a trainer with the estimator of :func:`register_advantages`, and without
             ``use_kl_in_reward``. verl's metrics and filters of rewards are then of sums of advantages.
-        teacher: for a trainer with ``distillation``: the columns of :func:`teacher_columns`, in place of those that
-            verl's own teachers would make.
+        teacher: for a trainer with ``distillation``: the columns of :func:`teacher_columns`, which verl's own
+            teachers would make otherwise.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
