@@ -109,6 +109,7 @@ LAW_BOOKS = {
     "test_costs.py",
     "test_documents.py",
     "harbor/test_agents.py",
+    "harbor/test_dumps.py",
     "harbor/test_forgeries.py",
     "harbor/test_judged_by_harbor.py",
     "harbor/test_with_harbor.py",
