@@ -18,7 +18,7 @@ SUITE = "targets"
 
 def _suite(argv: list[str]) -> None:
     from scripts.benches.calls import bench_calls
-    from scripts.benches.lines import COLUMNS, machine, page
+    from scripts.benches.lines import COLUMNS, calls_section, machine, page
     from scripts.benches.suite import BENCHES, run
     from scripts.benches.workloads import default_tokenizer
 
@@ -39,8 +39,10 @@ def _suite(argv: list[str]) -> None:
     else:
         _print([dict(zip(COLUMNS, line.cells(), strict=True)) for line in lines], "Targets")
     if given.page:
-        calls = bench_calls(argparse.Namespace(tokenizer=tokenizer))
-        given.page.write_text(page(lines, machine(), Path(tokenizer).name, calls))
+        calls, times = (
+            bench_calls(argparse.Namespace(tokenizer=tokenizer, cpu=cpu, rounds=20)) for cpu in (False, True)
+        )
+        given.page.write_text(page(lines, machine(), Path(tokenizer).name, calls_section(calls, times)))
     short = [f"{line.name}: {line.value:.2f}, {line.sense} {line.target:g}" for line in lines if not line.ok]
     if short:
         sys.exit("missed targets: " + "; ".join(short))

@@ -1,10 +1,16 @@
-"""Function calls of an episode by part: the job of ``scripts/bench peers``, in counts that no other load changes."""
+"""An episode by part: the job of ``scripts/bench peers``, in function calls or in CPU time.
+
+No other load changes the number of calls; the CPU time says which of them matter.
+"""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,34 +25,62 @@ __all__ = ["bench_calls", "calls_options"]
 
 Row = dict[str, float | int | str]
 _PACKAGE = Path(rollouts.__file__).parent
+_SAMPLE_SECONDS = 0.001
 _LIBRARIES = ("jinja2", "anyio", "asyncio", "numpy", "msgspec", "attr")
 
 
 def bench_calls(options: argparse.Namespace) -> list[Row]:
-    """Calls of functions, those written in C included, for an episode of 3 turns of 256 tokens with a calculator."""
+    """Calls of functions, or microseconds of CPU, for an episode of 3 turns of 256 tokens with a calculator."""
     job = Job.of(str(options.tokenizer or default_tokenizer()))
     found: collections.Counter[str] = collections.Counter()
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event in ("call", "c_call"):  # a function written in C counts for its caller
-            found[frame.f_code.co_filename] += 1
-
+    rounds = options.rounds if options.cpu else 1
     with canned_server(job.canned) as url:
         peers.ours(job, url, 0)  # to warm up
-        sys.setprofile(count)
-        try:
-            peers.ours(job, url, 1)
-        finally:
-            sys.setprofile(None)
+        with _sampled(found) if options.cpu else _counted(found):
+            seconds = [peers.ours(job, url, number).cpu for number in range(1, rounds + 1)]
+    unit, total = "calls an episode", found.total() / EPISODES
+    if options.cpu:
+        unit, total = "us an episode", 1e6 * sum(seconds) / rounds / EPISODES
     parts: collections.Counter[str] = collections.Counter()
-    for file, calls in found.items():
-        parts[_part_of(Path(file))] += calls
-    total = sum(parts.values())
+    for file, number in found.items():
+        parts[_part_of(Path(file))] += number
     rows: list[Row] = [
-        {"part": part, "calls an episode": calls / EPISODES, "share": f"{calls / total:.0%}"}
-        for part, calls in parts.most_common()
+        {"part": part, unit: total * number / parts.total(), "share": f"{number / parts.total():.0%}"}
+        for part, number in parts.most_common()
     ]
-    return [*rows, {"part": "together", "calls an episode": total / EPISODES, "share": ""}]
+    return [*rows, {"part": "together", unit: total, "share": ""}]
+
+
+@contextlib.contextmanager
+def _counted(found: collections.Counter[str]) -> Iterator[None]:
+    """Count the function calls inside by file; a function written in C counts for its caller."""
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            found[frame.f_code.co_filename] += 1
+
+    sys.setprofile(count)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def _sampled(found: collections.Counter[str]) -> Iterator[None]:
+    """Count by file which function runs at each millisecond of CPU time; one written in C counts for its caller."""
+
+    def sample(number: int, frame: FrameType | None) -> None:
+        if frame is not None:
+            found[frame.f_code.co_filename] += 1
+
+    before = signal.signal(signal.SIGPROF, sample)
+    signal.setitimer(signal.ITIMER_PROF, _SAMPLE_SECONDS, _SAMPLE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _part_of(file: Path) -> str:
@@ -61,3 +95,5 @@ def _part_of(file: Path) -> str:
 
 def calls_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", help="folder or name (default: Qwen3's where the tests' assets are)")
+    parser.add_argument("--cpu", action="store_true", help="sample CPU time in place of counting calls")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of 256 episodes to sample (default: 20)")

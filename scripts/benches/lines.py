@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import attrs
 
-__all__ = ["Line", "machine", "page"]
+__all__ = ["Line", "calls_section", "machine", "page"]
 
 
 @attrs.frozen
@@ -70,23 +70,27 @@ def machine() -> dict[str, Any]:
     }
 
 
-def calls_section(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The section of the page with the rows of ``scripts/bench calls``."""
-    cells = [f"| {row['part']} | {row['calls an episode']:,.0f} | {row['share']} |" for row in rows]
+def calls_section(rows: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> str:
+    """The section of the page with the rows of ``scripts/bench calls``, and of the same with ``--cpu``."""
+    of_time = {row["part"]: row["share"] for row in times}
+    cells = [
+        f"| {row['part']} | {row['calls an episode']:,.0f} | {row['share']} | {of_time.get(row['part'], '0%')} |"
+        for row in rows
+    ]
     return f"""## An episode by part
 
-Calls of functions in an episode of three turns of 256 tokens with a calculator, by folder of the package and by
-library; a function written in C counts for its caller. `scripts/bench calls` prints it, and `tests/test_costs.py` has
-the limits.
+Calls of functions and CPU time in an episode of three turns of 256 tokens with a calculator, by folder of the package
+and by library; a function written in C counts for its caller. `scripts/bench calls` prints the calls, of which
+`tests/test_costs.py` has the limits; with `--cpu` it samples the CPU time.
 
-| part | calls | share |
-|---|---|---|
+| part | calls | share | share of the CPU time |
+|---|---|---|---|
 {chr(10).join(cells)}
 """
 
 
-def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str, calls: Sequence[Mapping[str, Any]]) -> str:
-    """Build ``docs/performance.md``."""
+def page(lines: Sequence[Line], where: Mapping[str, Any], tokenizer: str, by_part: str) -> str:
+    """Build ``docs/performance.md``; ``by_part`` is the result of :func:`calls_section`."""
     rows = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     rows += ["| " + " | ".join(line.cells()) + " |" for line in lines]
     short = [line.name for line in lines if not line.ok]
@@ -125,4 +129,4 @@ machine; the absolute times in the last column are valid for this machine and th
 - `docs/peers.md` compares the same jobs in strands-sglang and verifiers, and calls of slime's manager.
   `docs/internals.md` has what single parts save.
 
-{calls_section(calls)}"""
+{by_part}"""
