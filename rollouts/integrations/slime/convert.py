@@ -23,6 +23,7 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records
+from rollouts.integrations.slime.settings import NEEDS_ADVANTAGES
 from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids
 from rollouts.training.types import Sample, Status
@@ -34,6 +35,7 @@ __all__ = [
     "check_training_batch",
     "from_slime",
     "leaves",
+    "set_advantages",
     "status_of",
     "to_slime",
     "trains",
@@ -79,7 +81,7 @@ def to_slime(
         template: slime's sample of this rollout; its other fields are copied.
         mask_earlier_versions: train only the tokens of the sample's last policy version.
         session: the routing key of its requests.
-        scored: whether a reward is required.
+        scored: whether it is final: it has a reward and no advantages, which :func:`set_advantages` would set.
         replay: columns of its completions that slime's sample needs.
         checked: whether :func:`check_trainable` has taken it as it is.
 
@@ -90,8 +92,8 @@ def to_slime(
     """
     if not checked:
         check_trainable(sample)
-    lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
-    check_fields(sample, "slime", *lacking)
+    lacking = (("advantages", scored), ("loss_multiplier", sample.loss_multiplier != 0))
+    check_fields(sample, "slime", *(name for name, lacks in lacking if lacks))
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     mask, logprobs = sample.mask_column, sample.logprob_column
@@ -148,6 +150,19 @@ def to_slime(
         record.multimodal_train_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
     add_extras(record, sample, replay)
     return record
+
+
+def set_advantages(record: Any, sample: Sample) -> None:
+    """Put the advantages of a sample into the column that carries them to the trainer.
+
+    Raises:
+        ConfigError: it has none, or logprobs of a teacher.
+    """
+    column, before = sample.advantage_column, len(record.tokens) - record.response_length
+    if column is None or record.teacher_log_probs is not None:
+        got = None if column is None else "a column, and teacher_log_probs"
+        raise ConfigError.of(f"{sample!r}.advantages", got, f"{NEEDS_ADVANTAGES} (args.custom_advantage_function_path)")
+    record.teacher_log_probs = column[before : len(record.tokens)].tolist()
 
 
 def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:
