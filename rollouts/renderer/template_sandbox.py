@@ -77,7 +77,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
-        if obj is jinja2.utils.Namespace or (type(obj) is BuiltinMethodType and type(obj.__self__) is str):
+        of_text = type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__ not in _FORMATS
+        if of_text or obj is jinja2.utils.Namespace:
             options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
             options.pop("_block_vars", None)
             return obj(*arguments, **options)
@@ -86,6 +87,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 _MISSING = object()
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+_FORMATS = ("format", "format_map")
+"""Methods whose fields read attributes: until 3.1.5, Jinja checks them when they are called, and later when found."""
 _SAFE = {
     jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),
     str: frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split"}),
