@@ -167,7 +167,7 @@ def test_a_trajectory_of_any_length_costs_nine_bytes_a_token() -> None:
 
 @pytest.mark.parametrize("known", [{}, {"continues": True}, {"temperature": 0.0, "logprobs_of": "sampled"}])
 def test_a_stored_record_of_a_completion_is_the_record(known: dict[str, Any]) -> None:
-    """Its fields come back; one that is false or unknown is not stored, so that rows of earlier versions are equal."""
+    """Its fields come back; false and unknown ones are not stored, so that rows of earlier versions are equal."""
     record = CompletionRecord("id", 3, 7, "stop", 11, 0, 0.5, **known)
     stored = record.to_dict()
     assert CompletionRecord(**stored) == record
