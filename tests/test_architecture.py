@@ -115,6 +115,7 @@ LAW_BOOKS = {
     "harbor/test_with_harbor.py",
     "integrations/test_doors.py",
     "integrations/test_images.py",
+    "integrations/slime/test_advantages.py",
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",
     "integrations/slime/test_on_policy.py",

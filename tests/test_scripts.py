@@ -42,7 +42,7 @@ def test_every_command_that_a_page_names_exists() -> None:
     named = {
         (path.relative_to(ROOT).as_posix(), name)
         for path in pages
-        for name in re.findall(r"(?<![\w/}])scripts/[a-z][\w/]*(?:\.py)?(?!\w)", path.read_text(encoding="utf-8"))
+        for name in re.findall(r"(?<![\w/}])scripts/[a-z][\w/]*(?:\.py|\.sh)?(?!\w)", path.read_text(encoding="utf-8"))
     }
     assert [(page, name) for page, name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -92,6 +92,20 @@ def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
     said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
     assert said[:3] == ["-m", "training.learn", "--out"]
     assert said[-3:] == ["calculator_program", "--steps", "2"]
+
+
+def test_a_newer_python_is_found_among_those_of_pyenv(tmp_path: Path) -> None:
+    """A command of pyenv that only says which version has it, and a Python that is too old, are passed over."""
+    folder = tmp_path / "versions" / "3.12.9" / "bin"
+    folder.mkdir(parents=True)
+    for path, code in ((tmp_path, 127), (folder, 0)):
+        for name in ("python3.12", "python3.13", "python3.14", "python3"):
+            (path / name).write_text(f"#!/bin/sh\nexit {code}\n")
+            (path / name).chmod(0o755)
+    line = ["bash", str(ROOT / "scripts/servers/newer_python.sh")]
+    places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYENV_ROOT": str(tmp_path)}
+    found = subprocess.run(line, env={**os.environ, **places}, capture_output=True, text=True, check=True)
+    assert found.stdout == f"{folder}/python3\n"
 
 
 def test_venv_names_the_environment(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollouts.dtypes import Completion, Message, StopReason, VersionSpan, packed_tokens
 from rollouts.errors import TokenMismatchError
-from rollouts.trajectory import Segment, Trajectory, digest
+from rollouts.trajectory import CompletionRecord, Segment, Trajectory, digest
 
 REPLY = Message("assistant", "ok")
 
@@ -163,3 +163,12 @@ def test_a_trajectory_of_any_length_costs_nine_bytes_a_token() -> None:
     assert trajectory.tokens.base is None or trajectory.tokens.base.nbytes == 4 * 1001
     assert "1001 tokens, 0 sampled" in repr(trajectory)
     assert digest(np.arange(3), digest(np.arange(0))) == digest(np.arange(3))
+
+
+@pytest.mark.parametrize("known", [{}, {"continues": True}, {"temperature": 0.0, "logprobs_of": "sampled"}])
+def test_a_stored_record_of_a_completion_is_the_record(known: dict[str, Any]) -> None:
+    """Its fields come back; false and unknown ones are not stored, so that rows of earlier versions are equal."""
+    record = CompletionRecord("id", 3, 7, "stop", 11, 0, 0.5, **known)
+    stored = record.to_dict()
+    assert CompletionRecord(**stored) == record
+    assert {"continues", "temperature", "logprobs_of"} & stored.keys() == known.keys()

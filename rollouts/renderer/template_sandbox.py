@@ -57,8 +57,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """The environment with the options, extensions and functions that chat templates expect."""
         environment = cls(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = moment.strftime
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": moment.strftime}
         return environment
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -77,7 +76,8 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
-        if obj is jinja2.utils.Namespace or (type(obj) is BuiltinMethodType and type(obj.__self__) is str):
+        of_text = type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__[:6] != "format"
+        if of_text or obj is jinja2.utils.Namespace:  # until 3.1.5, Jinja checks the fields of a format at its call
             options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
             options.pop("_block_vars", None)
             return obj(*arguments, **options)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from rollouts.base.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.concurrency.gathered import gather
     from rollouts.seats.chat import Chat, Reply
-    from rollouts.seats.gathered import gather
     from rollouts.seats.handles import Seats
     from rollouts.seats.play import PlayFn, generate_play_batch, play_rollout_to_samples
     from rollouts.seats.recipe import play_recipe
@@ -41,7 +41,7 @@ __getattr__, __dir__ = lazy_face(
     __name__,
     {
         "rollouts.seats.chat": ["Chat", "Reply"],
-        "rollouts.seats.gathered": ["gather"],
+        "rollouts.concurrency.gathered": ["gather"],
         "rollouts.seats.play": ["PlayFn", "generate_play_batch", "play_rollout_to_samples"],
         "rollouts.seats.recipe": ["play_recipe"],
         "rollouts.seats.run": ["Run"],

@@ -2,6 +2,7 @@
 
     --rollout-function-path            ....generate_rollout_batch   the only flag that is required
     --custom-reward-post-process-path  ....normalise_rewards        groups by group_index, not by position
+    --custom-advantage-function-path   ....sample_advantages        those of tokens, of rollouts.training.credit
     --data-source-path                 ....CheckpointedDataSource   saves groups in flight
     --custom-generate-function-path    ....generate                 one rollout, in slime's own loop
     --custom-rm-path                   ....reward                   the recipe's reward, in slime's own loop
@@ -16,7 +17,7 @@ Importing this package does not import slime; torch is imported only to write a 
 from rollouts.integrations.slime.convert import from_slime, to_slime
 from rollouts.integrations.slime.data_source import CheckpointedDataSource
 from rollouts.integrations.slime.debug_data import export_run, write_debug_data
-from rollouts.integrations.slime.normalisation import normalise_rewards
+from rollouts.integrations.slime.normalisation import normalise_rewards, sample_advantages
 from rollouts.integrations.slime.plugins import generate, group_reward, policy_for, reward
 from rollouts.integrations.slime.rollout import close_rollouts, generate_rollout_batch
 
@@ -31,6 +32,7 @@ __all__ = [
     "normalise_rewards",
     "policy_for",
     "reward",
+    "sample_advantages",
     "to_slime",
     "write_debug_data",
 ]

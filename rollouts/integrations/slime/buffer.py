@@ -69,7 +69,8 @@ class TrainerBuffer(DataBuffer):
         """Called for each new group of the source, with its group index and its samples."""
         self._n, self._wave = n_samples_per_prompt, wave
         self._next = 0
-        self._waiting: list[int] = []
+        self.waiting: list[int] = []
+        """The indices of returned groups."""
         self._again: list[Taken] = []
         self.given_up = 0
         """Prompts whose rollouts were too old each time."""
@@ -81,7 +82,7 @@ class TrainerBuffer(DataBuffer):
         """Groups that a buffer filter has chosen or changed: they come out first."""
 
     def __repr__(self) -> str:
-        returned = (self._waiting, self._again, self._new, self.chosen, self.held)
+        returned = (self.waiting, self._again, self._new, self.chosen, self.held)
         back = sum(len(groups) for groups in returned)
         return f"<TrainerBuffer of {type(self.source).__name__}: {len(self.taken)} groups taken, {back} returned>"
 
@@ -100,10 +101,10 @@ class TrainerBuffer(DataBuffer):
     def put_back(self, prompts: Iterable[Prompt]) -> None:
         """Return prompts of unfinished groups; they keep their group index."""
         for prompt in prompts:
-            if prompt.group_index not in self.taken or prompt.group_index in self._waiting:
+            if prompt.group_index not in self.taken or prompt.group_index in self.waiting:
                 raise ConfigError.of("put_back(prompts)", prompt, "prompts of this buffer that are out")
-            self._waiting.append(prompt.group_index)
-        self._waiting.sort()
+            self.waiting.append(prompt.group_index)
+        self.waiting.sort()
 
     def mark_done(self, prompt: Prompt) -> None:
         """Do nothing: a group stays until :meth:`pop`, because it must still be converted."""
@@ -125,27 +126,22 @@ class TrainerBuffer(DataBuffer):
             taken.replays += stale
             self._again.append(self.taken.pop(group_index))
 
-    @property
-    def waiting(self) -> tuple[int, ...]:
-        """The indices of returned groups."""
-        return tuple(self._waiting)
-
     def drain(self) -> list[tuple[int | None, list[Any]]]:
         """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
-        waiting = [(index, self.taken.pop(index).group) for index in self._waiting]
+        waiting = [(index, self.taken.pop(index).group) for index in self.waiting]
         replayed = [taken.group for taken in self._again]
         again = [(None, group) for group in (*replayed, *self.chosen, *self._new, *self.held)]
-        self._waiting, self._again, self._new, self.chosen, self.held = [], [], [], [], []
+        self.waiting, self._again, self._new, self.chosen, self.held = [], [], [], [], []
         return [*waiting, *again]
 
     def withdraw(self, group_index: int) -> None:
         """Forget a group that a buffer filter took out of the rollouts."""
         self.taken.pop(group_index)
-        self._waiting = [index for index in self._waiting if index != group_index]
+        self.waiting = [index for index in self.waiting if index != group_index]
 
     def _take(self) -> Prompt:
-        if self._waiting:
-            index = self._waiting.pop(0)
+        if self.waiting:
+            index = self.waiting.pop(0)
             self.taken[index].begun = self.rollout_id
         else:
             index, self._next = self._next, self._next + 1

@@ -23,6 +23,7 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records
+from rollouts.integrations.slime.settings import NEEDS_ADVANTAGES
 from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids
@@ -36,6 +37,7 @@ __all__ = [
     "check_training_batch",
     "from_slime",
     "leaves",
+    "set_advantages",
     "status_of",
     "to_slime",
     "trains",
@@ -82,7 +84,7 @@ def to_slime(
         template: slime's sample of this rollout; its other fields are copied.
         mask_earlier_versions: train only the tokens of the sample's last policy version.
         session: the routing key of its requests.
-        scored: whether a reward is required.
+        scored: whether it is final: it has a reward and no advantages, which :func:`set_advantages` would set.
         replay: columns of its completions that slime's sample needs.
         checked: whether :func:`check_trainable` has taken it as it is.
         kl_weights: of a teacher's most probable ids (:func:`~rollouts.rewards.teacher_top.reverse_kl`).
@@ -94,8 +96,8 @@ def to_slime(
     """
     if not checked:
         check_trainable(sample)
-    lacking = ("advantages", *(() if sample.loss_multiplier == 0 else ("loss_multiplier",)))
-    check_fields(sample, "slime", *lacking)
+    lacking = (("advantages", scored), ("loss_multiplier", sample.loss_multiplier != 0))
+    check_fields(sample, "slime", *(name for name, lacks in lacking if lacks))
     if scored and (sample.reward is None or not math.isfinite(sample.reward)):
         raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
     mask, logprobs = sample.mask_column, sample.logprob_column
@@ -169,6 +171,19 @@ def add_teacher(record: Any, sample: Sample, kl_weights: Any) -> None:
         divergences[sample.mask_column] = reverse_kl(top, kl_weights)
         record.opd_reverse_kl = torch.from_numpy(divergences[there])
         record.metadata = {**record.metadata, SCORED_BY: {"url": sample.metadata[SCORED_BY]["url"]}}
+
+
+def set_advantages(record: Any, sample: Sample) -> None:
+    """Put the advantages of a sample into the column that carries them to the trainer.
+
+    Raises:
+        ConfigError: it has none, or logprobs of a teacher.
+    """
+    column, before = sample.advantage_column, len(record.tokens) - record.response_length
+    if column is None or record.teacher_log_probs is not None:
+        got = None if column is None else "a column, and teacher_log_probs"
+        raise ConfigError.of(f"{sample!r}.advantages", got, f"{NEEDS_ADVANTAGES} (args.custom_advantage_function_path)")
+    record.teacher_log_probs = column[before : len(record.tokens)].tolist()
 
 
 def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:

@@ -34,7 +34,7 @@ _GROUPS, _EVAL_ROWS, _REPLY = 2, 4, 48
 
 def recipe(endpoint: Endpoint) -> Recipe:
     """The recipe of the demo: calculator agents, scored by the exact final sentence."""
-    options: dict[str, Any] = {"tokenizer": _tokenizer(), "reward_fn": _answered, "max_turns": 3}
+    options: dict[str, Any] = {"tokenizer": _DemoTokenizer(DEMO_MODEL), "reward_fn": _answered, "max_turns": 3}
     return agent_recipe("demo", endpoint, CalculatorEnvironment, islice(calculator_prompts(0), _EVAL_ROWS), **options)
 
 
@@ -89,11 +89,6 @@ class _DemoTokenizer:
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
-
-
-@functools.cache
-def _tokenizer() -> _DemoTokenizer:
-    return _DemoTokenizer(DEMO_MODEL)
 
 
 @functools.cache

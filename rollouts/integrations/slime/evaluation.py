@@ -23,7 +23,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from rollouts.base.extras import install_command
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, at
@@ -35,6 +34,7 @@ from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import NO_GROUP_RM, EvalSet, Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer
 from rollouts.training.manager import AsyncRolloutManager
+from rollouts.training.prompt_files import rows_of
 from rollouts.training.types import Group, Sample, Status
 
 __all__ = ["evaluate", "load_eval_rows"]
@@ -42,6 +42,7 @@ __all__ = ["evaluate", "load_eval_rows"]
 _LOG = logging.getLogger(__name__)
 _NAMED = 5
 """Broken lines that a warning names."""
+_tokenizer = functools.lru_cache(maxsize=2)(load_tokenizer)
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 
 
@@ -95,17 +96,13 @@ async def evaluate(
 
 async def _play(entry: EvalSet, buffer: TrainerBuffer, rollouts: int, pipeline: Pipeline) -> tuple[list[Sample], int]:
     """Play the rollouts; each is its own group, so a failure costs only that rollout."""
-    failures: list[Group] = []
-
-    def record(group: Group) -> None:
-        if group.outcome == "failed":
-            failures.append(group)
-
-    async with AsyncRolloutManager(pipeline.evaluation(rollouts), buffer, on_group=record) as manager:
+    groups: list[Group] = []
+    async with AsyncRolloutManager(pipeline.evaluation(rollouts), buffer, on_group=groups.append) as manager:
         try:
             samples = await manager.generate_batch()
         except DataExhausted:
             samples = [sample for group in manager.ready_groups for sample in group.samples]
+    failures = [group for group in groups if group.outcome == "failed"]
     if pipeline.settings.whole_prompts:
         incomplete = {(group.group_index or 0) // entry.n_samples for group in failures}
         samples = [sample for sample in samples if (sample.group_index or 0) // entry.n_samples not in incomplete]
@@ -207,11 +204,6 @@ def _text_row(number: int, row: Mapping[str, Any], entry: EvalSet, settings: Set
     return records().sample(prompt=prompt, label=label, metadata=metadata)
 
 
-@functools.lru_cache(maxsize=2)
-def _tokenizer(model: str) -> Any:
-    return load_tokenizer(model)
-
-
 def _read(path: str) -> tuple[list[dict[str, Any]], int]:
     """The rows of a JSONL or Parquet file, and the number of lines that are not JSON: slime skips them, too.
 
@@ -225,7 +217,7 @@ def _read(path: str) -> tuple[list[dict[str, Any]], int]:
     if not Path(path).is_file():
         raise ConfigError.of("eval data set", path, "a file that exists")
     broken: list[int] = []
-    rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path, broken)
+    rows = (row for _, row in rows_of(path)) if path.endswith(".parquet") else _json_rows(path, broken)
     backwards = (start or 0) < 0 or (stop or 0) < 0
     chosen = list(rows)[start:stop] if backwards else list(islice(rows, start, stop))
     if broken:
@@ -246,12 +238,3 @@ def _json_rows(path: str, broken: list[int]) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ConfigError.of(f"{path}, line {number}", row, "a JSON object")
             yield row
-
-
-def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise ConfigError.of("eval data set", path, f"pyarrow installed: {install_command('parquet')}") from None
-    for batch in parquet.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()

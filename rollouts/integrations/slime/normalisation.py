@@ -15,9 +15,10 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.scoring import plain_reward
+from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES
 from rollouts.training.comparisons import comparison_keys, seat_of
 
-__all__ = ["normalise_rewards"]
+__all__ = ["normalise_rewards", "sample_advantages"]
 
 _CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 _SCALED = ("grpo", "gspo", "cispo")
@@ -76,3 +77,18 @@ def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
                 " post-processing"
             )
             raise ConfigError.of(f"rollout_id {key[0]}: rewards", rewards, expected)
+
+
+def sample_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """``--custom-advantage-function-path``, in slime's trainer: ``Sample.advantages`` of our rollouts, as returns, too.
+
+    slime carries and splits them as logprobs of a teacher (slime 0.3.1, backends/megatron_utils/actor.py:
+    MegatronTrainRayActor._get_rollout_data).
+
+    Raises:
+        ConfigError: the launch has a teacher, or the batch has no column.
+    """
+    column = rollout_data.get("teacher_log_probs")
+    if column is None or args.use_opd:
+        raise ConfigError.of("args.custom_advantage_function_path", ADVANTAGES, NEEDS_ADVANTAGES)
+    rollout_data["advantages"] = rollout_data["returns"] = column

@@ -29,6 +29,7 @@ from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, samp
 from rollouts.rewards import score, score_group
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import ends, share_rewards
+from rollouts.training.rows import check_fields
 from rollouts.training.types import Status
 
 __all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
@@ -78,6 +79,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 return sample
             for entry in samples:
                 check_trainable(entry)
+                check_fields(entry, "slime", "advantages")
             if config.reward_fn is not None and not config.group_rm:
                 for entry in ends(samples):
                     await score(entry, config.reward_fn, seconds=config.reward_seconds)

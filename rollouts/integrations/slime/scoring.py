@@ -7,6 +7,7 @@ changes to slime's sample persist: the batch contains the same object. A dict re
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -15,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.concurrency.task_groups import first_error
+from rollouts.concurrency.gathered import gather
 from rollouts.errors import ConfigError, RewardFailure, shortened, without_password
 from rollouts.integrations.slime.convert import Reading, leaves
 from rollouts.integrations.slime.given_samples import has_images
@@ -75,7 +76,7 @@ class SlimeReward:
     async def _call(self, samples: Any) -> Any:
         path, spec = getattr(self.args, "custom_rm_path", None), getattr(samples, "reward_spec", None)  # miles' field
         if isinstance(samples, list) and path is None:
-            return await self._each(samples)
+            return await gather(*map(self._call, samples))  # no function of the launch takes a list
         if not isinstance(samples, list):
             path = getattr(samples, "custom_rm_path", None) or getattr(spec, "custom_rm_path", None) or self.path
         if path is not None:
@@ -86,18 +87,6 @@ class SlimeReward:
             expected = "a reward of the generate function, --custom-rm-path, --rm-type, or rm_type in the metadata"
             raise RewardFailure(f"reward of slime sample {samples.index}: got None; expected {expected}")
         return await importlib.import_module(f"{family().package}.rollout.rm_hub").async_rm(self.args, samples)
-
-    async def _each(self, samples: list[Any]) -> list[Any]:
-        """Score each sample alone: no function of the launch takes a list."""
-        values: list[Any] = [None] * len(samples)
-
-        async def score(number: int) -> None:
-            values[number] = await self._call(samples[number])
-
-        async with first_error() as calls:
-            for number in range(len(samples)):
-                calls.start_soon(score, number)
-        return values
 
     def _number(self, value: Any) -> Any:
         key = self.reading.reward_key
@@ -199,8 +188,7 @@ def as_slime_filter(check: Callable[[list[Sample]], bool]) -> Callable[..., Any]
 
     def dynamic_filter(args: Any, samples: Any, **_: Any) -> Any:
         refuse_groups_of_one(name, getattr(args, "n_samples_per_prompt", None))
-        flat = [_View(sample, args) for sample in leaves(list(samples))]
-        keep = bool(check(flat))  # type: ignore[arg-type]  # a view has the attributes that filters read
+        keep = bool(check([_view(sample, args) for sample in leaves(list(samples))]))
         return records().filter_output(keep=keep, reason=None if keep else name)
 
     dynamic_filter.__name__ = name
@@ -226,13 +214,8 @@ def plain_reward(sample: Any, args: Any) -> Any:
     return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward
 
 
-class _View:
-    """slime's sample with the attributes that our filters read."""
-
-    def __init__(self, sample: Any, args: Any) -> None:
-        self._sample = sample
-        self.reward = plain_reward(sample, args)
-        self.status = Status(getattr(sample.status, "value", sample.status))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sample, name)
+def _view(sample: Any, args: Any) -> Any:
+    """A copy of slime's sample with the reward and the status that our filters read."""
+    copied = copy.copy(sample)
+    copied.reward, copied.status = plain_reward(sample, args), Status(getattr(sample.status, "value", sample.status))
+    return copied

@@ -29,7 +29,7 @@ from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import policy_of
 from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
-from rollouts.integrations.slime.convert import check_training_batch, leaves
+from rollouts.integrations.slime.convert import check_training_batch, leaves, set_advantages
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.evaluation import evaluate
 from rollouts.integrations.slime.event_loop import event_loop
@@ -37,8 +37,8 @@ from rollouts.integrations.slime.extras import add_spans
 from rollouts.integrations.slime.given_samples import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
 from rollouts.integrations.slime.records import DynamicFilterOutput, family, records
-from rollouts.integrations.slime.returned_samples import versions_of, view
-from rollouts.integrations.slime.settings import Settings, load_function
+from rollouts.integrations.slime.returned_samples import slime_sample_of, versions_of, view
+from rollouts.integrations.slime.settings import ADVANTAGES, Settings, load_function
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import check_fields
 from rollouts.training.staleness import Staleness
@@ -264,6 +264,11 @@ class TrainerRollouts:
         lists = [sample for sample in samples if getattr(sample.trainer_record, "rollout", None) is not None]
         fans_out = len(samples) != len(by_group) * size or bool(lists)
         groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
+        for sample in samples:  # a filter may set them after the record was made
+            if self.settings.custom_advantage == ADVANTAGES:
+                set_advantages(slime_sample_of(sample), sample)
+            else:
+                check_fields(sample, "slime", "advantages")
         if any(sample.rollout_log_probs is None for sample in leaves(groups)):
             for sample in leaves(groups):  # the trainer takes those of all samples, or computes its own
                 sample.rollout_log_probs = None
@@ -291,7 +296,6 @@ class TrainerRollouts:
         (slime 0.3.1, rollout/sglang_rollout.py: abort)
         """
         record = self.pipeline.finished(sample, taken)
-        check_fields(sample, "slime", "advantages")  # a filter may set them after the record was made
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
         if self._masks_earlier and self._ended_before(sample, record):

@@ -24,6 +24,8 @@ from rollouts.integrations.slime.records import family
 from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, vocab_size_of
 
 __all__ = [
+    "ADVANTAGES",
+    "NEEDS_ADVANTAGES",
     "NO_GROUP_RM",
     "OWN_KEYS",
     "RECIPE_VARIABLE",
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
+ADVANTAGES = "rollouts.integrations.slime.sample_advantages"
+NEEDS_ADVANTAGES = "Sample.advantages of our rollouts, without --use-opd: the column of a teacher carries them"
 
 OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
@@ -217,6 +221,7 @@ class Settings:
     rollout_seconds: float | None = _flag("rollouts_rollout_seconds", None, _SECONDS)
     reward_seconds: float | None = _flag("rollouts_reward_seconds", None, _SECONDS)
     patience: int | None = _flag("rollouts_patience")
+    custom_advantage: str | None = _flag("custom_advantage_function_path")
     eval_sets: tuple[EvalSet, ...]
     eval_max_prompt_len: int | None = _flag("eval_max_prompt_len")
     """Longer prompts of an evaluation, in tokens, are left out."""
@@ -347,6 +352,7 @@ def _refuse(args: Any, get: Any) -> None:
             fully_async and get("buffer_filter_path"),
             "none with rollouts_fully_async: its groups never wait between calls",
         ),
+        "use_opd": (get("use_opd") and get("custom_advantage_function_path") == ADVANTAGES, NEEDS_ADVANTAGES),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (

@@ -1,4 +1,4 @@
-"""Concurrent work of a play: several coroutines, and their results in order."""
+"""Several coroutines at once, and their results in order."""
 
 from __future__ import annotations
 
