@@ -43,6 +43,7 @@ VocabSize: TypeAlias = int | Callable[[], int] | None
 
 _LOG = logging.getLogger(__name__)
 
+_NO_PRIORITIES = "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
 MAX_CONCURRENT_ABORTS = 64
 
 
@@ -235,7 +236,7 @@ class ServerPolicy:
         return policy
 
     async def priority_order(self) -> PriorityOrder | None:
-        """How all servers schedule by priority, asked once; ``None`` if one does not, or does not say.
+        """How all servers schedule by priority, asked once; ``None``, with a warning, if one does not, or does not say.
 
         Raises:
             EndpointError: as :meth:`describe`, after the wait for a server.
@@ -246,7 +247,11 @@ class ServerPolicy:
                     self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
                 except EndpointUnavailable as error:
                     await self.wait_for_servers(error)
-        return next(iter(self._orders)) if len(self._orders) == 1 else None
+                    continue
+                if None in self._orders or len(self._orders) > 1:
+                    self._orders = {None}
+                    _LOG.warning(_NO_PRIORITIES)
+        return next(iter(self._orders))
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.

@@ -8,7 +8,6 @@ none.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 
 import attrs
@@ -19,11 +18,7 @@ from rollouts.inference.resumable import InterruptiblePolicy
 
 __all__ = ["RolloutPriority", "behind_training"]
 
-_LOG = logging.getLogger(__name__)
 _HIGHEST = 4
-WARNED: list[str] = []
-"""The warning, once it was logged in this process."""
-_NOT_SENT = "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
 
 
 def behind_training() -> int:
@@ -55,11 +50,7 @@ class RolloutPriority(PolicyWrapper):
 
     async def complete(self, request: CompletionRequest) -> Completion:
         order = await self._order()
-        if order is None:
-            if not WARNED:
-                WARNED.append(_NOT_SENT)
-                _LOG.warning(_NOT_SENT)
-        else:
+        if order is not None:
             finished = self._urgency()
             level = 0 if finished < 0 else min(1 + finished.bit_length(), _HIGHEST)
             request = attrs.evolve(request, priority=level if order == "higher first" else -level)
