@@ -283,12 +283,14 @@ class NumberedTail(Tail):
     def add(self, data: bytes) -> None:
         """Take the first line apart, and keep the rest."""
         if self._first is not None:
-            line, end, rest = (self._first + data).partition(b"\n")
+            data = self._first + data
+            line, end, rest = data.partition(b"\n")
+            if line.isdigit() and len(line) <= _DIGITS and not end:
+                self._first = line
+                return
+            self._first = None
             if line.isdigit() and len(line) <= _DIGITS:
-                self._first = None if end else line
-                self.number, data = (int(line), rest) if end else (None, b"")
-            else:
-                self._first, data = None, self._first + data
+                self.number, data = int(line), rest
         super().add(data)
 
 

@@ -247,7 +247,7 @@ async def test_twenty_honest_runs_in_bfloat16_pass(
         report = check_logprobs(tmp_path / f"{seed}", {"default": DEMO_MODEL, "near": neighbour}, dtype="bfloat16")
         assert report.ok, f"seed {seed}: {report}"
         assert 2500 <= report.versions[0].tokens <= 4500
-        slopes.append(round(report.versions[0].slopes[0].value, 3))
+        slopes.append(report.versions[0].slopes[0].value)
     assert len(set(slopes)) == 20, "other tokens in each run"
     assert max(slopes) < 0.2
 
