@@ -4,7 +4,7 @@ Each ``*.jinja`` below the folders gets the demo model's tokenizer with the temp
 tried with the marks that look like ends of a turn as stop ids, then also with the headers of other roles, at which
 models without an end mark stop. The row is that of the better verdict.
 
-A template that starts with calls unread would train on calls that nobody runs: the exit code is 1 if there is one.
+A template that starts with calls unread would train on calls that are not run: the exit code is 1 if there is one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls as publishers and servers document them, read with their names and arguments.
+"""Calls as publishers and servers document them, with their names and arguments.
 
 The publisher's card is the source where it shows a call: FunctionGemma's (google/functiongemma-270m-it) and LongCat's
 (meituan-longcat/LongCat-Flash-Chat). The others show none that was found: their calls are those of the model's chat
@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from rollouts.dtypes import Tool
-from rollouts.renderer.dialects import get_dialect
-from rollouts.renderer.dialects.registry import dialect_of_template
+__all__ = ["DOCUMENTED"]
 
 STRING: dict[str, Any] = {"type": "string"}
 INTEGER: dict[str, Any] = {"type": "integer"}
@@ -43,6 +39,7 @@ def _step3(name: str, *pairs: tuple[str, str]) -> str:
     return f"<｜tool_calls_begin｜>{call}<｜tool_call_end｜><｜tool_calls_end｜>"
 
 
+# dialect, its text, the properties of the tool's schema, and the call
 DOCUMENTED: list[tuple[str, str, dict[str, Any], tuple[str, dict[str, Any]]]] = [
     (
         "functiongemma",
@@ -152,22 +149,3 @@ DOCUMENTED: list[tuple[str, str, dict[str, Any], tuple[str, dict[str, Any]]]] = 
         ("get_weather", {"city": "Москва"}),
     ),
 ]
-
-
-@pytest.mark.parametrize(("name", "text", "properties", "call"), DOCUMENTED, ids=[row[0] for row in DOCUMENTED])
-def test_a_documented_call_is_read(
-    name: str, text: str, properties: dict[str, Any], call: tuple[str, dict[str, Any]]
-) -> None:
-    """With its name and typed arguments, without a fault, and nothing of it is content."""
-    tools = [Tool(call[0], "Does it.", {"type": "object", "properties": properties})]
-    reply = get_dialect(name).parse(text, tools=tools, reasoning_open=False)
-    assert [(one.name, dict(one.arguments), one.error) for one in reply.tool_calls] == [(*call, None)]
-    assert reply.content == ""
-
-
-def test_longcats_two_forms_are_told_apart_by_their_templates() -> None:
-    """LongCat-Flash writes JSON, LongCat 2 keys and values; neither is read by the dialect of the other."""
-    texts = {name: text for name, text, _, _ in DOCUMENTED if name.startswith("longcat")}
-    for name, other in (("longcat", "longcat_2"), ("longcat_2", "longcat")):
-        assert dialect_of_template(texts[name]) == name
-        assert [call.error is None for call in get_dialect(other).parse(texts[name]).tool_calls] == [False]
