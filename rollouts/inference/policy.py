@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import quote
@@ -43,7 +43,6 @@ VocabSize: TypeAlias = int | Callable[[], int] | None
 
 _LOG = logging.getLogger(__name__)
 
-_NO_PRIORITIES = "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
 MAX_CONCURRENT_ABORTS = 64
 
 
@@ -92,8 +91,7 @@ class ServerPolicy:
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._images = ImageTexts()
         self._checked_stops: set[tuple[int, ...]] = set()
-        self._orders: set[PriorityOrder | None] | None = None
-        self._asking_orders = anyio.Lock()
+        self._order: Callable[[], Awaitable[PriorityOrder | None]] | None = None
         self._last_options: tuple[object, bytes] = None, b""
 
     def __repr__(self) -> str:
@@ -241,17 +239,11 @@ class ServerPolicy:
         Raises:
             EndpointError: as :meth:`describe`, after the wait for a server.
         """
-        async with self._asking_orders:
-            while self._orders is None:
-                try:
-                    self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
-                except EndpointUnavailable as error:
-                    await self.wait_for_servers(error)
-                    continue
-                if None in self._orders or len(self._orders) > 1:
-                    self._orders = {None}
-                    _LOG.warning(_NO_PRIORITIES)
-        return next(iter(self._orders))
+        if self._order is None:
+            from rollouts.inference.priorities import AgreedOrder  # here: few runs have priorities
+
+            self._order = AgreedOrder(self.servers.protocol, self._workers, self.wait_for_servers)
+        return await self._order()
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.
