@@ -660,7 +660,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        24_673,
+        24_670,
         (
             "agent",
             "base",

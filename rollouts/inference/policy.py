@@ -234,11 +234,7 @@ class ServerPolicy:
         return policy
 
     async def priority_order(self) -> PriorityOrder | None:
-        """How all servers schedule by priority, asked once; ``None``, with a warning, if one does not, or does not say.
-
-        Raises:
-            EndpointError: as :meth:`describe`, after the wait for a server.
-        """
+        """How all servers schedule by priority; see :class:`~rollouts.inference.priorities.AgreedOrder`."""
         if self._order is None:
             from rollouts.inference.priorities import AgreedOrder  # here: few runs have priorities
 

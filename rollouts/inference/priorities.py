@@ -39,6 +39,11 @@ class AgreedOrder:
         self._asking = anyio.Lock()
 
     async def __call__(self) -> PriorityOrder | None:
+        """The order.
+
+        Raises:
+            EndpointError: as ``describe`` of the policy, after the wait for a server.
+        """
         async with self._asking:
             while not self._orders:
                 try:
