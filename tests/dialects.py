@@ -586,6 +586,7 @@ _SPELLINGS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "kimi_vl": ("hermes", ()),
     "longcat": ("hermes", (("tool_call>", "longcat_tool_call>"),)),
     "iquest": ("glm", (("tool_call>", "iquest_tool_call>"),)),
+    "longcat_2": ("glm", (("tool_call>", "longcat_tool_call>"), ("arg_", "longcat_arg_"))),
     "hunyuan_v4": ("hunyuan_v3", (("<tool_sep:opensource>", ""), (":opensource", ":abc"))),
     "granite_3_2": ("granite", ()),
     "dots": ("minimax", (("minimax:tool_call", "dots_function_call"),)),

@@ -52,7 +52,7 @@ class BoxOptions:
         validator=check("folders that all users can read and enter", lambda value: all(map(_is_open, value))),
     )
     """Folders that lie over the image of every task, the topmost first, e.g. with an agent that is installed there. The
-    root folder of a box has the rights of the topmost."""
+    root folder of a box has the rights of the topmost. The box of a separate verifier has none of them."""
     network: Literal["none", "task"] = attrs.field(
         default="none", validator=check('"none" or "task"', lambda value: value in ("none", "task"))
     )
@@ -68,6 +68,10 @@ class BoxOptions:
         validator=check(f"some of {', '.join(_IGNORABLE)}", lambda value: set(value) <= set(_IGNORABLE)),
     )
     """Limits of tasks that are dropped; ``cpus`` and ``memory_mb`` need control groups that can be written."""
+
+    def of_verifier(self) -> BoxOptions:
+        """The options for the box of a separate verifier: no tool of the agent's layers judges it."""
+        return attrs.evolve(self, layers=())
 
     @classmethod
     def names(cls) -> set[str]:
@@ -171,5 +175,5 @@ class TaskBoxes:
                 user=None if user is None else str(user),
                 build_seconds=environment.build_timeout_sec,
             ),
-            self.options,
+            self.options if place is None else self.options.of_verifier(),
         )

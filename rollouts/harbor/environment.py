@@ -75,6 +75,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         than this environment; ``None`` for all. An agent may ask for files with a login of the user."""
         self._began = time.time() - _CLOCK_SECONDS
         super().__init__(*args, **options)
+        if self._is_of_verifier():
+            self._options = self._options.of_verifier()
         self._aborted: bool = any(each._aborted for each in self._of_trial())
         _LIVE.add(self)
 
@@ -82,6 +84,15 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         """The environments of the same Trial: the agent's, and those of separate verifiers."""
         folder = self.trial_paths.trial_dir
         return [each for each in _LIVE if each.trial_paths.trial_dir == folder]
+
+    def _is_of_verifier(self) -> bool:
+        """Whether it is the box of a separate verifier, whose sessions Harbor names in another way than the agent's.
+
+        A long name is cut and ends in a digest (harbor/trial/trial.py: _separate_verifier_session_id).
+        """
+        session: str = self.session_id
+        after_trial = session[len(self.trial_paths.trial_dir.name) :]
+        return not session.endswith("__env") or after_trial.startswith("__verifier__")
 
     @staticmethod
     def type() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import quote
@@ -91,8 +91,7 @@ class ServerPolicy:
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._images = ImageTexts()
         self._checked_stops: set[tuple[int, ...]] = set()
-        self._orders: set[PriorityOrder | None] | None = None
-        self._asking_orders = anyio.Lock()
+        self._order: Callable[[], Awaitable[PriorityOrder | None]] | None = None
         self._last_options: tuple[object, bytes] = None, b""
 
     def __repr__(self) -> str:
@@ -235,18 +234,12 @@ class ServerPolicy:
         return policy
 
     async def priority_order(self) -> PriorityOrder | None:
-        """How all servers schedule by priority, asked once; ``None`` if one does not, or does not say.
+        """How all servers schedule by priority; see :class:`~rollouts.inference.priorities.AgreedOrder`."""
+        if self._order is None:
+            from rollouts.inference.priorities import AgreedOrder  # here: few runs have priorities
 
-        Raises:
-            EndpointError: as :meth:`describe`, after the wait for a server.
-        """
-        async with self._asking_orders:
-            while self._orders is None:
-                try:
-                    self._orders = {await self.servers.protocol.priority_order(worker) for worker in self._workers.all}
-                except EndpointUnavailable as error:
-                    await self.wait_for_servers(error)
-        return next(iter(self._orders)) if len(self._orders) == 1 else None
+            self._order = AgreedOrder(self.servers.protocol, self._workers, self.wait_for_servers)
+        return await self._order()
 
     async def interrupt(self) -> None:
         """Abort the requests in flight by rid; each is answered at once with the tokens sampled so far.

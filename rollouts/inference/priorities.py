@@ -11,19 +11,51 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
+import anyio
 import attrs
 
 from rollouts.dtypes import Completion
+from rollouts.errors import EndpointUnavailable
 from rollouts.inference.base import CompletionRequest, PolicyWrapper, PriorityOrder, describe_as
 from rollouts.inference.resumable import InterruptiblePolicy
+from rollouts.inference.routing import Workers
+from rollouts.inference.servers import ServerProtocol
 
-__all__ = ["RolloutPriority", "behind_training"]
+__all__ = ["AgreedOrder", "RolloutPriority", "behind_training"]
 
 _LOG = logging.getLogger(__name__)
 _HIGHEST = 4
-WARNED: list[str] = []
-"""The warning, once it was logged in this process."""
 _NOT_SENT = "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
+
+
+class AgreedOrder:
+    """How all servers schedule by priority, asked once; ``None``, with a warning, if one does not, or does not say."""
+
+    def __init__(
+        self, protocol: ServerProtocol, workers: Workers, wait: Callable[[EndpointUnavailable], Awaitable[object]]
+    ) -> None:
+        self._protocol, self._workers, self._wait = protocol, workers, wait
+        self._orders: set[PriorityOrder | None] = set()
+        self._asking = anyio.Lock()
+
+    async def __call__(self) -> PriorityOrder | None:
+        """The order.
+
+        Raises:
+            EndpointError: as ``describe`` of the policy, after the wait for a server.
+        """
+        async with self._asking:
+            while not self._orders:
+                try:
+                    found = {await self._protocol.priority_order(worker) for worker in self._workers.all}
+                except EndpointUnavailable as error:
+                    await self._wait(error)
+                    continue
+                if None in found or len(found) > 1:
+                    found = {None}
+                    _LOG.warning(_NOT_SENT)
+                self._orders = found
+        return next(iter(self._orders))
 
 
 def behind_training() -> int:
@@ -55,11 +87,7 @@ class RolloutPriority(PolicyWrapper):
 
     async def complete(self, request: CompletionRequest) -> Completion:
         order = await self._order()
-        if order is None:
-            if not WARNED:
-                WARNED.append(_NOT_SENT)
-                _LOG.warning(_NOT_SENT)
-        else:
+        if order is not None:
             finished = self._urgency()
             level = 0 if finished < 0 else min(1 + finished.bit_length(), _HIGHEST)
             request = attrs.evolve(request, priority=level if order == "higher first" else -level)

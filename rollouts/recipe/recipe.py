@@ -507,6 +507,8 @@ async def preflight(recipe: Recipe) -> ServerInfo:
         check_takes_images(policy)
     server = await policy.describe()
     await policy.check_sampling(recipe.endpoint.sampling)
+    if recipe.endpoint.priority:
+        await policy.priority_order()
     if recipe.endpoint.provider == "sglang":
         check_flags(server, recipe.endpoint.sampling)
     return server

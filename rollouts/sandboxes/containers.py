@@ -15,6 +15,7 @@ import ctypes
 import io
 import os
 import posixpath
+import secrets
 import shlex
 import socket
 import tarfile
@@ -67,6 +68,8 @@ _ROOT_CAPABILITIES = (
 """Those of Docker's default (moby 27, oci/caps/defaults.go), for a program that is root and installs packages."""
 _OF_RUNTIME = "unable to start container process"
 _SHOWN, _SHOWN_PROCESSES = 80, 5
+_DIGITS = 10
+"""Of a process number, at most."""
 _WAITS = "sleep 3600"
 """The command that process 1 waits for."""
 _COLUMNS = "user,pid,ppid,args"
@@ -268,6 +271,29 @@ def _archive_of(name: str, data: bytes, mode: int, user: str) -> bytes:
     return buffer.getvalue()
 
 
+class NumberedTail(Tail):
+    """The last bytes of an output, without its first line if that is a number."""
+
+    number: int | None = None
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._first: bytes | None = b""
+
+    def add(self, data: bytes) -> None:
+        """Take the first line apart, and keep the rest."""
+        if self._first is not None:
+            data = self._first + data
+            line, end, rest = data.partition(b"\n")
+            if line.isdigit() and len(line) <= _DIGITS and not end:
+                self._first = line
+                return
+            self._first = None
+            if line.isdigit() and len(line) <= _DIGITS:
+                self.number, data = int(line), rest
+        super().add(data)
+
+
 def _shell(script: str, seconds: float) -> Command:
     return Command(["sh", "-c", script], {}, seconds, "/")
 
@@ -281,7 +307,7 @@ class RunningContainer(Running):
         super().__init__()
         self._kind, self._api, self.id = kind, api, identity
         self.abilities = kind.abilities
-        self._user, self._count = kind.user or "0:0", 0
+        self._user = kind.user or "0:0"
 
     async def begin(self) -> None:
         """Learn what the image says, and make the workspace and the home, which belong to the program's user."""
@@ -313,10 +339,9 @@ class RunningContainer(Running):
 
     async def _command(self, command: Command) -> Exit:
         self._check_open()
-        self._count += 1
         argv, user = command.argv, command.user or self._user
         if command.stdin:
-            place = f"/tmp/.stdin-{self._count}"
+            place = f"/tmp/.stdin-{secrets.token_hex(8)}"  # a program could be there first
             await self._put("/tmp", _archive_of(os.path.basename(place), command.stdin, 0o644, "0:0"))
             argv = ["sh", "-c", 'exec < "$0" && rm -f "$0" 2>/dev/null; exec "$@"', place, *argv]
         env = {"HOME": self.home, "TMPDIR": "/tmp"} | HOME_ENVIRONMENT | dict(self._kind.env) | dict(command.env)
@@ -334,18 +359,22 @@ class RunningContainer(Running):
                         await self._kill("-1")
 
     async def _among_others(self, command: Command, user: str) -> Exit:
-        """Run a command whose group of processes is killed at its deadline, and no other process."""
-        note = f"/tmp/.process-{self._count}"
-        argv = ["sh", "-c", 'echo "$$" > "$0"; exec "$@"', note, *command.argv]
+        """Run a command whose group of processes is killed at its deadline, and no other process.
+
+        Its shell writes the number of the group before the command starts, to the stream of errors: a file would be
+        in reach of the program. A command that has not written it is killed with all processes.
+        """
+        argv = ["sh", "-c", 'echo "$$" >&2; exec "$@"', "sh", *command.argv]
+        errors = NumberedTail(self._kind.limits.output_bytes)
         over = False
         try:
-            end = await self._exec(attrs.evolve(command, argv=argv), user)
+            end = await self._exec(attrs.evolve(command, argv=argv), user, errors)
             over = not end.timed_out and not (command.stop is not None and command.stop.is_set())
             return end
         finally:
             if not over and not self._closed:
                 with anyio.move_on_after(_GRACE_SECONDS, shield=True):
-                    await self._kill(f'-"$(cat {note})"')
+                    await self._kill("-1" if errors.number is None else f"-{errors.number}")
 
     async def _kill(self, whom: str) -> None:
         await self._exec(_shell(f"kill -9 {whom}", _GRACE_SECONDS), "0:0")
@@ -374,7 +403,7 @@ class RunningContainer(Running):
         names = ", ".join(repr(line[-_SHOWN:]) for line in left[:_SHOWN_PROCESSES])
         raise SandboxError(f"{len(left)} processes are left {_GRACE_SECONDS:g} s after they were killed: {names}")
 
-    async def _exec(self, command: Command, user: str) -> Exit:
+    async def _exec(self, command: Command, user: str, errors: Tail | None = None) -> Exit:
         body = {
             "AttachStdin": False,
             "AttachStdout": True,
@@ -385,7 +414,8 @@ class RunningContainer(Running):
             "WorkingDir": command.cwd,
             "User": user,
         }
-        tails = Tail(self._kind.limits.output_bytes), Tail(self._kind.limits.output_bytes)
+        most = self._kind.limits.output_bytes
+        tails = Tail(most), errors or Tail(most)
         created = await self._api.json("POST", f"/containers/{self.id}/exec", None, body)
         began = time.monotonic()
         with anyio.move_on_after(command.seconds) as scope:

@@ -42,7 +42,9 @@ CPU_FLAGS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
-    "--mem-fraction-static": "0.05",
+    # Other programs that allocate while the model loads count against it (mem_cache/kv_cache_configurator.py); the size
+    # of the cache is that of the next flag.
+    "--mem-fraction-static": "0.5",
     "--max-total-tokens": "65536",
     "--max-running-requests": "64",
     "--dtype": "float32",  # of a model in float32, SGLang computes in float16 by default

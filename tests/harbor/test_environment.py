@@ -13,7 +13,7 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions
 from rollouts.harbor.tasks import load_task, prompts_of
-from rollouts.harbor.trial import HarborAgent, _paths_in
+from rollouts.harbor.trial import ENVIRONMENT, HarborAgent, _paths_in
 from rollouts.harbor.verdict import Rung
 from rollouts.programs import ModelServer
 from rollouts.sandboxes import SandboxError
@@ -155,6 +155,39 @@ async def test_no_link_of_the_agent_is_on_the_way_of_what_is_carried(box: Any) -
     assert (await box.exec("cat /data/result.txt; ls -A /tests 2>/dev/null; test -L /app/out || echo none")).stdout == (
         "x\nnone\n"
     )
+
+
+FORGED = {
+    "environment/Dockerfile": None,
+    "environment/note.txt": "x",
+    "tests/test.sh": "grade > /logs/verifier/reward.txt\n",
+}
+
+
+@pytest.mark.parametrize(("mode", "reward"), [("shared", 1.0), ("separate", None)])
+async def test_a_layer_is_not_in_the_box_of_a_trials_separate_verifier(
+    tmp_path: Path, mode: str, reward: float | None
+) -> None:
+    """The command of the agent's layer that gives the reward is found only where the tests share the agent's box."""
+    from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+    from harbor.trial.trial import Trial
+
+    tool = tmp_path / "layer/usr/local/bin/grade"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/bash\necho 1\n")
+    tool.chmod(0o755)
+    (tmp_path / "layer").chmod(0o755)
+    toml = f'{TOML}[verifier]\nenvironment_mode = "{mode}"\n'
+    options = {"root": base_root(), "layers": [str(tmp_path / "layer")]}
+    config = TrialConfig(
+        task=TaskConfig(path=write_task(tmp_path / "task", FORGED, toml=toml)),
+        trials_dir=tmp_path / "trials",
+        trial_name="a__env",  # begins as the agent's box is named
+        agent=AgentConfig(name="nop"),
+        environment=EnvironmentConfig(import_path=ENVIRONMENT, kwargs=options),
+    )
+    result = await (await Trial.create(config)).run()
+    assert (None if result.verifier_result is None else result.verifier_result.rewards["reward"]) == reward
 
 
 # -- the session ------------------------------------------------------------------------------------------------------

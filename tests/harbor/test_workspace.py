@@ -345,6 +345,23 @@ async def test_a_layer_lies_over_the_image_of_every_task(boxes: TaskBoxes, tmp_p
     assert [path.name for path in place.parent.iterdir()] == ["agent"]
 
 
+@pytest.mark.parametrize(("mode", "reward"), [("shared", 1.0), ("separate", 0.0)])
+async def test_the_layer_of_the_agent_is_not_in_the_box_of_a_separate_verifier(
+    boxes: TaskBoxes, tmp_path: Path, mode: str, reward: float
+) -> None:
+    """A tool there would judge its agent: another ``grep`` finds the answer only where the tests share the box."""
+    forged = tmp_path / "layer/usr/local/bin/grep"
+    forged.parent.mkdir(parents=True)
+    forged.write_text("#!/bin/bash\nexit 0\n")
+    forged.chmod(0o755)
+    (tmp_path / "layer").chmod(0o755)
+    options = BoxOptions.of({**attrs.asdict(boxes.options), "layers": str(tmp_path / "layer")})
+    toml = f'artifacts = ["answer.txt"]\n{TOML}[verifier]\nenvironment_mode = "{mode}"\n'
+    rung = "kill" if mode == "shared" else "separate"
+    sample = await rollout(TaskBoxes(options), tmp_path, said="41", toml=toml, rung=rung)
+    assert sample.reward == reward, sample.failure
+
+
 async def test_limits_of_a_task_are_those_of_its_box_unless_they_are_ignored(tmp_path: Path) -> None:
     """Processors and memory of all processes together, and the files that it writes."""
     task = load_task(write_task(tmp_path / "task", toml=TOML + "cpus = 2\nmemory_mb = 64\nstorage_mb = 32\n"))

@@ -14,12 +14,15 @@ import msgspec
 import pytest
 
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
-from rollouts.inference import priorities, vllm_wire
+from rollouts.engine import DEMO_MODEL
+from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.inference import vllm_wire
 from rollouts.inference.base import CompletionRequest
 from rollouts.inference.priorities import behind_training
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.token_json import SequenceCache
 from rollouts.inference.vllm import VLLMPolicy
+from rollouts.recipe import agent_recipe, preflight
 from rollouts.testing.json_server import JsonServer
 from rollouts.testing.server import StubServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
@@ -67,11 +70,24 @@ async def test_a_priority_is_sent_where_the_server_schedules_by_it(
 
 async def test_a_server_that_does_not_schedule_by_priority_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     """A warning, and the requests go without."""
-    priorities.WARNED.clear()
     async with StubServer() as server, SGLangPolicy(Endpoint(base_url=server.url, priority=True)) as policy:
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
                 await resuming(policy, str, behind_training).complete(REQUEST)
+    assert [record.getMessage() for record in caplog.records if "priorities" in record.getMessage()] == [
+        "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
+    ]
+
+
+async def test_the_preflight_of_a_run_says_that_no_priorities_are_sent(caplog: pytest.LogCaptureFixture) -> None:
+    """Before its first request; vLLM refused a priority that it does not schedule by, so none is sent."""
+    async with StubServer() as server:
+        endpoint = Endpoint(base_url=server.url, model=str(DEMO_MODEL), priority=True)
+        with caplog.at_level(logging.WARNING):
+            await preflight(
+                agent_recipe("p", endpoint, CalculatorEnvironment, ["1 + 1?"], reward_fn=lambda sample: 0.0)
+            )
+        assert server.requests == []
     assert [record.getMessage() for record in caplog.records if "priorities" in record.getMessage()] == [
         "Endpoint.priority: no priorities are sent, since the servers do not say that they schedule by them"
     ]

@@ -38,10 +38,11 @@ from rollouts.recipe import agent_recipe
 def length(sample):
     return float(len(sample.response))
 
-def recipe(endpoint, *, temperature: float = 1.0, groups: int = 2, most: int = 12, least: int = 0, lora: str = ""):
+def recipe(endpoint, *, temperature: float = 1.0, groups: int = 2, most: int = 12, least: int = 0, lora: str = "",
+    seed: int = 0):
     prompts = [f"What is {number} + 3?" for number in range(10 * groups)]
     sizes = {"batch_size": groups, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": most}
-    sizes |= {"temperature": temperature, "min_new_tokens": least, "lora": lora or None}
+    sizes |= {"temperature": temperature, "min_new_tokens": least, "lora": lora or None, "seed": seed}
     return agent_recipe("small", endpoint, CalculatorEnvironment, prompts, reward_fn=length, keep="all", **sizes)
 """
 
@@ -229,6 +230,26 @@ async def test_neighbouring_weights_are_found_in_bfloat16(
     assert abs(float(slope[2]) - code) < 0.2
     assert float(slope[3]) < 0.03
     assert ("logprobs of" in printed.err) == bool(code)
+
+
+async def test_twenty_honest_runs_in_bfloat16_pass(
+    neighbour: Path, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """20 of 20 runs of 3,000 tokens, each of another seed, against the right weights and their neighbour."""
+    if not request.config.getoption("--long"):
+        pytest.skip("with --long: one honest run passes always")
+    options = {"groups": "32", "most": "60", "least": "40"}
+    async with running_server(DEMO_MODEL, dtype="bfloat16") as url:
+        for seed in range(20):
+            await play(tmp_path / f"{seed}", recipe=recipe, urls=(url,), options={**options, "seed": f"{seed}"})
+    slopes = []
+    for seed in range(20):
+        report = check_logprobs(tmp_path / f"{seed}", {"default": DEMO_MODEL, "near": neighbour}, dtype="bfloat16")
+        assert report.ok, f"seed {seed}: {report}"
+        assert 2500 <= report.versions[0].tokens <= 4500
+        slopes.append(report.versions[0].slopes[0].value)
+    assert len(set(slopes)) == 20, "other tokens in each run"
+    assert max(slopes) < 0.2
 
 
 async def test_each_completion_has_its_own_temperature(recipe: Path, tmp_path: Path) -> None:

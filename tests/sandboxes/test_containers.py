@@ -12,7 +12,7 @@ import pytest
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import ContainerSandbox, SandboxError, SandboxLimits, opened
 from rollouts.sandboxes.base import FIRST_PROCESS
-from rollouts.sandboxes.containers import left_in
+from rollouts.sandboxes.containers import NumberedTail, left_in
 from rollouts.sandboxes.docker_api import DockerApi, DockerError
 from tests.sandboxes.engine import IMAGE, Engine
 
@@ -102,6 +102,39 @@ async def test_a_container_whose_opening_is_cancelled_is_removed(engine: Engine)
             async with opened(ContainerSandbox(IMAGE, engine.socket)) as sandbox:
                 await sandbox.run(["sleep", "60"], seconds=60)
     assert engine.containers() == []
+
+
+@pytest.mark.containers
+async def test_no_program_hides_from_the_deadline_of_its_command(engine: Engine) -> None:
+    """It removes what is in /tmp and writes another number there; its group is killed, and no other process."""
+    async with opened(ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)) as sandbox:
+        await sandbox.exec(["sh", "-c", "sleep 71.5 >/dev/null 2>&1 &"])
+        hide = (
+            "rm -rf /tmp/.process-* /tmp/*; for n in 1 2 3; do echo 1 > /tmp/.process-$n; done; echo 7 >&2; sleep 72.5"
+        )
+        end = await sandbox.exec(["sh", "-c", hide], seconds=2)
+        assert (end.timed_out, end.stderr) == (True, "7\n")
+        left = (await sandbox.exec(["ps", "-eo", "args"])).stdout
+        assert ("sleep 71.5" in left, "sleep 72.5" in left) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("parts", "number", "text"),
+    [
+        ([b"12\n", b"3\n"], 12, "3\n"),
+        ([b"1", b"2", b"\nfirst ", b"line\n"], 12, "first line\n"),
+        ([b"12"], None, ""),
+        ([b"1", b"2 files\n"], None, "12 files\n"),
+        ([b"\n12\n"], None, "\n12\n"),
+        ([b"12345678901\n"], None, "12345678901\n"),
+    ],
+)
+def test_only_the_first_line_is_the_number_of_a_command(parts: list[bytes], number: int | None, text: str) -> None:
+    """However the daemon cuts the stream; another first line is the program's or the daemon's."""
+    tail = NumberedTail(100)
+    for part in parts:
+        tail.add(part)
+    assert (tail.number, tail.text) == (number, text)
 
 
 @pytest.mark.containers

@@ -1,4 +1,4 @@
-"""The dialects of GLM-4.5 and later, IQuest, and Hunyuan 3 and 4: keys and values in tags after the name."""
+"""The dialects of GLM-4.5 and later, IQuest, LongCat 2, and Hunyuan 3 and 4: keys and values in tags after the name."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from rollouts.renderer.dialects.base import BlockDialect, Reply
 from rollouts.renderer.dialects.json import MalformedCallError, typed_value, unclosed, unreadable
 from rollouts.renderer.dialects.sections import SectionDialect, tagged_arguments
 
-__all__ = ["Glm", "HunyuanV3", "HunyuanV4", "IQuest"]
+__all__ = ["Glm", "HunyuanV3", "HunyuanV4", "IQuest", "LongCat2"]
 
-_NAME = re.compile(r"\s*([^<\s]+)\s*(?=<arg_key>|\Z)")
-_ARGUMENT = re.compile(
-    r"<arg_key>(?P<key>(?:(?!</arg_key>).)*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))",
-    re.DOTALL,
-)
+
+def _glm_name(key: str) -> re.Pattern[str]:
+    return re.compile(rf"\s*([^<\s]+)\s*(?=<{key}>|\Z)")
+
+
+def _glm_argument(key: str, value: str) -> re.Pattern[str]:
+    return re.compile(
+        rf"<{key}>(?P<key>(?:(?!</{key}>).)*)</{key}>\s*<{value}>(?P<value>.*?)</{value}>(?=\s*(?:<{key}>|\Z))",
+        re.DOTALL,
+    )
 
 
 def _glm_block(tag: str) -> re.Pattern[str]:
@@ -32,17 +37,19 @@ class Glm(BlockDialect):
     tag: ClassVar[str] = "tool_call"
     marks = ("<tool_call>",)
     block = _glm_block("tool_call")
+    head: ClassVar[re.Pattern[str]] = _glm_name("arg_key")
+    argument: ClassVar[re.Pattern[str]] = _glm_argument("arg_key", "arg_value")
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         body = block["body"]
-        match = _NAME.match(body)
+        match = self.head.match(body)
         name = match.group(1) if match else ""
         try:
             if block["close"] is None:
                 return [unclosed(block[0], f"</{self.tag}>", name)]
             if match is None:
                 raise MalformedCallError(f"the name of a tool must follow <{self.tag}>", "no_name")
-            pairs = tagged_arguments(_ARGUMENT, body[match.end() :])
+            pairs = tagged_arguments(self.argument, body[match.end() :])
             arguments = {p["key"].strip(): typed_value(tools, name, p["key"].strip(), p["value"]) for p in pairs}
         except MalformedCallError as error:
             return [unreadable(block[0], error, name)]
@@ -56,6 +63,18 @@ class IQuest(Glm):
     tag = "iquest_tool_call"
     marks = ("<iquest_tool_call>",)
     block = _glm_block("iquest_tool_call")
+
+
+class LongCat2(Glm):
+    """LongCat 2: the same in ``<longcat_tool_call>``, with ``<longcat_arg_key>`` and ``<longcat_arg_value>``."""
+
+    name = "longcat_2"
+    tag = "longcat_tool_call"
+    marks = ("<longcat_tool_call>",)
+    block = _glm_block("longcat_tool_call")
+    head = _glm_name("longcat_arg_key")
+    argument = _glm_argument("longcat_arg_key", "longcat_arg_value")
+    reasoning = ("<longcat_think>", "</longcat_think>")
 
 
 _S = r"(?::[^\s<>]+)?"  # the marks of a release end in its name, as in <tool_call:opensource>

@@ -10,10 +10,12 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Message, ToolCall
+from rollouts.dtypes import Message, Tool, ToolCall
 from rollouts.renderer import Renderer
 from rollouts.renderer.dialects import DIALECTS, get_dialect
+from rollouts.renderer.dialects.registry import dialect_of_template
 from tests.dialects import MALFORMED, OF_MESSAGES, TOOLS, WRITTEN
+from tests.documented_calls import DOCUMENTED
 
 LISTS = {"granite", "hunyuan", "apriel", "apertus", "nemotron_v2", "phi4_mini", "command_r", "command_r7b", "xlam"}
 """Dialects whose parallel calls are one JSON value, and ``minimax_m1``, whose block ends after all of them."""
@@ -44,6 +46,23 @@ def test_two_calls_in_order(name: str) -> None:
     reply = get_dialect(name).parse(WRITTEN[name], tools=TOOLS)
     assert brief(reply.tool_calls) == BOTH
     assert reply.content == ""
+
+
+@pytest.mark.parametrize(("name", "text", "properties", "call"), DOCUMENTED, ids=[row[0] for row in DOCUMENTED])
+def test_a_documented_call_is_read(name, text, properties, call) -> None:
+    """With its name and typed arguments, without a fault, and nothing of it is content."""
+    tools = [Tool(call[0], "Does it.", {"type": "object", "properties": properties})]
+    reply = get_dialect(name).parse(text, tools=tools, reasoning_open=False)
+    assert brief(reply.tool_calls) == [(*call, None)]
+    assert reply.content == ""
+
+
+@pytest.mark.parametrize(("name", "other"), [("longcat", "longcat_2"), ("longcat_2", "longcat")])
+def test_longcat_and_longcat_2_do_not_read_each_other(name: str, other: str) -> None:
+    """They share their opening mark; the call of the other one is malformed."""
+    text = next(text for dialect, text, _, _ in DOCUMENTED if dialect == name)
+    assert dialect_of_template(text) == name
+    assert [call.error is None for call in get_dialect(other).parse(text).tool_calls] == [False]
 
 
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"llama_pythonic", "functionary_v3_2", "solar"} - OF_MESSAGES))
