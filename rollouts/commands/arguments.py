@@ -70,7 +70,7 @@ Result = TypeVar("Result")
 def add_provider(parser: argparse._ActionsContainer) -> None:
     """Add the option for the protocol of ``--endpoint``."""
     parser.add_argument(
-        "--provider", type=_any_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
+        "--provider", type=_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
     )
 
 
