@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--programs", action="store_true", help="run the tests of real programs, in .programs")
     parser.addoption("--sglang", action="store_true", help="run the tests of a real SGLang server, in .venv-sglang")
     parser.addoption("--vllm", action="store_true", help="run the tests of a real vLLM server, in .venv-vllm")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage collection during the imports and the collection of tests: almost all that they create stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

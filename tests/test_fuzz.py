@@ -46,7 +46,7 @@ SHARES = {"dialect": 5_000, "jsonl": 15_000, "replies": 15_000, "errors": 5_000,
 @pytest.fixture
 def examples(request: pytest.FixtureRequest) -> Callable[[str], int]:
     long = request.config.getoption("--long")
-    return lambda kind: SHARES[kind] if long else 50 if kind == "dialect" else 300
+    return lambda kind: SHARES[kind] if long else 25 if kind == "dialect" else 300
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def assert_exact(trajectory: Trajectory, requests: list[np.ndarray], sampled: li
     assert np.array_equal(covered, mask)
 
 
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # -- 1, 2, 3 ----------------------------------------------------------------------------------------------------------

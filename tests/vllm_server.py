@@ -32,6 +32,8 @@ from rollouts.engine.requests import Request, Rules
 from rollouts.errors import ConfigError
 
 NAN = -9999.0
+VOCAB = 509
+"""Ids of the demo model; the rank of a sampled id, which no client reads."""
 POLL_SECONDS = 0.005
 NO_SCALE_OUT = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out"
 
@@ -265,11 +267,11 @@ class VLLMServer:
         }
         scores = None
         if "prompt_logprobs" in params:
-            found = await self._scores(body["token_ids"], 0)
-            scores = [
-                None,
-                *({str(token): {"logprob": one}} for token, one in zip(body["token_ids"][1:], found, strict=True)),
-            ]
+            scored = await self._scored(body["token_ids"], 0, params["prompt_logprobs"])
+            columns = zip(body["token_ids"][1:], scored.prompt_logprobs, strict=True)
+            scores = [None, *({str(token): {"logprob": one, "rank": VOCAB}} for token, one in columns)]
+            for row, tops in zip(scores[1:], scored.prompt_tops, strict=False):
+                row |= {str(top): {"logprob": one, "rank": rank} for rank, (one, top, _) in enumerate(tops, 1)}
         details = {"cached_tokens": 0 if scores else request.cached_tokens}
         return {
             "request_id": external,
@@ -287,12 +289,15 @@ class VLLMServer:
 
     async def _scores(self, ids: list[int], start: int) -> list[float]:
         """The logprobs of the ids after a position, at temperature 1."""
+        return (await self._scored(ids, start)).prompt_logprobs
+
+    async def _scored(self, ids: list[int], start: int, tops: int = 0) -> Request:
         scored = anyio.Event()
-        request = Request(uuid.uuid4().hex, ids[:], Rules(limit=0), lambda _: scored.set(), start)
+        request = Request(uuid.uuid4().hex, ids[:], Rules(limit=0), lambda _: scored.set(), start, tops=tops)
         self.frontend.enter([request])
         await scored.wait()
         self.frontend.leave([request])
-        return request.prompt_logprobs
+        return request
 
     async def _abort(self, http: web.Request) -> web.Response:
         self._check_scale_out()

@@ -38,6 +38,7 @@ class Account:
         spent: dollars, of the replies whose cost is known.
         requests: requests that were sent, with retries.
         retries: requests that were sent again.
+        refusals: replies that the model refused or a filter cut, which are scored.
         unpriced: requests without a readable cost: errors, lost connections, replies that are cut off.
         most_unpriced: dollars that these can have cost, which the budget counts, too.
         in_flight: requests that are not answered yet.
@@ -57,7 +58,7 @@ class Account:
         self.prices, self.budget = prices, budget
         self.spent = self.most_unpriced = 0.0
         self.refused: ConfigError | EndpointAway | None = None
-        self.requests = self.retries = self.unpriced = self.in_flight = 0
+        self.requests = self.retries = self.refusals = self.unpriced = self.in_flight = 0
         self._settle_seconds = settle_seconds
         self._playing = self._blocked = 0
         self._changed = anyio.Event()
@@ -122,9 +123,11 @@ class Account:
         self._changed = anyio.Event()
 
     def __str__(self) -> str:
+        requests = f"{self.requests} requests, {self.retries} of them retries"
+        requests += f", {self.refusals} refusals" if self.refusals else ""
         if self.prices is None and not self.spent:
-            return f"{self.requests} requests, {self.retries} of them retries"
+            return requests
         cost = f", ${self.spent:.4f}"
         unknown = f", {self.unpriced} of unknown cost" if self.unpriced else ""
         unknown += f" (at most ${self.most_unpriced:.4f})" if self.most_unpriced else ""
-        return f"{self.requests} requests, {self.retries} of them retries{cost}{unknown}"
+        return f"{requests}{cost}{unknown}"

@@ -18,10 +18,7 @@ readable usage counts for the budget as the most that it can cost. This module d
 from __future__ import annotations
 
 import asyncio
-import email.utils
-import random
 import re
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -37,23 +34,22 @@ from rollouts.chat_api.wire import (
     ReplyWithheld,
     Usage,
     answer_of,
-    code_of,
     error_of,
     most_tokens,
     status_inside,
+    usage_of_error,
 )
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable, without_password
 from rollouts.http.answers import message_of
 from rollouts.http.client import ConnectFailed, HttpClient
+from rollouts.http.pacing import RATE_LIMIT, Pacing, is_used_up, seconds_of
 
 __all__ = ["ChatClient", "client_of"]
 
 _END = (401, 403, 404)
-_NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
 _SHOWN_OF_KEY = 8
-_SHORTEST_PAUSE, _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5, 60.0
 
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -75,8 +71,7 @@ class ChatClient:
     def __init__(self, endpoint: ChatEndpoint) -> None:
         self._endpoint = endpoint
         self._http = HttpClient(connect_seconds=endpoint.connect_seconds)
-        self._limit = anyio.CapacityLimiter(endpoint.at_once)
-        self._not_before = 0.0
+        self._pacing = Pacing(endpoint.at_once, retries=endpoint.max_retries, wait_seconds=endpoint.outage_seconds)
         key = endpoint.api_key or ""
         # By its beginning, since an error that is shortened has no more of it.
         self._key = re.compile(
@@ -85,10 +80,9 @@ class ChatClient:
         self._headers = {"Content-Type": "application/json"}
         if endpoint.api_key:
             self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
-        self._random = random.Random()
 
     def __repr__(self) -> str:
-        return f"<ChatClient {without_password(self._endpoint.url)}: {self._limit.total_tokens:g} requests at once>"
+        return f"<ChatClient {without_password(self._endpoint.url)}: {self._pacing}>"
 
     async def ask(self, body: Mapping[str, Any], account: Account) -> tuple[Answer, float | None]:
         """Send a request until it is answered.
@@ -108,26 +102,28 @@ class ChatClient:
         while True:
             with paused_deadlines():  # an episode does not end because the API makes it wait
                 await account.admit()
-                await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
-                await self._limit.acquire()
+                await self._pacing.pause()
+                await self._pacing.acquire()
             try:
                 if account.refused is not None:
                     raise account.refused
-                if account.exhausted or time.monotonic() < self._not_before:
+                if account.exhausted or self._pacing.paused:
                     continue  # so since this request began to wait
                 with account.request():
                     outcome = await self._sent(payload, account, most)
             finally:
-                self._limit.release()
+                self._pacing.release()
             if not isinstance(outcome, _Failed):
-                self._recover()
+                self._pacing.recover()
                 return outcome
-            if outcome.status == 429:
-                limited += self._slow_down(outcome, limited)
+            if outcome.status == RATE_LIMIT:
+                limited += self._pacing.slow_down(outcome.error, outcome.retry_after, limited)
             else:
                 faults += 1
+                if isinstance(outcome.error, ReplyWithheld) or not isinstance(outcome.error, EndpointUnavailable):
+                    raise outcome.error
                 with paused_deadlines():
-                    await self._after_fault(outcome, faults)
+                    await self._pacing.after_fault(outcome.error, faults, outcome.retry_after)
             account.retries += 1
 
     async def _sent(self, payload: bytes, account: Account, most: float) -> tuple[Answer, float | None] | _Failed:
@@ -137,7 +133,7 @@ class ChatClient:
             with anyio.fail_after(endpoint.request_seconds):
                 async with self._http.open("POST", endpoint.url, self._headers, payload) as response:
                     content, status = await response.read(), response.status
-                    retry_after = _seconds_of(response.headers.get("Retry-After"))
+                    retry_after = seconds_of(response.headers.get("Retry-After"))
         except TimeoutError:
             account.charge(None, most)
             return _Failed(EndpointUnavailable(f"no reply within {endpoint.request_seconds:g} seconds"))
@@ -148,7 +144,7 @@ class ChatClient:
             account.charge(None, most)
             raise
         if status != 200:
-            account.charge(None)
+            account.charge(_dollars(usage_of_error(content), account))
             self._end_if_refused(status, content, account)
             return _Failed(self._without_key(error_of(status, content)), status, retry_after)
         answer, usage = answer_of(content)
@@ -171,7 +167,7 @@ class ChatClient:
     def _refusal(self, status: int, content: bytes) -> ConfigError | EndpointAway | None:
         """The error that ends the run; ``None`` if another request may be answered."""
         url, text = without_password(self._endpoint.url), f"status {status}: {message_of(content)}"
-        if status == 402 or code_of(content) in _NO_CREDIT:
+        if is_used_up(status, content):
             return EndpointAway(f"{url}: {text} (a resumed run continues)")
         if status in _END:
             expected = "a --base-url and a --model that the API has" if status == 404 else self._about_key()
@@ -192,42 +188,6 @@ class ChatClient:
             error.args = (self._key.sub("***", str(error)),)
         return error
 
-    async def _after_fault(self, failed: _Failed, faults: int) -> None:
-        """Wait before the next attempt, at least as long as ``Retry-After`` says.
-
-        Raises:
-            EndpointError: there is none.
-        """
-        error, least = failed.error, failed.retry_after or 0.0
-        if isinstance(error, ReplyWithheld) or not isinstance(error, EndpointUnavailable):
-            raise error
-        if faults > self._endpoint.max_retries or least > self._endpoint.outage_seconds:
-            raise EndpointUnavailable(f"no reply in {faults} attempts; the last: {error}") from error
-        longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (faults - 1))
-        await anyio.sleep(max(least, self._random.uniform(longest / 2, longest)))
-
-    def _slow_down(self, refused: _Failed, limited: float) -> float:
-        """Pause all requests after a 429; returns the seconds.
-
-        Raises:
-            EndpointAway: this request would wait longer than ``outage_seconds`` in all.
-        """
-        seconds = refused.retry_after
-        if seconds is None:
-            seconds = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, limited))
-        if limited + seconds > self._endpoint.outage_seconds:
-            longest = f"{self._endpoint.outage_seconds:g} seconds, the longest wait for a rate limit"
-            raise EndpointAway(f"{refused.error}; its wait of {limited + seconds:g} seconds is over {longest}")
-        seconds = max(seconds, _SHORTEST_PAUSE) * self._random.uniform(1.0, 1.1)
-        self._not_before = max(self._not_before, time.monotonic() + seconds)
-        self._limit.total_tokens = max(1, int(self._limit.total_tokens / 2))
-        return max(seconds, _FIRST_PAUSE)
-
-    def _recover(self) -> None:
-        """Allow more requests at once after a reply, up to the limit of the endpoint."""
-        if self._limit.total_tokens < self._endpoint.at_once:
-            self._limit.total_tokens += 1
-
 
 def _dollars(usage: Usage | None, account: Account) -> float | None:
     """The price of a reply: that of the API, else by the prices; ``None`` if neither tells it."""
@@ -236,20 +196,6 @@ def _dollars(usage: Usage | None, account: Account) -> float | None:
     if usage.cost is not None:
         return usage.cost
     return None if account.prices is None else account.prices.dollars(usage.prompt, usage.completion)
-
-
-def _seconds_of(header: str | None) -> float | None:
-    """The seconds of ``Retry-After``, which has seconds or a date (RFC 9110, 10.2.3); ``None`` for any other value."""
-    if header is None:
-        return None
-    try:
-        return max(0.0, float(header)) if header.replace(".", "", 1).isdigit() else _until(header)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _until(date: str) -> float:
-    return max(0.0, email.utils.parsedate_to_datetime(date).timestamp() - time.time())
 
 
 _CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[ChatEndpoint, ChatClient]] = (

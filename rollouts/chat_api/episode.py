@@ -2,8 +2,8 @@
 
 Invariant: the limits of an episode mean here what they mean in :mod:`rollouts.agent.episode`, with the token counts of
 the API in place of ids. The reply of a turn is stored as it came; a call that cannot run is answered with an error
-message. An environment is always closed. A limit is a stop reason; a reply that did not come, or was withheld, is a
-failure; neither ends an episode as if the model had finished.
+message. An environment is always closed. A limit is a stop reason; a reply that did not come is a failure; neither ends
+an episode as if the model had finished. A refusal is a reply of the model, which the environment judges, and counted.
 
 This module knows no token and no sample.
 """
@@ -28,6 +28,7 @@ from rollouts.chat_api.wire import Answer, RoomExceeded, Usage, body_of, most_to
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Message, Prompt, StopReason, Tool, ToolCall
+from rollouts.dtypes.messages import REPLIES
 from rollouts.dtypes.tools import tools_json
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import (
@@ -113,7 +114,7 @@ class ChatEpisode:
 
     @property
     def _replies(self) -> int:
-        return int(self.trajectory.metrics.get("replies", 0))
+        return int(self.trajectory.metrics.get(REPLIES, 0))
 
     async def _turns(self, environment_cls: EnvironmentFactory) -> StopReason:
         limits, trajectory = self.budget.limits, self.trajectory
@@ -154,7 +155,10 @@ class ChatEpisode:
         seconds = now() - began
         trajectory.times.add("generating", without_password(self.endpoint.base_url[0]), began, seconds)
         trajectory.count("generation_seconds", seconds)
-        trajectory.count("replies")
+        trajectory.count(REPLIES)
+        if answer.withheld:
+            trajectory.count("refusals")
+            self.account.refusals += 1
         self._count_usage(answer.usage, tokens, dollars)
         self.ids.append(answer.id)
         for name, seen in ((answer.served, self.served), (answer.fingerprint, self.fingerprints)):

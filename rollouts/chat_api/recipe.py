@@ -55,8 +55,8 @@ def chat_recipe(
     Returns:
         The recipe without a filter: a filter chooses groups for a trainer, and no trainer takes these samples. No more
         groups begin than a batch needs, because each costs money. A rollout whose reply does not come is not played
-        again, because the client has repeated its request; nor is one whose reply was withheld, because that would hide
-        refusals.
+        again, because the client has repeated its request; nor is one whose request a filter refused, because that
+        would hide refusals.
 
     Raises:
         ConfigError: the endpoint is of another kind, or the recipe's agents are programs, seats or functions, or it

@@ -3,7 +3,8 @@
 Invariant: a reply that is not whole is never read as one. There are four cases of a body with status 200:
 
 1. A reply, with its finish reason.
-2. A reply that the model or the provider withheld: :class:`ReplyWithheld`.
+2. A reply that the model refused, or that the provider's filter cut: also a reply, marked as withheld. Its text is that
+   of the refusal, or what the filter left, and none of its calls runs.
 3. An error in the form of the API, which a proxy passes on.
 4. Anything else: :class:`Unreadable`.
 
@@ -23,6 +24,7 @@ from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Message, SamplingParams, Tool, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable, shortened
 from rollouts.http.answers import UNREADABLE, loads, message_of
+from rollouts.http.pacing import code_of, is_repeated
 from rollouts.inference.wire_errors import status_of
 from rollouts.programs.gateway import chat
 from rollouts.programs.gateway.types import ApiError
@@ -38,10 +40,10 @@ __all__ = [
     "body_of",
     "check_fields",
     "check_sampling",
-    "code_of",
     "error_of",
     "most_tokens",
     "status_inside",
+    "usage_of_error",
 ]
 
 MOST_STOPS = 4
@@ -65,7 +67,7 @@ _WITHHELD_CODES = ("content_filter", "content_policy_violation")
 
 
 class ReplyWithheld(EndpointError):
-    """The model refused, or the provider withheld the reply: there is no reply to score."""
+    """The provider's filter refused the request with an error: there is no reply to score."""
 
 
 class RoomExceeded(ContextOverflow):
@@ -96,6 +98,8 @@ class Answer:
     message: Message
     finish_reason: Literal["stop", "length"]
     usage: Usage | None
+    withheld: bool = False
+    """Whether the model refused, or the provider's filter cut the reply."""
     id: str = ""
     """The name that the API gives the reply."""
     served: str = ""
@@ -213,12 +217,14 @@ def answer_of(payload: bytes) -> tuple[Answer | EndpointError, Usage | None]:
 
 def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | None) -> Answer | EndpointError:
     message, reason = choice.get("message"), choice.get("finish_reason")
-    if reason in _WITHHELD_CODES:
-        return ReplyWithheld(f"finish_reason: {reason}; the provider withheld the reply")
     if not isinstance(message, dict):
         return _unreadable("choices[0].message", message, "an object")
-    if (refusal := message.get("refusal") or _refusal_in(message.get("content"))) is not None:
-        return ReplyWithheld(f"refusal: {shortened(refusal)}")
+    refusal = message.get("refusal") or _refusal_in(message.get("content"))
+    withheld = refusal is not None or reason in _WITHHELD_CODES
+    if withheld:
+        text = message.get("content") if refusal is None else refusal
+        message = {**message, "content": text or "", "tool_calls": None}
+        reason = "stop"
     if reason not in ("stop", "tool_calls", "length"):
         return _unreadable("choices[0].finish_reason", reason, '"stop", "tool_calls", "length" or "content_filter"')
     if message.get("role", "assistant") != "assistant":
@@ -235,6 +241,7 @@ def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | 
         message=read,
         finish_reason="length" if reason == "length" else "stop",
         usage=usage,
+        withheld=withheld,
         id=_text(value.get("id")),
         served=_text(value.get("model")),
         fingerprint=_text(value.get("system_fingerprint")),
@@ -263,6 +270,14 @@ def _usage_of(value: Any) -> Usage | None:
     )
     cost = value.get("cost")
     return Usage(prompt, completion, cached, reasoning, float(cost) if is_number(cost) and cost >= 0 else None)
+
+
+def usage_of_error(payload: bytes) -> Usage | None:
+    """The usage of a body that is an error, or of the error in it; ``None`` if it has none."""
+    value = loads(payload)
+    error = value.get("error") if isinstance(value, dict) else None
+    found = [_usage_of(one.get("usage")) for one in (value, error) if isinstance(one, dict)]
+    return next((usage for usage in found if usage is not None), None)
 
 
 def _text(value: Any) -> str:
@@ -300,20 +315,8 @@ def error_of(status: int, payload: bytes) -> EndpointError:
         return ReplyWithheld(text)
     if status in (400, 413, 422) and (code == "context_length_exceeded" or _OVERFLOW.search(text)):
         return RoomExceeded(text) if _OF_REPLY.search(text) else ContextOverflow(text)
-    if status >= 500 or status in (408, 409, 425, 429):
+    if is_repeated(status):
         return EndpointUnavailable(text)
     refused = EndpointRefused(text)
     refused.of_content = status in (400, 413, 422)
     return refused
-
-
-def code_of(payload: bytes) -> str:
-    """The code of an error body, or its type if it has no code; empty without either."""
-    try:
-        value = msgspec.json.decode(payload)
-    except UNREADABLE:
-        return ""
-    error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict):
-        return ""
-    return _text(error.get("code")) or _text(error.get("type"))

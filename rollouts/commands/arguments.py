@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import anyio
+import attrs
 
 from rollouts.base.terminal import say
 from rollouts.commands.chat_options import CHAT_PROVIDER, OPENAI_KEY, OPENAI_URL, ChatOptions
@@ -81,6 +82,7 @@ def add_chat_options(parser: argparse.ArgumentParser, *, provider: str) -> None:
     chat.add_argument("--base-url", metavar="URL", help=f"before /chat/completions (default: {OPENAI_URL})")
     chat.add_argument(
         "--api-key-env",
+        dest="key_variable",
         metavar="NAME",
         help=f"environment variable with the API key (default: {OPENAI_KEY}); it is neither stored nor printed",
     )
@@ -358,24 +360,16 @@ def chat_of(args: argparse.Namespace) -> ChatOptions:
     of_run = args.provider is None and getattr(args, "as_text", None) is not None and args.resume is not None
     if args.provider == CHAT_PROVIDER and args.endpoint:
         raise ConfigError.of("--endpoint", args.endpoint, "none with --provider openai: --base-url is the API's URL")
+    options = {field.name: getattr(args, field.name) for field in attrs.fields(ChatOptions)}
     if args.provider != CHAT_PROVIDER and not of_run:  # a resumed run knows its provider
-        names = ("base_url", "api_key_env", "price_in", "price_out", "budget", "at_once", "body", "send_reasoning")
-        for name in names:
-            if (value := getattr(args, name)) not in (None, [], False):
-                raise ConfigError.of(f"--{name.replace('_', '-')}", value, "none without --provider openai")
+        for name, value in options.items():
+            if value not in (None, [], False):
+                flag = "--api-key-env" if name == "key_variable" else f"--{name.replace('_', '-')}"
+                raise ConfigError.of(flag, value, "none without --provider openai")
     if (args.price_in is None) != (args.price_out is None):
         got = f"--price-in {args.price_in}, --price-out {args.price_out}"
         raise ConfigError.of("prices", got, "both, or none")
-    return ChatOptions(
-        base_url=args.base_url,
-        key_variable=args.api_key_env,
-        price_in=args.price_in,
-        price_out=args.price_out,
-        budget=args.budget,
-        at_once=args.at_once,
-        body=tuple(args.body),
-        send_reasoning=args.send_reasoning,
-    )
+    return ChatOptions(**{**options, "body": tuple(args.body)})
 
 
 def numbers(text: str) -> tuple[int, ...]:

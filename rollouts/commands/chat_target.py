@@ -13,6 +13,7 @@ from rollouts.chat_api.endpoint import key_of
 from rollouts.chat_api.wire import check_fields
 from rollouts.commands.chat_options import OPENAI_KEY, OPENAI_URL, ChatOptions
 from rollouts.dtypes import Prompt
+from rollouts.dtypes.messages import REPLIES
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
@@ -149,7 +150,7 @@ async def played_by_api(
         if sample.failure is not None:
             findings.append(Finding(about, "bad", f"{sample.failure.kind}: {sample.failure.message}"))
             continue
-        counts = {name: int(sample.metrics.get(name, 0)) for name in ("replies", "tool_calls", "malformed_tool_calls")}
+        counts = {name: int(sample.metrics.get(name, 0)) for name in (REPLIES, "tool_calls", "malformed_tool_calls")}
         counts["unknown_tool_calls"] = int(sample.metrics.get("unknown_tool_calls", 0))
         said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count)
         reward = "no step reward" if sample.reward is None else f"step rewards {sample.reward:g}"

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import add_verb, at_least_0, check_run, positive
 
@@ -90,16 +92,8 @@ def _curate(args: argparse.Namespace) -> int:
         raise ConfigError.of("--out", got, "no folder with --dry-run" if args.dry_run else "a folder, or --dry-run")
     if args.out is not None:
         check_out(args.out, args.format, overwrite=args.overwrite)
-    selection = Selection(
-        where=args.where,
-        select=args.select,
-        passing=args.passing,
-        per_task=args.per_task,
-        seed=args.seed,
-        near=args.near,
-        not_in=tuple(args.not_in),
-        tools=args.tools,
-    )
+    options = {field.name: getattr(args, field.name) for field in attrs.fields(Selection)}
+    selection = Selection(**{**options, "not_in": tuple(args.not_in)})
     curation = curate(args.runs, args.to, selection, tokenizer=args.tokenizer)
     if args.dry_run:
         for _ in curation:

@@ -37,7 +37,7 @@ from rollouts.recipe import Recipe, preflight
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.layout import check_outside
 from rollouts.runs.run import observe
-from rollouts.runs.tools import ToolFolder, named
+from rollouts.runs.tools import ToolFolder, with_named_tools
 from rollouts.training.evaluation import (
     TaskScore,
     compare,
@@ -208,7 +208,7 @@ class _Writer:
             for sample in group.samples:
                 self._images.write(sample.named_images)
                 self._tools.write(sample.tools)
-            rows = [{**named(sample.to_dict()), "rollout_id": self._count} for sample in group.samples]
+            rows = [{**with_named_tools(sample.to_dict()), "rollout_id": self._count} for sample in group.samples]
             file.write(b"".join(to_json(row) + b"\n" for row in rows))
             self._count += 1
             self._rewards += [sample.reward or 0.0 for sample in group.samples]

@@ -38,7 +38,6 @@ from rollouts.commands.arguments import (
     worker_range,
 )
 from rollouts.commands.chat_options import CHAT_PROVIDER
-from rollouts.commands.rehearsal import rehearse
 from rollouts.commands.target import (
     ENGINE_LOG,
     RunTarget,
@@ -67,7 +66,6 @@ from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, vers
 from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.training.rows import NO_IDS
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import Progress, summary
 from rollouts.views.terminal.waiting import reporting_on_signal
@@ -184,6 +182,8 @@ async def launch(
                 progress.say(_server_line(target, server))
                 await stack.enter_async_context(StallWatch(_BLOCKED_SECONDS, progress.blocked))
                 if rehearsal and not resume and target.provider != CHAT_PROVIDER:
+                    from rollouts.commands.rehearsal import rehearse  # here: a resumed run has none
+
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     for doubt in await rehearse(recipe):
                         progress.say(doubt, "yellow")
@@ -416,6 +416,8 @@ def _run(args: argparse.Namespace) -> int:
     if resume:
         check_run(out, "--resume")
     if args.provider == CHAT_PROVIDER and not args.as_text and not resume:
+        from rollouts.training.rows import NO_IDS
+
         text = "rollouts eval works; rollouts run --text stores its replies as text for SFT data"
         raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
     if args.as_text and args.provider != CHAT_PROVIDER and not resume:

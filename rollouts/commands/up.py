@@ -36,6 +36,7 @@ from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.run import description_of, in_workers
 from rollouts.commands.serve import serve_until_stopped
 from rollouts.commands.target import ENGINE_LOG, RunTarget, open_target
+from rollouts.distributed.join import recipe_sha256
 from rollouts.distributed.messages import check_plain
 from rollouts.errors import ConfigError
 from rollouts.inference.pauses import watch_pauses
@@ -119,7 +120,9 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
 
         joined = JoinedWorkers(per_worker=args.per_worker)
         service.routes, service.numbers = joined.routes, joined.numbers
-    target = target_of(args)
+    target, sha256 = target_of(args), ""
+    if joined is not None and target.recipe is not None:
+        sha256 = await anyio.to_thread.run_sync(recipe_sha256, target.recipe)  # before it is imported
     tell = functools.partial(say, file=sys.stderr, flush=True)
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(serving(service, args.host, args.port, os.environ.get(KEY)))
@@ -134,7 +137,7 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
             if recipe.endpoint.priority:
                 expected = "False with --remote-workers: the requests of workers on a network have no priorities"
                 raise ConfigError.of("Endpoint.priority", True, expected)
-            joined.facts = _facts(target, recipe)
+            joined.facts = _facts(target, recipe, sha256)
             tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
             workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
             recipe = attrs.evolve(recipe, config=workers.config(recipe.config), lifetime=None)
@@ -154,12 +157,13 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         await anyio.sleep_forever()
 
 
-def _facts(target: RunTarget, recipe: Recipe) -> dict[str, Any]:
+def _facts(target: RunTarget, recipe: Recipe, sha256: str) -> dict[str, Any]:
     """The recipe and servers of workers; see :class:`rollouts.distributed.join.Facts`."""
     assert target.recipe is not None, "the recipe was built from a file"
     endpoint = recipe.endpoint
     servers = {"provider": endpoint.provider, "model": endpoint.model, "base_url": endpoint.base_url}
-    return {"version": __version__, "recipe": str(absolute(target.recipe)), "options": target.options, **servers}
+    source = {"recipe": str(absolute(target.recipe)), "sha256": sha256, "options": target.options}
+    return {"version": __version__, **source, **servers}
 
 
 async def _publish(endpoint: Any, folder: str, version: str, while_running: Any) -> None:

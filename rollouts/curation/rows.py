@@ -33,6 +33,7 @@ from rollouts.base.storable import to_json
 from rollouts.curation.duplicates import HashSet, digest_of
 from rollouts.curation.encoding import Student
 from rollouts.curation.stored import StoredRollout, text_of
+from rollouts.dtypes.messages import REPLIES
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import MESSAGE, Type, plain_message
 
@@ -149,6 +150,14 @@ def _source(rollout: StoredRollout, branch: int, encoded: Literal["sampled", "te
     }
 
 
+def _unit(rollout: StoredRollout, rows: list[dict[str, Any]], refused: Counter[str], reason: str) -> Iterator[Unit]:
+    """The rows of one rollout; without a row, it is counted as refused for the reason."""
+    if rows:
+        yield Unit(rows, (rollout,), _conversation(rollout))
+    else:
+        refused[reason] += 1
+
+
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
@@ -178,10 +187,7 @@ def _token_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, sev
                 "source": _source(rollout, number, "sampled"),
             }
             rows.append(row)
-        if rows:
-            yield Unit(rows, (rollout,), _conversation(rollout))
-        else:
-            refused[reason] += 1
+        yield from _unit(rollout, rows, refused, reason)
 
 
 def _encoded_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], student: Student) -> Iterator[Unit]:
@@ -255,10 +261,7 @@ def _chat_rows(rollouts: Iterable[StoredRollout], refused: Counter[str], *, seve
                 "source": _source(rollout, number, "text"),
             }
             rows.append(row)
-        if rows:
-            yield Unit(rows, (rollout,), _conversation(rollout))
-        else:
-            refused[reason] += 1
+        yield from _unit(rollout, rows, refused, reason)
 
 
 def _fault(rollout: StoredRollout, number: int) -> str | None:
@@ -270,7 +273,7 @@ def _fault(rollout: StoredRollout, number: int) -> str | None:
         return NO_TOOLS
     if rollout.is_text and (cut := _cut_of(branch)) is not None:
         return cut
-    if len(_replies(branch)) != (int(branch["metrics"].get("replies", 0)) if rollout.is_text else _turns(branch)):
+    if len(_replies(branch)) != (int(branch["metrics"].get(REPLIES, 0)) if rollout.is_text else _turns(branch)):
         return UNSAMPLED
     if any(plain_message(message)["other"] is not None for message in branch["messages"]):
         return FIELDS

@@ -20,6 +20,7 @@ from rollouts.base.storable import to_json
 from rollouts.base.validators import finite
 from rollouts.curation.duplicates import digest_of
 from rollouts.dtypes import hashes_in
+from rollouts.dtypes.messages import REPLIES
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import Row, read_rows
 from rollouts.runs.info import read_info
@@ -258,7 +259,7 @@ class StoredRollout:
             "passed": self.reward is not None and self.reward >= passing,
             "tokens": sum(len(branch["tokens"]) for branch in self.branches),
             "sampled": self.sampled,
-            "turns": int(metrics.get("replies", 0))
+            "turns": int(metrics.get(REPLIES, 0))
             if self.is_text
             else sum(len(branch.get("completions") or ()) for branch in self.branches),
             "branches": len(self.branches),

@@ -12,6 +12,9 @@ A worker without a sign of life (stopped, or in a native deadlock) loses its rol
 of a request is a fencing number: a rollout that another worker gets has a new number, and a late result with the old
 number is refused.
 
+A worker that gets no answer from the inference servers while another does (:mod:`server_reports`) is cut off: the
+others play its rollouts, which costs no attempt, and it ends. If no other worker plays, its outage is the run's.
+
 This module does not know transports: :mod:`processes` and :mod:`ray` each provide one. "Worker" means a process or
 actor that plays rollouts, never an inference server or a thread.
 """
@@ -19,9 +22,8 @@ actor that plays rollouts, never an inference server or a thread.
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from enum import IntEnum
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -33,13 +35,26 @@ from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
+from rollouts.distributed.server_reports import ServerReports
+from rollouts.distributed.slots import (
+    PendingRequest,
+    Record,
+    Slot,
+    SlotEmpty,
+    State,
+    WorkerLeft,
+    WorkerSilent,
+    give_unsent,
+)
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError, shortened
-from rollouts.runs.record_bytes import Columns, read_framed
+from rollouts.runs.record_bytes import read_framed
 from rollouts.training.config import RolloutConfig
 from rollouts.training.types import Sample
 
-__all__ = ["LEAVE_SECONDS", "MESSAGE_BYTES", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
+__all__ = ["LEAVE_SECONDS", "SILENT_SECONDS", "Connect", "Dispatcher", "Link", "LinkLost", "Workers"]
+
+_LOG = logging.getLogger(__name__)
 
 _DEATHS_WITHOUT_RESULT = 3
 """Deaths in a row in one slot, without a record from any of its workers, after which the run fails."""
@@ -48,8 +63,6 @@ _NEXT_START_SECONDS = 10.0
 SILENT_SECONDS = 5.0
 LEAVE_SECONDS = 20.0
 """Time of a worker that leaves to finish its rollouts; schedulers usually kill a process 30 s after SIGTERM."""
-MESSAGE_BYTES = 1 << 24
-"""A message to a worker has no further requests after so many bytes; a worker reads at most 64 MiB at once."""
 _TICKS = 5
 """Silence is counted in waits of a fifth of the limit: a stopped parent then counts one wait, not its whole pause."""
 _REPLACED_AFTER = 12
@@ -65,18 +78,6 @@ _TRANSIT_SECONDS = 60.0
 
 class LinkLost(RolloutsError):
     """The worker at the other end has ended."""
-
-
-class WorkerSilent(GenerateFailure):
-    """The worker that played a rollout gave no sign of life; another worker gets the rollout."""
-
-
-class WorkerLeft(GenerateFailure):
-    """The worker of a rollout left, or its slot stays empty; another worker gets the rollout."""
-
-
-class SlotEmpty(GenerateFailure):
-    """The slot of a rollout that no worker has got is empty, while another has a worker."""
 
 
 class Link(Protocol):
@@ -102,123 +103,41 @@ Connect: TypeAlias = Callable[[int], Awaitable[Link]]
 Workers: TypeAlias = int | tuple[int, int]
 """A number of workers, all of which must start before the run begins; or the minimum and the maximum."""
 
-Record: TypeAlias = tuple[dict[str, Any], Columns | None]
-
 
 @attrs.define(eq=False)
-class _PendingRequest:
-    """The records of one request that a worker plays."""
+class _Stay:
+    """The time of one worker in a slot."""
 
-    error: RolloutsError | None = None
-    _records: deque[Record] = attrs.field(factory=deque)
-    _changed: anyio.Event = attrs.field(factory=anyio.Event)
+    slot: Slot
+    link: Link
+    tasks: TaskGroup = attrs.field(init=False)
+    lost: LinkLost | None = None
+    """Why it ended, unless it left."""
 
-    def put(self, record: Record) -> None:
-        self._records.append(record)
-        self._changed.set()
+    def end(self, reason: LinkLost) -> None:
+        self.lost = self.lost or reason
+        self.tasks.cancel_scope.cancel()
 
-    def fail(self, error: RolloutsError) -> None:
-        self.error = error
-        self._changed.set()
+    async def send(self, orders: OrderFormat) -> None:
+        try:
+            while True:
+                await self.link.send(orders.join(*await self.slot.orders()))
+        except LinkLost:
+            return  # the receiving side reports the reason
 
-    async def next(self) -> Record:
-        while not self._records:
-            if self.error is not None:
-                raise self.error
-            self._changed = anyio.Event()
-            await self._changed.wait()
-        return self._records.popleft()
+    async def beats(self, seconds: float) -> bool:
+        """Whether the worker gives a sign of life within some seconds."""
+        with anyio.move_on_after(seconds) as wait:
+            await self.link.beat()
+        return not wait.cancelled_caught
 
-
-class _State(IntEnum):
-    """State of a slot. A new group goes to the lowest state that a slot has."""
-
-    ALIVE = 0
-    STARTING = 1
-    SILENT = 2
-    LEAVING = 3
-    """Its worker finishes its rollouts and gets no others."""
-    EMPTY = 4
-    """Its worker left, and the others suffice."""
-    FAILED = 5
-    """No worker could start; the next attempt is later."""
-
-
-@attrs.define(eq=False)
-class _Slot:
-    """One of the worker positions: the worker that fills it now, and its requests."""
-
-    number: int
-    state: _State = _State.STARTING
-    pending: dict[int, _PendingRequest] = attrs.field(factory=dict)
-    requests: dict[int, bytes] = attrs.field(factory=dict)
-    """Encoded requests that are not sent yet."""
-    cancelled: list[int] = attrs.field(factory=list)
-    wanted: anyio.Event = attrs.field(factory=anyio.Event)
-    leaves: anyio.Event = attrs.field(factory=anyio.Event)
-    """Set when the worker of now leaves."""
-    released: anyio.Event = attrs.field(factory=anyio.Event)
-    has_started: bool = False
-    deaths_without_result: int = 0
-
-    @property
-    def alive(self) -> bool:
-        return self.state is _State.ALIVE
-
-    async def orders(self) -> tuple[list[bytes], list[int]]:
-        """Wait for requests or cancellations; return all of them, but no more requests than a message should have."""
-        while not (self.cancelled or (self.requests and not self.leaves.is_set())):
-            self.wanted = anyio.Event()
-            await self.wanted.wait()
-        requests: list[bytes] = []
-        size = 0
-        while self.requests and size < MESSAGE_BYTES and not self.leaves.is_set():  # others wait for the next worker
-            requests.append(self.requests.pop(next(iter(self.requests))))
-            size += len(requests[-1])
-        cancelled, self.cancelled = self.cancelled, []
-        return requests, cancelled
-
-    def submit(self, number: int, request: bytes) -> _PendingRequest:
-        self.requests[number] = request
-        self.pending[number] = pending = _PendingRequest()
-        self.wanted.set()
-        return pending
-
-    def release(self, number: int, *, ended: bool) -> None:
-        """Forget a request; cancel it in the worker unless it ended."""
-        pending = self.pending.pop(number)
-        if self.requests.pop(number, None) is None and not ended and pending.error is None:
-            self.cancelled.append(number)
-            self.wanted.set()
-        self.released.set()
-
-    async def finished(self) -> None:
-        """Wait until the worker plays no request."""
-        while self.pending.keys() - self.requests.keys():
-            self.released = anyio.Event()
-            await self.released.wait()
-
-    def fail(self, error: RolloutsError) -> None:
-        """Fail all pending requests."""
-        for pending in self.pending.values():
-            pending.fail(error)
-        self.cancelled.clear()
-
-    def give_away(self, error: WorkerSilent | WorkerLeft | SlotEmpty, *, unsent: bool = False) -> int:
-        """Fail the pending requests, and cancel them in the worker when it reads again. Return their number.
-
-        Args:
-            error: the reason.
-            unsent: only the requests that the worker does not have.
-        """
-        of = self.requests if unsent else self.pending
-        numbers = [number for number in of if self.pending[number].error is None]
-        for number in numbers:
-            self.pending[number].fail(error)
-            if self.requests.pop(number, None) is None:
-                self.cancelled.append(number)
-        self.wanted.set()
-        return len(numbers)
+    async def leave(self) -> None:
+        """Wait until the worker leaves, and for its rollouts; others play the rest."""
+        await self.slot.leaves.wait()
+        with anyio.move_on_after(LEAVE_SECONDS):
+            await self.slot.finished()
+        self.slot.give_away(WorkerLeft(f"worker {self.slot.number} left"))
+        self.tasks.cancel_scope.cancel()
 
 
 class Dispatcher:
@@ -244,6 +163,7 @@ class Dispatcher:
         bytes: size of those messages.
         deaths: number of workers that died.
         departures: number of workers that left.
+        cut_off: number of workers that inference servers did not answer while they answered others.
         given_away: number of rollouts that a silent worker lost to the others.
         refused: number of late records of such rollouts.
 
@@ -266,10 +186,10 @@ class Dispatcher:
         self._connect = connect
         self._orders = orders
         self._refills = refills
-        self._slots = [_Slot(number) for number in range(maximum)]
+        self._slots = [Slot(number) for number in range(maximum)]
         self._changed = anyio.Event()
         self._entered = False
-        self._group_slots: dict[int, _Slot] = {}
+        self._group_slots: dict[int, Slot] = {}
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
         self._broken: RolloutsError | None = None
@@ -278,10 +198,12 @@ class Dispatcher:
         self.bytes = 0
         self.deaths = 0
         self.departures = 0
+        self.cut_off = 0
         self.given_away = 0
         self.refused = 0
         self._silent_seconds = silent_seconds
         self._turns = FairTurns()
+        self._reports = ServerReports()
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
@@ -301,6 +223,7 @@ class Dispatcher:
             "outstanding": sum(len(slot.pending) for slot in self._slots),
             "worker_deaths": self.deaths,
             "worker_departures": self.departures,
+            "workers_cut_off": self.cut_off,
         }
 
     async def __aenter__(self) -> Self:
@@ -337,7 +260,7 @@ class Dispatcher:
         if not is_int(number, 0) or number >= len(self._slots):
             raise ConfigError.of("drain(number)", number, f"the number of a worker, 0 to {len(self._slots) - 1}")
         slot = self._slots[number]
-        if slot.state in (_State.ALIVE, _State.SILENT):
+        if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
             self._leave(slot)
 
     def config(self, config: RolloutConfig) -> RolloutConfig:
@@ -355,8 +278,8 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            EndpointAway: no server answered a worker for too long.
-        TokenMismatchError: a law was broken in a worker.
+            EndpointAway: no server answered a worker for too long, and no other worker plays.
+            TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
 
@@ -394,12 +317,17 @@ class Dispatcher:
         try:
             samples = await _receive_samples(pending, prompt, log)
             ended = True
+        except EndpointAway as error:
+            if not any(other.alive for other in self._slots if other is not slot):
+                raise
+            self._cut_off(slot, str(error))
+            raise WorkerLeft(f"worker {slot.number} is cut off: {error}") from error
         finally:
             slot.release(number, ended=ended)
         self.rollouts += 1
         return samples
 
-    def _slot_for(self, group: int | None) -> _Slot:
+    def _slot_for(self, group: int | None) -> Slot:
         """The slot of a group; for a new group, or without its worker, the one with the fewest requests."""
         slot = None if group is None else self._group_slots.get(group)
         if slot is None or not slot.alive:
@@ -412,7 +340,7 @@ class Dispatcher:
 
     # -- supervision --
 
-    async def _supervise(self, slot: _Slot) -> None:
+    async def _supervise(self, slot: Slot) -> None:
         """Keep a worker in this slot: start one, and another when it dies."""
         try:
             while self._broken is None:
@@ -420,12 +348,13 @@ class Dispatcher:
                 if link is None:
                     continue
                 slot.leaves, slot.has_started = anyio.Event(), True
-                self._set(slot, _State.ALIVE)
-                _give_unsent(self._slots)
+                self._set(slot, State.ALIVE)
+                give_unsent(self._slots)
                 try:
                     lost = await self._serve(slot, link)
                 finally:
-                    self._set(slot, _State.STARTING)
+                    self._reports.forget(slot.number)
+                    self._set(slot, State.STARTING)
                 if lost is None:
                     await self._left(slot)
                     continue
@@ -443,7 +372,7 @@ class Dispatcher:
             broken.__cause__ = error
             self._break(broken)
 
-    async def _connected(self, slot: _Slot) -> Link | None:
+    async def _connected(self, slot: Slot) -> Link | None:
         """Start a worker for this slot; ``None``, after a pause, if that fails and others can do its work."""
         try:
             return await self._connect(slot.number)
@@ -451,31 +380,44 @@ class Dispatcher:
             await self._pause(slot, error, needs=1 if self._entered else self._minimum)
             return None
 
-    async def _pause(self, slot: _Slot, error: ConfigError, *, needs: int) -> None:
+    async def _pause(self, slot: Slot, error: ConfigError, *, needs: int) -> None:
         """Wait before the next start in this slot; raises the error if fewer than ``needs`` other slots have hope."""
-        self._set(slot, _State.FAILED)
-        if sum(other.state is not _State.FAILED for other in self._slots) < needs:
+        self._set(slot, State.FAILED)
+        if sum(other.state is not State.FAILED for other in self._slots) < needs:
             raise error
         slot.give_away(WorkerLeft(str(error)))
         await anyio.sleep(_NEXT_START_SECONDS)
-        self._set(slot, _State.STARTING)
+        self._set(slot, State.STARTING)
 
-    async def _left(self, slot: _Slot) -> None:
+    async def _left(self, slot: Slot) -> None:
         """Give a worker's rollouts to the others, and wait until the slot is needed again."""
-        self.departures += 1
-        self._set(slot, _State.EMPTY)
+        pause, slot.pause = slot.pause, 0.0
+        self.departures += not pause
+        self._set(slot, State.EMPTY)
         slot.give_away(WorkerLeft(f"worker {slot.number} left"))
         slot.cancelled.clear()
-        while not self._refills and sum(other.state <= _State.SILENT for other in self._slots) >= self._minimum:
+        if not self._refills:
+            await anyio.sleep(pause)
+        while not self._refills and sum(other.state <= State.SILENT for other in self._slots) >= self._minimum:
             await self._changed.wait()
-        self._set(slot, _State.STARTING)
+        self._set(slot, State.STARTING)
 
-    def _leave(self, slot: _Slot) -> None:
-        self._set(slot, _State.LEAVING)
+    def _cut_off(self, slot: Slot, reason: str) -> None:
+        """Let the others play the rollouts of a worker that no server answers, and end it."""
+        if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
+            self.cut_off += 1
+            slot.pause = self._reports.cut_off(slot.number)
+            given = slot.give_away(WorkerLeft(f"worker {slot.number} is cut off: {reason}"))
+            text = "worker %d is cut off from servers that answer other workers, which get its %d rollouts: %s"
+            _LOG.warning(text, slot.number, given, reason)
+            self._leave(slot)
+
+    def _leave(self, slot: Slot) -> None:
+        self._set(slot, State.LEAVING)
         slot.leaves.set()
         slot.give_away(WorkerLeft(f"worker {slot.number} leaves"), unsent=True)
 
-    def _set(self, slot: _Slot, state: _State) -> None:
+    def _set(self, slot: Slot, state: State) -> None:
         if slot.state is not state:
             slot.state = state
             self._notify()
@@ -490,67 +432,39 @@ class Dispatcher:
             slot.fail(self._broken)
         self._notify()
 
-    async def _serve(self, slot: _Slot, link: Link) -> LinkLost | None:
+    async def _serve(self, slot: Slot, link: Link) -> LinkLost | None:
         """Send and receive until the worker has ended; return the reason, ``None`` if it left."""
-        lost: list[LinkLost] = []
-
-        async def send() -> None:
-            try:
-                while True:
-                    await link.send(self._orders.join(*await slot.orders()))
-            except LinkLost:
-                return  # receive() reports the reason
-
-        async def receive() -> None:
-            try:
-                while True:
-                    await self._read(slot, await link.receive())
-            except LinkLost as error:
-                if not slot.leaves.is_set():
-                    self._set(slot, _State.STARTING)  # before the cleanup: no new group may come here
-                lost.append(error)
-                tasks.cancel_scope.cancel()
-
-        async def leave() -> None:
-            await slot.leaves.wait()
-            with anyio.move_on_after(LEAVE_SECONDS):
-                await slot.finished()
-            slot.give_away(WorkerLeft(f"worker {slot.number} left"))
-            tasks.cancel_scope.cancel()
-
-        async def watch() -> None:
-            waits = 0
-            while waits < _TICKS * _REPLACED_AFTER:
-                with anyio.move_on_after(self._silent_seconds / _TICKS) as wait:
-                    await link.beat()
-                if not wait.cancelled_caught:
-                    waits = 0
-                    if slot.state is _State.SILENT:
-                        self._set(slot, _State.ALIVE)
-                    continue
-                waits += 1
-                others = any(other.alive for other in self._slots if other is not slot)
-                if waits >= _TICKS and others and not slot.leaves.is_set():
-                    self._set(slot, _State.SILENT)
-                    error = WorkerSilent(f"worker {slot.number} gave no sign of life for {self._silent_seconds:g} s")
-                    self.given_away += slot.give_away(error)
-            self._set(slot, _State.STARTING)
-            seconds = self._silent_seconds * _REPLACED_AFTER
-            lost.append(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
-            tasks.cancel_scope.cancel()
-
+        stay = _Stay(slot, link)
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(send)
-                tasks.start_soon(receive)
-                tasks.start_soon(watch)
-                tasks.start_soon(leave)
+            async with anyio.create_task_group() as stay.tasks:
+                stay.tasks.start_soon(stay.send, self._orders)
+                stay.tasks.start_soon(self._receive, stay)
+                stay.tasks.start_soon(_watch, self, stay)
+                stay.tasks.start_soon(stay.leave)
         finally:
             with anyio.CancelScope(shield=True):
                 await link.aclose()
-        return None if slot.leaves.is_set() else lost[0]
+        return None if slot.leaves.is_set() else stay.lost
 
-    async def _read(self, slot: _Slot, message: bytes) -> None:
+    async def _receive(self, stay: _Stay) -> None:
+        try:
+            while True:
+                await self._read(stay.slot, await stay.link.receive())
+        except LinkLost as error:
+            if not stay.slot.leaves.is_set():
+                self._set(stay.slot, State.STARTING)  # before the cleanup: no new group may come here
+            stay.end(error)
+
+    def _report(self, slot: Slot, fields: Mapping[str, Any]) -> None:
+        """Take a worker's report of the inference servers."""
+        if slot.state in (State.ALIVE, State.AWAY):
+            self._reports.take(slot.number, fields)
+            self._set(slot, State.AWAY if self._reports.is_away(slot.number) else State.ALIVE)
+            idle = any(other.alive and not other.pending for other in self._slots)
+            for number, reason in self._reports.over(idle).items():
+                self._cut_off(self._slots[number], reason)
+
+    async def _read(self, slot: Slot, message: bytes) -> None:
         """Take the records of a message; raises LinkLost if it has something else."""
         self.messages += 1
         self.bytes += len(message)
@@ -560,11 +474,14 @@ class Dispatcher:
             record = _next(records, slot.number)
             if record is None:
                 return
-            slot.deaths_without_result = 0
             fields, columns = record
             if fields["kind"] == "leaving":
                 self._leave(slot)
                 continue
+            if fields["kind"] == "servers":
+                self._report(slot, fields)
+                continue
+            slot.deaths_without_result = 0
             pending = slot.pending.get(fields["number"])
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))
@@ -572,11 +489,24 @@ class Dispatcher:
                 self.refused += 1
 
 
-def _give_unsent(slots: Sequence[_Slot]) -> None:
-    """Give away the requests that wait for workers in slots without one: a new worker filled another."""
-    for slot in slots:
-        if slot.state in (_State.STARTING, _State.EMPTY, _State.FAILED):
-            slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+async def _watch(workers: Dispatcher, stay: _Stay) -> None:
+    """Give the rollouts of a silent worker to the others, and end it if it stays silent."""
+    slot, waits = stay.slot, 0
+    while waits < _TICKS * _REPLACED_AFTER:
+        if await stay.beats(workers._silent_seconds / _TICKS):
+            waits = 0
+            if slot.state is State.SILENT:
+                workers._set(slot, State.ALIVE)
+            continue
+        waits += 1
+        others = any(other.alive for other in workers._slots if other is not slot)
+        if waits >= _TICKS and others and not slot.leaves.is_set():
+            workers._set(slot, State.SILENT)
+            error = WorkerSilent(f"worker {slot.number} gave no sign of life for {workers._silent_seconds:g} s")
+            workers.given_away += slot.give_away(error)
+    workers._set(slot, State.STARTING)
+    seconds = workers._silent_seconds * _REPLACED_AFTER
+    stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
 
 
 def _next(records: Iterator[Record], worker: int) -> Record | None:
@@ -598,7 +528,7 @@ def _checked(workers: Workers) -> tuple[int, int]:
     return bounds
 
 
-async def _receive_samples(pending: _PendingRequest, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
+async def _receive_samples(pending: PendingRequest, prompt: Prompt, log: TurnLog | None) -> list[Sample]:
     """Wait for the samples of a request; save its turns in the log as they arrive."""
     samples: list[Sample] = []
     while True:

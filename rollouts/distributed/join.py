@@ -3,14 +3,16 @@
 Invariant: a request that was not answered is repeated with its number, so nothing is played or counted twice. At
 SIGTERM the worker leaves: it finishes its rollouts for a while, the service gives the rest to others, and the process
 ends with 0. If the service was restarted, or gave this worker up, it joins again; it joins with what it was built
-from, and is built again if the service plays something else now. The recipe and its options are those of the service:
-a worker joins only a service that may run code here.
+from, and is built again if the service plays something else now. It joins only while an inference server answers it,
+and waits before it joins again if it was ended because no server did. The recipe and its options are those of the
+service: a worker joins only a service that may run code here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -29,16 +31,20 @@ from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, cre
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable
 from rollouts.http.client import HttpClient
+from rollouts.inference.shared import policy_of
+from rollouts.recipe.files import file_of
 from rollouts.runs.record_bytes import LENGTH
 from rollouts.training.config import RolloutConfig
 
-__all__ = ["Facts", "parts_of", "recipe_of", "work"]
+__all__ = ["Facts", "parts_of", "recipe_of", "recipe_sha256", "work"]
 
 _ROLLOUTS_A_MESSAGE = 32
 _MESSAGE_BYTES = 1 << 24
 """The service refuses 16 times as much, which only a rollout alone can reach."""
 _LINGER_SECONDS = 0.1
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
+_CUT_OFF_SECONDS = 60.0
+"""Pause of a worker that was ended while it waited for a server: a server may describe itself and serve nothing."""
 _ANSWER_SECONDS = 120.0
 """Longest wait for one answer; the longest that the service takes on purpose is 10 s, and a message may be large."""
 _LEAVING_SECONDS = LEAVE_SECONDS + 10.0
@@ -52,20 +58,40 @@ class Facts(msgspec.Struct, forbid_unknown_fields=True):
     """Of this package: messages of two versions may differ."""
     recipe: str
     """A name, or the path of a file that is the same on every machine."""
+    sha256: str
+    """Of the recipe's file, :func:`recipe_sha256`."""
     options: dict[str, str]
     provider: str
     model: str
     base_url: list[str]
 
 
+def recipe_sha256(recipe: str | Path) -> str:
+    """The SHA-256 of a recipe's file as hexadecimal digits; modules that the file imports are not part of it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = file_of(recipe)
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError.of("recipe", str(recipe), f"a file that can be read ({error})") from error
+
+
 def recipe_of(facts: Facts) -> RecipeConfig:
     """The factory of a service's config; the keys of servers are those of this process.
 
     Raises:
-        ConfigError: the service has another version of this package.
+        ConfigError: the service has another version of this package, or the recipe's file here is not that of the
+            service.
     """
     if facts.version != __version__:
         raise ConfigError.of("version of the service", facts.version, f"{__version__}, that of this worker")
+    if (sha256 := recipe_sha256(facts.recipe)) != facts.sha256:
+        here, there = sha256[:12], facts.sha256[:12]
+        expected = f"SHA-256 {there}…, the file of the service; copy that file here, or start the service again"
+        raise ConfigError.of(f"recipe {file_of(facts.recipe)}", f"SHA-256 {here}…", expected)
     fields: dict[str, Any] = {"provider": facts.provider, "model": facts.model, "base_url": facts.base_url}
     fields |= {"api_key": os.environ.get("ROLLOUTS_API_KEY"), "admin_key": os.environ.get("ROLLOUTS_ADMIN_KEY")}
     return RecipeConfig(Path(facts.recipe), Endpoint(**fields), facts.options)
@@ -84,13 +110,14 @@ async def work(
     Args:
         url: of the service.
         key: of the service.
-        patience: seconds for which a service that does not answer is asked again.
+        patience: seconds for which a service, or inference servers, that do not answer are asked again.
         factory: creates the config; by default from what the service says.
         say: called when the worker joined or left.
 
     Raises:
         ConfigError: the recipe cannot be built here, or the service refuses this worker.
-        EndpointUnavailable: the service did not answer for too long.
+        EndpointUnavailable: the service, or every inference server, did not answer for too long.
+        EndpointRefused: an inference server refuses this worker.
     """
     transport = HttpClient(connect_seconds=10.0)
     service = _Service(transport, url.rstrip("/"), key, patience)
@@ -101,8 +128,14 @@ async def work(
                 tasks.start_soon(_leave_at, signals, leaves)
                 while not leaves.is_set():
                     await _unless(leaves, functools.partial(built.update, service))
-                    if built.config is not None:
-                        await _Membership(service, built.config, leaves, say, facts=built.facts).run()
+                    await _unless(leaves, functools.partial(_wait_for_servers, built, patience, say))
+                    if built.config is None or leaves.is_set():
+                        continue
+                    membership = _Membership(service, built.config, leaves, say, facts=built.facts)
+                    await membership.run()
+                    if membership.away and not leaves.is_set():
+                        say(f"no inference server answered this worker: {membership.away}")
+                        await _unless(leaves, functools.partial(anyio.sleep, _CUT_OFF_SECONDS))
                 tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
@@ -127,6 +160,30 @@ async def _unless(leaves: anyio.Event, work: Callable[[], Awaitable[None]]) -> N
         tasks.cancel_scope.cancel()
 
 
+async def _wait_for_servers(built: _Built, patience: float, say: Callable[[str], None]) -> None:
+    """Wait until an inference server answers this process.
+
+    Raises:
+        EndpointUnavailable: none did for too long.
+        EndpointRefused: one refuses it.
+    """
+    if built.endpoint is None:
+        return
+    since, said = anyio.current_time(), False
+    async with policy_of(built.endpoint) as policy:
+        while True:
+            try:
+                await policy.describe()
+                return
+            except EndpointUnavailable as error:
+                if anyio.current_time() - since > patience:
+                    raise
+                if not said:
+                    say(f"waits for an inference server before it joins: {error}")
+                said = True
+            await anyio.sleep(_LONGEST_PAUSE)
+
+
 class _Built:
     """The config that a worker plays: that of its factory, or of what the service said last."""
 
@@ -135,13 +192,18 @@ class _Built:
         self.config: RolloutConfig | None = None
         self.facts = b""
         """The answer of the service that it was built from; empty with a factory."""
+        self.endpoint: Endpoint | None = None
+        """The inference servers that the service said."""
 
     async def update(self, service: _Service) -> None:
         """Build the config, again if the service has another recipe, options or servers, e.g. after its restart."""
         facts = b"" if self._factory is not None else await service.facts()
         if self.config is not None and facts == self.facts:
             return
-        factory = self._factory or recipe_of(_facts_of(facts, service))
+        factory = self._factory
+        if factory is None:
+            factory = recipe_of(_facts_of(facts, service))
+            self.endpoint = factory.endpoint
         self.config, self.facts = await anyio.to_thread.run_sync(create_config, factory), facts
 
 
@@ -233,6 +295,11 @@ class _Membership:
         self._service, self._leaves, self._say = service, leaves, say
         self._player = Player(config, at_least=_ROLLOUTS_A_MESSAGE, linger=_LINGER_SECONDS, orders=PLAIN)
         self._path = ""
+
+    @property
+    def away(self) -> str:
+        """Why its rollouts waited for an inference server when it ended; empty if they did not."""
+        return self._player.away
 
     async def run(self) -> None:
         """Join, and play until the service ends this worker; return at once if it plays something else now."""

@@ -8,7 +8,8 @@
 
 Invariant: orders and records arrive once and in order, although requests may be repeated: each has a number. A request
 is a sign of life. 410 says that a worker has ended for this side; it may join again. Orders are plain data, never
-pickled, and a body has at most :data:`MOST_BYTES`. Access is checked before a request arrives here.
+pickled. A body has at most :data:`MOST_BYTES`; bodies that are not decoded yet have :data:`MOST_HELD` together, beyond
+which records are refused with 503 until there is room. Access is checked before a request arrives here.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ import anyio
 import msgspec
 from aiohttp import web
 
-from rollouts.distributed.dispatch import MESSAGE_BYTES, Dispatcher, Link, LinkLost, Workers
+from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.messages import PLAIN, leaving_record
+from rollouts.distributed.slots import MESSAGE_BYTES
 from rollouts.errors import ConfigError
+from rollouts.http.bodies import Bodies
 from rollouts.runs.record_bytes import LENGTH
 
-__all__ = ["MOST_BYTES", "SILENT_SECONDS", "JoinedWorkers"]
+__all__ = ["MOST_BYTES", "MOST_HELD", "SILENT_SECONDS", "JoinedWorkers"]
 
 MOST_BYTES = 1 << 28
+MOST_HELD = 1 << 30
+_SMALL = 1 << 20
+"""Most bytes of a body that has no records."""
 SILENT_SECONDS = 30.0
 """Longer than for processes: a worker answers from its event loop, which foreign code may block."""
 _POLL_SECONDS = 1.0
@@ -59,10 +65,12 @@ class JoinedWorkers:
         per_worker: rollouts that one worker plays at once, for :meth:`numbers`.
 
     Attributes:
+        bodies: the bodies that are not decoded yet.
         facts: what a worker plays, :class:`rollouts.distributed.join.Facts` as a dict; ``None`` until it is known.
     """
 
     def __init__(self, *, silent_seconds: float = SILENT_SECONDS, per_worker: int = 64) -> None:
+        self.bodies = Bodies(MOST_HELD)
         self.facts: Mapping[str, Any] | None = None
         self._silent_seconds = silent_seconds
         self._per_worker = per_worker
@@ -97,7 +105,8 @@ class JoinedWorkers:
         numbers = self._dispatcher.numbers() if self._dispatcher is not None else {"outstanding": 0}
         least, most = self._bounds
         wanted = math.ceil(numbers["outstanding"] / self._per_worker)
-        return {**numbers, "workers_wanted": min(max(wanted, least), most)}
+        bytes_held = {"worker_bytes_held": self.bodies.held, "worker_bodies_refused": self.bodies.refused}
+        return {**numbers, **bytes_held, "workers_wanted": min(max(wanted, least), most)}
 
     async def _connect(self, number: int) -> Link:
         """Wait until a worker joins."""
@@ -121,7 +130,7 @@ class JoinedWorkers:
         return web.Response(body=msgspec.json.encode(self.facts), content_type="application/json")
 
     async def _join(self, request: web.Request) -> web.Response:
-        if built := await request.read():
+        if built := await self._read_small(request):
             if self.facts is None:
                 return _not_ready()
             if built != msgspec.json.encode(self.facts):
@@ -132,7 +141,8 @@ class JoinedWorkers:
         if not self._open_slots:
             return web.Response(status=503, text="every slot has a worker", headers={"Retry-After": "10"})
         identity = secrets.token_hex(16)
-        worker = _JoinedWorker(identity, self._silent_seconds * _LOST_AFTER, self._workers)
+        seconds = self._silent_seconds * _LOST_AFTER
+        worker = _JoinedWorker(identity, seconds, self._workers, self.bodies.release)
         vacancy = self._open_slots.popleft()
         self._workers[identity] = vacancy.worker = worker
         vacancy.filled.set()
@@ -143,7 +153,7 @@ class JoinedWorkers:
         if worker is None:
             return _gone()
         try:
-            after = msgspec.json.decode(await _read(request, 1000), type=_After).after
+            after = msgspec.json.decode(await self._read_small(request), type=_After).after
         except msgspec.DecodeError as error:
             raise ConfigError(f"body of {request.path}: {error}") from None
         worker.beats()
@@ -157,12 +167,23 @@ class JoinedWorkers:
         worker = self._workers.get(request.match_info["id"])
         if worker is None:
             return _gone()
-        number, body = request.headers.get("Record", ""), await _read(request, MOST_BYTES)
-        if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not _is_framed(body):
-            raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
         worker.beats()
-        worker.put(int(number), body)
+        number, body = request.headers.get("Record", ""), await self.bodies.read(request, MOST_BYTES)
+        is_kept = False
+        try:
+            if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not _is_framed(body):
+                raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
+            worker.beats()
+            is_kept = worker.put(int(number), body)
+        finally:
+            if not is_kept:
+                self.bodies.release(len(body))
         return web.Response()
+
+    async def _read_small(self, request: web.Request) -> bytes:
+        body = await self.bodies.read(request, _SMALL)
+        self.bodies.release(len(body))
+        return body
 
     async def _leave(self, request: web.Request) -> web.Response:
         worker = self._workers.get(request.match_info["id"])
@@ -178,16 +199,6 @@ def _not_ready() -> web.Response:
 
 def _gone() -> web.Response:
     return web.Response(status=410, text="this worker has ended for the service; join again")
-
-
-async def _read(request: web.Request, most: int) -> bytes:
-    """The body of a request; the limit of the application is that of small requests."""
-    body = bytearray()
-    async for chunk in request.content.iter_any():
-        body += chunk
-        if len(body) > most:
-            raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-    return bytes(body)
 
 
 def _is_framed(body: bytes) -> bool:
@@ -210,14 +221,19 @@ class _Vacancy:
 class _JoinedWorker:
     """A worker that joined (protocol :class:`~rollouts.distributed.dispatch.Link`)."""
 
-    def __init__(self, identity: str, lost_seconds: float, workers: dict[str, _JoinedWorker]) -> None:
+    def __init__(
+        self, identity: str, lost_seconds: float, workers: dict[str, _JoinedWorker], release: Callable[[int], None]
+    ) -> None:
         self._identity = identity
         self._lost_seconds = lost_seconds
         self._workers = workers
+        self._release = release
         self._numbers = itertools.count(1)
         self._sent: deque[tuple[int, bytes]] = deque()
         """Orders that the worker may not have."""
         self._received: deque[bytes] = deque()
+        self._leaves = False
+        """Whether the worker said that it leaves, and the dispatcher does not know it yet."""
         self._next_record = 0
         self._changed = anyio.Event()
         self._beat = anyio.Event()
@@ -249,17 +265,19 @@ class _JoinedWorker:
             messages.append(message)
         return (last, b"".join(messages)) if messages else None
 
-    def put(self, number: int, body: bytes) -> None:
-        """Receive records; those of a repeated request are there already."""
+    def put(self, number: int, body: bytes) -> bool:
+        """Receive records, and release them later; those of a repeated request are there already."""
         if number > self._next_record:
             raise ConfigError.of("Record", number, f"at most {self._next_record}, the number of the next records")
-        if number == self._next_record:
-            self._next_record += 1
-            self._received.append(body)
-            self._notify()
+        if number < self._next_record or self.has_ended:
+            return False
+        self._next_record += 1
+        self._received.append(body)
+        self._notify()
+        return True
 
     def leave(self) -> None:
-        self._received.append(leaving_record())
+        self._leaves = True
         self._notify()
 
     # -- the dispatcher --
@@ -269,18 +287,25 @@ class _JoinedWorker:
         self._notify()
 
     async def receive(self) -> bytes:
-        while not self._received:
+        while not self._received and not self._leaves:
             if self._silent_waits >= _TICKS:
                 raise LinkLost(f"the worker {self._identity[:8]} sent no request for {self._lost_seconds:g} s")
             with anyio.move_on_after(self._lost_seconds / _TICKS) as wait:
                 await self._changed.wait()
             self._silent_waits += wait.cancelled_caught
-        return self._received.popleft()
+        if self._leaves:
+            self._leaves = False
+            return leaving_record()
+        body = self._received.popleft()
+        self._release(len(body))
+        return body
 
     async def beat(self) -> None:
         await self._beat.wait()
 
     async def aclose(self) -> None:
         self.has_ended = True
+        self._release(sum(map(len, self._received)))
+        self._received.clear()
         self._workers.pop(self._identity, None)
         self._notify()

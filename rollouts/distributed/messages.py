@@ -37,6 +37,7 @@ __all__ = [
     "received_turn",
     "reset_record",
     "sample_records",
+    "servers_record",
     "turn_record",
 ]
 
@@ -193,6 +194,11 @@ def broken_record(number: int, error: Exception) -> bytes:
 def leaving_record() -> bytes:
     """The record of a worker that leaves; it belongs to no request."""
     return framed({"number": -1, "kind": "leaving"}, None)
+
+
+def servers_record(away: str, answered: bool) -> bytes:
+    """The report of a worker: why it waits for a server, or empty; and whether it was answered since the last one."""
+    return framed({"number": -1, "kind": "servers", "away": away, "answered": answered}, None)
 
 
 def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:

@@ -27,8 +27,10 @@ from rollouts.distributed.messages import (
     leaving_record,
     reset_record,
     sample_records,
+    servers_record,
     turn_record,
 )
+from rollouts.distributed.server_reports import Servers, report_servers, servers_now
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
 from rollouts.inference.pauses import watch_pauses
@@ -78,12 +80,22 @@ class Player:
         at_least: finished rollouts that a message waits for.
         linger: the longest wait for them, in seconds; a message never waits when no rollout is in flight.
         orders: the format of submitted messages.
+        servers: returns the state of the inference servers, as this process sees it.
     """
 
     def __init__(
-        self, config: RolloutConfig, *, at_least: int = 1, linger: float = 0.0, orders: OrderFormat = PICKLED
+        self,
+        config: RolloutConfig,
+        *,
+        at_least: int = 1,
+        linger: float = 0.0,
+        orders: OrderFormat = PICKLED,
+        servers: Callable[[], Servers] = servers_now,
     ) -> None:
         self.config = config
+        self._servers = servers
+        self.away = ""
+        """Why rollouts waited for an inference server at the last report."""
         self._orders = orders
         self._at_least = at_least
         self._linger = linger
@@ -103,6 +115,7 @@ class Player:
         with calm_collector():  # as a run in one process does
             async with anyio.create_task_group() as self._tasks:
                 self.started.set()
+                self._tasks.start_soon(report_servers, self._servers, self._report)
                 await watch_pauses(shared_policies)
 
     def stop(self) -> None:
@@ -152,6 +165,10 @@ class Player:
             return
         self._ended += 1
         self._put(record)
+
+    def _report(self, away: str, answered: bool) -> None:
+        self.away = away
+        self._put(servers_record(away, answered))
 
     async def _log_turn(self, number: int, turn: Turn | None) -> None:
         self._put(reset_record(number) if turn is None else turn_record(number, turn))

@@ -1,22 +1,19 @@
 """Images of conversations, and their places in token sequences.
 
-Invariant: an image is a PNG in RGB that this module has checked; nothing is downloaded. Pillow is imported only where
-pixels are read or other forms are converted.
+Invariant: an image is a PNG in RGB that this module has checked; nothing is downloaded. Where pixels are read or other
+forms are converted, :mod:`rollouts.dtypes.image_files` does it, which is imported then.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
-import io
 import struct
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 
 __all__ = ["Image", "ImageSpan", "image_label"]
@@ -24,12 +21,6 @@ __all__ = ["Image", "ImageSpan", "image_label"]
 _PNG = b"\x89PNG\r\n\x1a\n"
 _RGB_8 = b"\x08\x02"  # bit depth and colour type in the header of a PNG
 _DATA_URL = "data:image/png;base64,"
-_EXIF_ORIENTATION = 0x0112
-_MAX_PIXELS = 1 << 26
-"""A few bytes can hold an image of any size."""
-_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""Formats that Pillow decodes itself: for PostScript it starts a program."""
-_FORMAT_NAMES = f"{', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}"
 
 
 @attrs.frozen(repr=False)
@@ -67,8 +58,10 @@ class Image:
         """
         if isinstance(value, Image):
             return value
+        from rollouts.dtypes.image_files import bytes_of_url, png_of  # here: most runs have no image
+
         if isinstance(value, str) and value.startswith("data:"):
-            return cls.of(_bytes_of_url(value))
+            return cls.of(bytes_of_url(value))
         if isinstance(value, str) and "://" in value:
             raise ConfigError.of("image", value[:80], "a data: URL, a path or bytes: no image is downloaded")
         if isinstance(value, str | Path):
@@ -76,7 +69,7 @@ class Image:
                 return cls.of(Path(value).read_bytes())
             except (OSError, ValueError) as error:
                 raise ConfigError.of("image", str(value)[:200], f"a file with an image ({error})") from error
-        return cls(_png_of(value))
+        return cls(png_of(value))
 
     @property
     def width(self) -> int:
@@ -104,7 +97,9 @@ class Image:
         Raises:
             ConfigError: the bytes cannot be decoded, or Pillow is not installed.
         """
-        return _decoded(self.data)
+        from rollouts.dtypes.image_files import decoded
+
+        return decoded(self.data)
 
     def __repr__(self) -> str:
         return f"<Image {self.width}x{self.height} {self.sha256}>"
@@ -113,60 +108,6 @@ class Image:
 def image_label(width: Any, height: Any, sha256: str) -> str:
     """An image for people, by its size and the start of its hash."""
     return f"[image {width}x{height} {sha256[:8]}]"
-
-
-def _bytes_of_url(url: str) -> bytes:
-    head, comma, body = url.partition(",")
-    if not comma or not head.startswith("data:image/") or not head.endswith(";base64"):
-        raise ConfigError.of("image", url[:80], "a data: URL of an image in base64")
-    try:
-        return base64.b64decode(body, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ConfigError.of("image", url[:80], f"a data: URL of an image in base64 ({error})") from None
-
-
-def _pillow() -> Any:
-    try:
-        import PIL.Image  # slow, and needed only where there are images
-        import PIL.ImageOps
-    except ImportError as error:
-        raise ConfigError(f"image: Pillow is not installed; {install_command('images')}") from error
-    return PIL
-
-
-def _decoded(data: bytes) -> Any:
-    """Decode all pixels; a file that is cut off is refused."""
-    pillow = _pillow()
-    try:
-        image = pillow.Image.open(io.BytesIO(data), formats=_FORMATS)
-        pixels = image.width * image.height
-        if pixels <= _MAX_PIXELS:
-            image.load()
-    except Exception as error:  # noqa: BLE001 - a decoder of foreign bytes may raise anything
-        why = str(error).partition(" <_io.")[0]  # without the address of the buffer
-        raise ConfigError.of("image", data[:40], f"an image that Pillow decodes as {_FORMAT_NAMES} ({why})") from None
-    if pixels > _MAX_PIXELS:
-        raise ConfigError.of("image", f"{image.width}x{image.height} pixels", f"at most {_MAX_PIXELS:,} pixels")
-    return image
-
-
-def _png_of(value: Any) -> bytes:
-    """The bytes of an RGB PNG with the pixels of an image file or a PIL image."""
-    pillow = _pillow()
-    image = value
-    if isinstance(value, bytes | bytearray):
-        image = _decoded(bytes(value))
-        upright = image.getexif().get(_EXIF_ORIENTATION, 1) == 1
-        if image.format == "PNG" and value[24:26] == _RGB_8 and upright and "transparency" not in image.info:
-            return bytes(value)
-        image = image if upright else pillow.ImageOps.exif_transpose(image)
-    elif not isinstance(value, pillow.Image.Image):
-        raise ConfigError.of("image", value, "bytes of an image file, a path, a PIL image or a data: URL")
-    out = io.BytesIO()
-    if "transparency" in image.info and image.mode == "P":
-        image = image.convert("RGBA")  # the same colours; Pillow warns of the direct way
-    (image if image.mode == "RGB" else image.convert("RGB")).save(out, format="PNG")
-    return out.getvalue()
 
 
 @attrs.frozen

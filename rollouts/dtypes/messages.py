@@ -19,6 +19,7 @@ from rollouts.errors import ConfigError
 
 __all__ = [
     "ENVIRONMENT",
+    "REPLIES",
     "ChatDict",
     "Content",
     "Fault",
@@ -44,6 +45,8 @@ Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
 ENVIRONMENT = "environment"
 """Metadata key of a prompt that names its environment, in a run with several."""
+REPLIES = "replies"
+"""Metric of a sample without token ids: its number of replies. Replies with ids are counted by their completions."""
 
 Content: TypeAlias = str | tuple[str | Image, ...]
 """The content of a message: text, or texts and images in their order. Content without an image is text."""

@@ -33,7 +33,6 @@ DIFFERENCES = (
     " sessions, penalties, grammars and beam search are a 400 that names the field.",
     "The model does not see images: it computes with the embedding of the placeholder. The processor of the model's"
     " folder expands placeholders, so that ids, counts and refusals are those of a server.",
-    "top_logprobs_num has the ids of sampled tokens only; with logprobs of the prompt it is a 400.",
     "A request that names an unloaded LoRA adapter is a 400; SGLang loads it again from its folder. Adapters are plain"
     " LoRA of linear layers, of any number and rank; use_rslora is honoured, which SGLang ignores.",
     "A token of top_k 1 always has its logprob at temperature 1; SGLang does so at temperature 0, or if the whole batch"

@@ -283,12 +283,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         Raises:
             ConfigError: the box must not get it.
         """
-        await anyio.to_thread.run_sync(self._check_source, Path(source_path))
-        with FOLDERS.temporary() as folder:
-            archive = f"{folder}/file.tar"
-            parent, name = posixpath.split(self._inside(target_path))
-            await anyio.to_thread.run_sync(_pack, {name: Path(source_path)}, archive)
-            await self.place.unpack(archive, parent)
+        parent, name = posixpath.split(self._inside(target_path))
+        await self._upload(Path(source_path), functools.partial(_pack, {name: Path(source_path)}), parent)
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """Write the content of a folder of this machine over a folder of the box.
@@ -296,11 +292,16 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
         Raises:
             ConfigError: the box must not get it.
         """
-        await anyio.to_thread.run_sync(self._check_source, Path(source_dir))
+        pack = functools.partial(_pack_content, Path(source_dir))
+        await self._upload(Path(source_dir), pack, self._inside(target_dir))
+
+    async def _upload(self, source: Path, pack: Callable[[str], None], to: str) -> None:
+        """Unpack in a folder of the box what ``pack`` writes to an archive, if ``source`` may be read."""
+        await anyio.to_thread.run_sync(self._check_source, source)
         with FOLDERS.temporary() as folder:
             archive = f"{folder}/files.tar"
-            await anyio.to_thread.run_sync(_pack_content, Path(source_dir), archive)
-            await self.place.unpack(archive, self._inside(target_dir))
+            await anyio.to_thread.run_sync(pack, archive)
+            await self.place.unpack(archive, to)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         """Copy one file of the box.

@@ -30,7 +30,9 @@ class Call:
     options: bytes
     """Encoded sampling parameters and stop ids."""
     headers: dict[str, str]
+    """Those of every attempt; with a session, the header by which a router keeps it at one server."""
     namespace: str
+    """Of the prefix cache (:mod:`rollouts.inference.prefixes`); empty for the common one."""
     images: Sequence[bytes]
     """JSON strings of the images."""
     vocab_size: int | None

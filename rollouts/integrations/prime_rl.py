@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError
+from rollouts.rewards.teacher_top import check_without_top
 from rollouts.training.batch import group_advantages
 from rollouts.training.rows import check_has_ids, image_column, row_columns, row_images, trimmed
 from rollouts.training.types import Sample
@@ -70,6 +71,7 @@ def training_columns(
     if sample.loss_multiplier != 1:
         columns["rl_weights"] = [float(sample.loss_multiplier)] * width
     if teacher is not None:
+        check_without_top(sample, "prime-rl")
         columns["ref_logprobs"] = np.where(row.mask, teacher[:width], np.float32(0)).tolist()
         columns["ref_kl_weights"] = np.where(row.mask, np.float32(ref_kl_weight), np.float32(0)).tolist()
     if inputs := row_images(sample):

@@ -71,7 +71,7 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
     """Add messages of the history to a strategy, in their order, with the turns that templates expect around them."""
 
     def build(history: Sequence[Message]) -> list[Message]:
-        short_history = strategy(kept.results)
+        short_history = strategy(kept.results)  # all of the history that a strategy looks at: is there a tool message?
         if not kept.messages:
             return short_history
         by_position: dict[int, Message | None] = {} if kept.last_user is None else {kept.last_user: None}
@@ -83,7 +83,7 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
             built.append(message)
         if built[-1].role in ("assistant", "system"):
             built.append(_USER_TURN)
-        return [*built, *short_history[1:]]
+        return [*built, *short_history[1:]]  # no second user turn: built ends in a user or tool message
 
     return build
 

@@ -1,8 +1,9 @@
 """JSON over HTTP for rewards that a server computes, with retries and a deadline.
 
 Invariant: a call ends in a decoded response or in a :class:`RewardFailure` with the error of the last attempt. Only
-transient errors are retried: no connection, a lost connection, status 408, 425, 429 and 5xx. A request may be sent more
-than once, so the server must tolerate repeats.
+transient errors are retried, at the pace of :mod:`rollouts.http.pacing`: no connection, a lost connection, status 408,
+409, 425, 5xx, and 429, for which all calls wait while deadlines stand still. A request may be sent more than once, so
+the server must tolerate repeats.
 """
 
 from __future__ import annotations
@@ -10,17 +11,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import anyio
+import attrs
 import msgspec
 from anyio.lowlevel import RunVar
 
 from rollouts.base.validators import is_int
 from rollouts.concurrency.boundary import boundary
-from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable, RewardFailure, without_password
-from rollouts.http.answers import RETRIED_STATUSES, UNREADABLE, message_of
+from rollouts.concurrency.deadlines import paused_deadlines
+from rollouts.errors import (
+    ConfigError,
+    EndpointAway,
+    EndpointRefused,
+    EndpointUnavailable,
+    RewardFailure,
+    without_password,
+)
+from rollouts.http.answers import UNREADABLE, message_of
 from rollouts.http.client import HttpClient
+from rollouts.http.pacing import RATE_LIMIT, Pacing, is_repeated, is_used_up, seconds_of
 
 __all__ = ["Poster"]
+
+
+@attrs.frozen
+class _Answer:
+    """A decoded response."""
+
+    value: Any
+
+
+@attrs.frozen
+class _Failed:
+    """A response, or none, that another attempt may mend."""
+
+    error: EndpointUnavailable
+    status: int = 0
+    retry_after: float | None = None
+    """Seconds."""
 
 
 class Poster:
@@ -30,9 +57,12 @@ class Poster:
         url: starts with ``http://`` or ``https://``.
         api_key: sent as a bearer token; never printed.
         attempts: maximum attempts of one call.
-        backoff_seconds: pause after the first failed attempt; doubles after each further one.
+        backoff_seconds: pause after the first failed attempt; doubles after each further one. ``Retry-After`` of the
+            server makes it longer.
+        rate_limit_seconds: the longest wait of one call for rate limits (429) in all; they do not count as attempts.
         seconds: deadline of one call, including retries and the wait for a free slot.
-        at_once: maximum number of concurrent requests.
+        at_once: maximum number of concurrent requests; a rate limit lowers it for a while.
+        repeats_unreadable: also send a request again whose answer is not JSON.
 
     Raises:
         ConfigError: an invalid argument.
@@ -47,14 +77,17 @@ class Poster:
         backoff_seconds: float = 0.5,
         seconds: float = 120.0,
         at_once: int = 64,
+        rate_limit_seconds: float = 1800.0,
+        repeats_unreadable: bool = False,
     ) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ConfigError.of("url", without_password(str(url)), "a URL that starts with http:// or https://")
         for name, value in (("attempts", attempts), ("at_once", at_once)):
             if not is_int(value, 1):
                 raise ConfigError.of(name, value, "an integer >= 1")
-        if not seconds > 0 or not backoff_seconds >= 0:
-            raise ConfigError.of("seconds, backoff_seconds", (seconds, backoff_seconds), "numbers > 0 and >= 0")
+        if not seconds > 0 or not backoff_seconds >= 0 or not rate_limit_seconds >= 0:
+            names, got = "seconds, backoff_seconds, rate_limit_seconds", (seconds, backoff_seconds, rate_limit_seconds)
+            raise ConfigError.of(names, got, "numbers > 0, >= 0 and >= 0")
         self.place = without_password(url)
         """The URL without its password, for messages."""
         self.requests = 0
@@ -63,8 +96,10 @@ class Poster:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._url = url
-        self._attempts, self._backoff, self._seconds = attempts, backoff_seconds, seconds
-        self._limiter = anyio.CapacityLimiter(at_once)
+        self._seconds, self._repeats_unreadable = seconds, repeats_unreadable
+        self._pacing = Pacing(
+            at_once, retries=attempts - 1, wait_seconds=rate_limit_seconds, first_pause=backoff_seconds
+        )
 
     def __repr__(self) -> str:
         return f"<Poster {self.place}: {self.requests} requests>"
@@ -77,34 +112,57 @@ class Poster:
         """
         payload = msgspec.json.encode(body)
         with boundary(RewardFailure, f"{what} at {self.place}", seconds=self._seconds):
-            async with self._limiter:
-                return await self._post_with_retries(payload, what)
+            return await self._post_with_retries(payload, what)
 
     async def _post_with_retries(self, payload: bytes, what: str) -> Any:
-        last: EndpointUnavailable | None = None
-        for attempt in range(self._attempts):
-            if attempt:
-                await anyio.sleep(self._backoff * 2 ** (attempt - 1))
-            try:
-                return await self._post(payload)
-            except EndpointUnavailable as error:
-                last = error
-            except EndpointRefused as error:
-                raise RewardFailure(f"{what} at {self.place}: {error}") from error
-        times = f"{self._attempts} attempts" if self._attempts > 1 else "1 attempt"
-        raise RewardFailure(f"{what} at {self.place} gave no answer in {times}; the last: {last}") from last
-
-    async def _post(self, payload: bytes) -> Any:
-        self.requests += 1
-        status, content = await _transport().post(self._url, payload, self._headers)
-        if status >= 500 or status in RETRIED_STATUSES:
-            raise EndpointUnavailable(f"status {status}: {message_of(content)}")
-        if status != 200:
-            raise EndpointRefused(f"status {status}: {message_of(content)}")
+        faults, limited, pacing = 0, 0.0, self._pacing
         try:
-            return msgspec.json.decode(content)
+            while True:
+                with paused_deadlines():  # the server asks for the wait
+                    await pacing.pause()
+                await pacing.acquire()
+                try:
+                    if pacing.paused:
+                        continue  # so since this request began to wait
+                    answer = await self._post(payload)
+                finally:
+                    pacing.release()
+                if not isinstance(answer, _Failed):
+                    pacing.recover()
+                    return answer.value
+                if answer.status == RATE_LIMIT:
+                    limited += pacing.slow_down(answer.error, answer.retry_after, limited)
+                else:
+                    faults += 1
+                    await pacing.after_fault(answer.error, faults, answer.retry_after)
+        except (EndpointUnavailable, EndpointAway, EndpointRefused) as error:
+            raise RewardFailure(f"{what} at {self.place}: {error}") from error
+
+    async def _post(self, payload: bytes) -> _Answer | _Failed:
+        """Send a request once.
+
+        Raises:
+            EndpointRefused: an error that no repetition mends.
+        """
+        self.requests += 1
+        try:
+            async with _transport().open("POST", self._url, self._headers, payload) as response:
+                content, status = await response.read(), response.status
+                retry_after = seconds_of(response.headers.get("Retry-After"))
+        except EndpointUnavailable as error:
+            return _Failed(error)
+        text = f"status {status}: {message_of(content)}"
+        if is_repeated(status) and not is_used_up(status, content):
+            return _Failed(EndpointUnavailable(text), status, retry_after)
+        if status != 200:
+            raise EndpointRefused(text)
+        try:
+            return _Answer(msgspec.json.decode(content))
         except UNREADABLE:
-            raise EndpointRefused(f"status 200, but the body is not JSON: {message_of(content)}") from None
+            text = f"status 200, but the body is not JSON: {message_of(content)}"
+            if self._repeats_unreadable:
+                return _Failed(EndpointUnavailable(text))
+            raise EndpointRefused(text) from None
 
 
 _TRANSPORT: RunVar[HttpClient] = RunVar("rollouts_reward_transport")

@@ -79,8 +79,8 @@ class LLMJudge:
         structured: send a JSON schema.
         temperature: sampling temperature of the judges.
         max_tokens: maximum tokens of a verdict.
-        **options: of :class:`~rollouts.rewards.http.Poster`: ``attempts``, ``backoff_seconds``,
-            ``seconds``, ``at_once``; for each judge.
+        **options: of :class:`~rollouts.rewards.http.Poster`: ``attempts``, ``backoff_seconds``, ``seconds``,
+            ``at_once``, ``rate_limit_seconds``; for each judge.
 
     Raises:
         ConfigError: an invalid option, or an API key that is not in the environment.
@@ -119,7 +119,10 @@ class LLMJudge:
         if structured:
             self._request["response_format"] = _schema(scale)
         self._posters = [
-            Poster(f"{judge.base_url.rstrip('/')}/chat/completions", api_key=_key(judge), **options)
+            Poster(
+                f"{judge.base_url.rstrip('/')}/chat/completions",
+                **{"api_key": _key(judge), "repeats_unreadable": True, **options},
+            )
             for judge in self.judges
         ]
 

@@ -51,7 +51,7 @@ class RemoteReward:
         linger_seconds: how long the first sample of a batch waits for others.
         encode: converts a sample to the JSON object that is sent.
         **options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``,
-            ``backoff_seconds``, ``seconds``, ``at_once``.
+            ``backoff_seconds``, ``seconds``, ``at_once``, ``rate_limit_seconds``.
 
     Raises:
         ConfigError: an invalid option.

@@ -6,38 +6,43 @@
 
 Invariant: a kept sample has ``teacher_log_probs`` as wide as its tokens, 0 on context, of exactly one teacher and of
 exactly its own ids; a request that fails for good fails the group, and is never a column of zeros. Groups that the
-filter drops are not sent. This module knows no trainer.
+filter drops are not sent. ``metadata["scored_by"]`` names the teacher. This module knows no trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
-from rollouts.base.validators import is_number
+from rollouts.base.validators import is_int, is_number
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.task_groups import first_error
+from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, FilterFailure, RewardFailure, without_password
 from rollouts.rewards.http import Poster
+from rollouts.rewards.teacher_top import TeacherTop, check_without_top, checked_top, set_top
+from rollouts.rewards.teacher_wire import PROTOCOLS, Protocol, Scores, logprobs_of_ids, request_of_ids
 from rollouts.training.types import FilterFn, Sample
 
-__all__ = ["Route", "Teacher", "scored_by_teachers", "teacher_logprobs", "teachers_as_advantages"]
+__all__ = ["Route", "Teacher", "scored_by_teachers", "teachers_as_advantages"]
 
 Route: TypeAlias = "str | Callable[[Sample], bool]"
 """``metadata.NAME=VALUE``, or a function of the sample."""
 
-_ROUNDING = 1e-3
-"""A logprob of a token that is certain may be this much above 0 in bfloat16."""
-
 
 class Teacher:
-    """A client of a teacher's ``/generate`` (SGLang 0.5.23, managers/io_struct.py: GenerateReqInput).
+    """A client of a teacher, which SGLang or vLLM serves.
 
     Args:
-        url: of its ``/generate``.
+        url: of its ``/generate`` of SGLang, or its :class:`~rollouts.dtypes.Endpoint` with one URL.
+        top_k: how many of the most probable ids at each sampled token are kept with their logprobs, in the form of
+            :mod:`rollouts.rewards.teacher_top`; 0 for the sampled ids alone.
+        student: the same for the server of the policy, with ``top_k``: its logprobs of the teacher's ids, for a trainer
+            that takes their divergence, such as miles. SGLang only.
         route: which samples it scores; ``None``: all, where it is the only teacher.
         temperature: 1, that of prompt logprobs whatever the request says; the rollouts have to be sampled at it.
         options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``, ``seconds``, ``at_once``.
@@ -46,13 +51,30 @@ class Teacher:
         ConfigError: an invalid argument.
     """
 
-    def __init__(self, url: str, *, route: Route | None = None, temperature: float = 1.0, **options: Any) -> None:
+    def __init__(
+        self,
+        url: str | Endpoint,
+        *,
+        top_k: int = 0,
+        student: str | Endpoint | None = None,
+        route: Route | None = None,
+        temperature: float = 1.0,
+        **options: Any,
+    ) -> None:
         if not is_number(temperature) or temperature != 1:
             expected = "1: servers report prompt logprobs before the temperature"
             raise ConfigError.of("Teacher.temperature", temperature, expected)
+        if not is_int(top_k, 0):
+            raise ConfigError.of("Teacher.top_k", top_k, "an integer >= 0")
         self._name, self._value = _parts_of(route) if isinstance(route, str) else ("", "")
-        self.route = route
-        self._post = Poster(url, **options)
+        self.route, self.top_k = route, top_k
+        self._protocol, self._post = _client(url, options)
+        self._student: Poster | None = None
+        if student is not None:
+            protocol, self._student = _client(student, options)
+            if not top_k or protocol is not PROTOCOLS["sglang"]:
+                got = f"top_k={top_k}, a server with {protocol.path}"
+                raise ConfigError.of("Teacher.student", got, "top_k >= 1, and SGLang's /generate")
 
     def __repr__(self) -> str:
         route = self.route if isinstance(self.route, str) else function_name(self.route) if self.route else "all"
@@ -68,10 +90,10 @@ class Teacher:
             return bool(self.route(sample))
 
     async def score(self, sample: Sample) -> None:
-        """Set ``teacher_log_probs`` of a sample.
+        """Set ``teacher_log_probs`` of a sample, and what ``metadata["scored_by"]`` has of the teacher.
 
         Raises:
-            RewardFailure: no answer, or not a finite logprob of each sampled id.
+            RewardFailure: no answer, or not a finite logprob of each sampled id, or wrong most probable ids.
             ConfigError: the sample has images, or was sampled at another temperature than 1.
         """
         mask = sample.mask_column
@@ -85,16 +107,37 @@ class Teacher:
             return
         ids = sample.token_column.tolist()
         start = int(mask.argmax())
-        body = {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-            "return_logprob": True,
-            "logprob_start_len": max(0, start - 1),
-        }
-        reply = await self._post(body, "logprobs of the teacher")
+        reply = await self._post(self._protocol.body(ids, start, self.top_k), "logprobs of the teacher")
+        scores = self._protocol.read(reply, ids, start, self.top_k)
+        top = await self._top(ids, start, np.flatnonzero(mask[start:]), scores) if self.top_k else None
         column = np.zeros(len(ids), np.float32)
-        column[start:] = teacher_logprobs(reply, ids, len(ids) - start)
+        column[start:] = scores.logprobs
         sample.teacher_log_probs = np.where(mask, column, np.float32(0))
+        set_top(sample, self._post.place, top)
+
+    async def _top(self, ids: list[int], start: int, at: npt.NDArray[Any], scores: Scores) -> TeacherTop:
+        """The most probable ids at the sampled tokens ``at``, counted from ``start``."""
+        top = TeacherTop(scores.top_ids[at], scores.top_logprobs[at])
+        checked_top(top, np.array(ids, np.int32)[start + at], scores.logprobs[at])
+        if self._student is None:
+            return top
+        body = request_of_ids(ids, start, np.unique(top.ids).tolist())
+        reply = await self._student(body, "logprobs of the student")
+        return attrs.evolve(top, student=logprobs_of_ids(reply, ids, start, at, top.ids))
+
+
+def _client(server: str | Endpoint, options: Mapping[str, Any]) -> tuple[Protocol, Poster]:
+    """The protocol of a server, and the client of its URL."""
+    if not isinstance(server, Endpoint):
+        return PROTOCOLS["sglang"], Poster(server, **options)
+    if server.provider not in PROTOCOLS or len(server.base_url) != 1 or server.lora is not None:
+        expected = "one URL of a server of token ids, without an adapter"
+        raise ConfigError.of("Teacher(Endpoint)", server, expected)
+    protocol = PROTOCOLS[server.provider]
+    of_endpoint: dict[str, Any] = {"api_key": server.api_key, "seconds": server.request_seconds}
+    if isinstance(server.concurrency, int):
+        of_endpoint["at_once"] = server.concurrency
+    return protocol, Poster(f"{server.base_url[0]}{protocol.path}", **{**of_endpoint, **options})
 
 
 def _parts_of(route: str) -> tuple[str, str]:
@@ -102,27 +145,6 @@ def _parts_of(route: str) -> tuple[str, str]:
     if not equals or not name.startswith("metadata.") or name == "metadata.":
         raise ConfigError.of("Teacher.route", route, "metadata.NAME=VALUE, or a function of the sample")
     return name.removeprefix("metadata."), value
-
-
-def teacher_logprobs(reply: Any, ids: Sequence[int], width: int) -> npt.NDArray[np.float32]:
-    """The logprobs of the last ``width`` ids in a reply of ``/generate`` to a request for those of the prompt.
-
-    Raises:
-        RewardFailure: they are missing, not finite, or of other ids.
-    """
-    try:
-        rows = reply["meta_info"]["input_token_logprobs"]
-        echoed = [row[1] for row in rows]
-        logprobs = np.array([row[0] for row in rows[-width:]], np.float32)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise RewardFailure(
-            f"teacher: got no meta_info.input_token_logprobs of [logprob, id] ({error!r}); expected one for each id"
-        ) from None
-    if len(echoed) < width or echoed != list(ids[len(ids) - len(echoed) :]):
-        raise RewardFailure(f"teacher: got logprobs of other ids than the {len(ids)} that were sent")
-    if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
-        raise RewardFailure("teacher: got a logprob that is not finite, or above 0; expected one for each token")
-    return logprobs
 
 
 def scored_by_teachers(teachers: Sequence[Teacher], filter_fn: FilterFn | None = None) -> FilterFn:
@@ -172,9 +194,10 @@ def teachers_as_advantages(samples: Sequence[Sample], advantages: Sequence[float
         weight: of the divergence.
 
     Raises:
-        ConfigError: a sample has no logprobs of its policy, or of a teacher.
+        ConfigError: a sample has no logprobs of its policy, or of a teacher, or the teacher's most probable ids.
     """
     for sample, advantage in zip(samples, advantages, strict=True):
+        check_without_top(sample, "a column of advantages")
         teacher, logprobs = sample.teacher_column, sample.logprob_column
         if teacher is None or logprobs is None:
             missing = "teacher_log_probs" if teacher is None else "rollout_log_probs"

@@ -23,7 +23,7 @@ from rollouts.runs.info import batches_written, is_growing, read_info
 from rollouts.runs.layout import JOURNAL, OUTCOMES, StoredOutcome, Which, run_files
 from rollouts.runs.reading import decoded_object, reading
 from rollouts.runs.run_history import RunHistory
-from rollouts.runs.tools import ToolFolder, named
+from rollouts.runs.tools import ToolFolder, with_named_tools
 from rollouts.training.sample_columns import column_digests
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
@@ -103,7 +103,7 @@ def journal_rows(path: Path, history: RunHistory, group_index: int) -> Iterator[
     for sample in history.group_samples(group_index):
         added: dict[str, Any] = {"outcome": "kept", "reason": "in no batch", "batch": None}
         added["digests"] = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-        yield Row(path, JOURNAL, group_index, "unbatched", {**named(sample.to_dict()), **added})
+        yield Row(path, JOURNAL, group_index, "unbatched", {**with_named_tools(sample.to_dict()), **added})
 
 
 class _Head(msgspec.Struct):

@@ -77,7 +77,7 @@ async def replay(run: Path, recipe: Recipe, out: Path | None = None, *, overwrit
     stored = load_run(run, "all")
     indices = stored.group_indices
     buffer = recipe.data_buffer
-    buffer.go_on_after(max(indices, default=-1) + 1, indices, history.draws)
+    buffer.resume_after(max(indices, default=-1) + 1, indices, history.draws)
     tapes: dict[int, Tape] = {}
 
     def tape_of(index: int) -> Tape:

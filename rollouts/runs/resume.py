@@ -279,7 +279,7 @@ def state_of_history(history: RunHistory, buffer: DataBuffer, group_size: int) -
         buffer: over the same data.
         group_size: rollouts in a group.
     """
-    buffer.go_on_after(history.groups, [*history.unsettled, *history.ready], history.draws)
+    buffer.resume_after(history.groups, [*history.unsettled, *history.ready], history.draws)
     outcomes = [outcome for outcome, _, _ in history.settled.values()]
     accounting = Accounting(
         taken=history.taken,

@@ -25,11 +25,11 @@ from rollouts.training.data_buffer import Draw
 from rollouts.training.metrics import RunMetrics
 from rollouts.training.types import Outcome, Sample
 
-_AHEAD = 1 << 20
-"""Most groups by which an index may exceed the number of prompts taken: takes of one moment are recorded in any order,
-and the indices up to the highest are listed."""
-
 __all__ = ["Rollout", "RunHistory", "SealedBatch"]
+
+_AHEAD = 1 << 20
+"""Most groups by which an index may exceed the number of prompts taken. Prompts that were taken at one moment are
+recorded in any order; a damaged index above that would make :attr:`RunHistory.unsettled` endless."""
 
 
 @attrs.define
@@ -191,7 +191,7 @@ class RunHistory:
             case "sealed":
                 number, groups = fields["batch"], tuple(fields["groups"])
                 self.sealed.append(SealedBatch(number, groups, fields["metrics"], fields["accounting"]))
-                self.totals.take_lengths()
+                self.totals.take_lengths()  # they are in the metrics of this batch
 
     def _sample(self, entry: Entry, rollout: Rollout) -> Sample:
         assert entry.columns is not None, "a sample has columns"

@@ -23,7 +23,7 @@ from rollouts.dtypes import Prompt
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Journal
 from rollouts.runs.record_bytes import Columns
-from rollouts.runs.tools import ToolFolder, named
+from rollouts.runs.tools import ToolFolder, with_named_tools
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample_fields import RECORDED
 from rollouts.training.types import Group, Sample
@@ -104,11 +104,13 @@ class RunJournal:
     def turn_log(self, index: int) -> TurnLog:
         """The turn log of one attempt at a rollout; it starts with the turns that an earlier process stored."""
         turns = self._earlier.pop(index, ())
-        self._stored_turns[index] = stored = _StoredTurns()
+        stored = _StoredTurns()
         for turn in turns:
-            stored = self._stored_turns[index] = stored.with_more(Columns.of(turn))
+            stored = stored.with_more(Columns.of(turn))
+        self._stored_turns[index] = stored
 
         async def save(turn: Turn | None) -> None:
+            # A record with "first" discards the turns of this rollout before it; one without a turn is only that.
             if turn is None:
                 self._stored_turns[index] = _StoredTurns()
                 self.journal.append("turn", {"index": index, "first": True})
@@ -183,7 +185,7 @@ class RunJournal:
             if start and (start > len(sample) or _digests(_cut(columns, 0, start)) != stored.digests):
                 start = 0
             fields: dict[str, Any] = {"index": index, "branch": branch, "branches": len(samples), "from": start}
-            fields |= {"length": len(sample), "sample": named(sample_fields[branch])}
+            fields |= {"length": len(sample), "sample": with_named_tools(sample_fields[branch])}
             self.journal.append("sample", fields, _cut(columns, start, len(sample)))
         return sample_fields
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.runs.hashed_files import HashedFiles
 
-__all__ = ["TOOLS", "ToolFolder", "named"]
+__all__ = ["TOOLS", "ToolFolder", "with_named_tools"]
 
 TOOLS = "tools"
 """The folder of a run with its tools."""
@@ -60,7 +60,7 @@ class ToolFolder(HashedFiles):
         return dict(fields) if sha256 is None else {**fields, "tools": self.load(sha256)}
 
 
-def named(fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_named_tools(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a sample with the hash of its tools in place of their text."""
     return {**fields, "tools": next(iter(_by_hash(fields["tools"])), None)}
 

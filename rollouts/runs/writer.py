@@ -35,7 +35,7 @@ from rollouts.runs.info import read_info
 from rollouts.runs.journal import LOCK
 from rollouts.runs.layout import CHECKED, JOURNAL, METRICS, METRICS_CRC, RUN_FILES, batch_name, check_outside, run_files
 from rollouts.runs.locks import is_locked, take_lock
-from rollouts.runs.tools import ToolFolder, named
+from rollouts.runs.tools import ToolFolder, with_named_tools
 from rollouts.training.metrics import Accounting
 from rollouts.training.sample_columns import column_digests
 from rollouts.training.types import Group, Outcome, Sample
@@ -276,7 +276,13 @@ class RunWriter:
 
 def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
     digests = column_digests(sample.token_column, sample.mask_column, sample.logprob_column)
-    return {**named(sample.to_dict()), "outcome": outcome, "reason": reason, "batch": batch, "digests": digests}
+    return {
+        **with_named_tools(sample.to_dict()),
+        "outcome": outcome,
+        "reason": reason,
+        "batch": batch,
+        "digests": digests,
+    }
 
 
 def now() -> str:

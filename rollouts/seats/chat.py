@@ -24,7 +24,6 @@ from rollouts.environments.base import Environment
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import (
     ConfigError,
-    EndpointAway,
     EnvironmentFailure,
     Failure,
     GenerateFailure,
@@ -34,8 +33,8 @@ from rollouts.errors import (
 )
 from rollouts.inference.base import check_takes_images
 from rollouts.renderer.in_threads import in_thread
-from rollouts.seats.play_log import Diverged, digest_of
-from rollouts.seats.table import Player, SeatFailed, Table, as_sent
+from rollouts.seats.play_log import digest_of
+from rollouts.seats.table import Player, Table, as_sent
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample
 
@@ -131,15 +130,10 @@ class Chat:
             raise table.fail(self, GenerateFailure(text))
         self.asking = True
         try:
-            with at(f"{current_place()} · seat {self.seat} {self.number}"):
+            with table.failing(self), at(f"{current_place()} · seat {self.seat} {self.number}"):
                 return await self._answer(as_sent(said))
-        except (ConfigError, EndpointAway, TokenMismatchError) as error:
-            table.note(error)
+        except Exception:
             raise
-        except (Diverged, SeatFailed):
-            raise
-        except Exception as error:
-            raise table.fail(self, error) from error
         except BaseException:  # a scope of the play, whose reply is lost
             self.over = self.over or StopReason.DEADLINE
             raise

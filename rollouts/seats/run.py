@@ -18,15 +18,14 @@ from rollouts.dtypes import Limits, Prompt, StopReason, chat_text
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import (
     ConfigError,
-    EndpointAway,
     Failure,
     GenerateFailure,
     TokenMismatchError,
     at,
     current_place,
 )
-from rollouts.seats.play_log import Diverged, digest_of
-from rollouts.seats.table import Player, SeatFailed, Table, as_sent
+from rollouts.seats.play_log import digest_of
+from rollouts.seats.table import Player, Table, as_sent
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample, Status
 from rollouts.trajectory import Trajectory
@@ -90,7 +89,7 @@ class Run:
         table.check(self)
         self.asking = True
         try:
-            with at(f"{current_place()} · seat {self.seat} {self.number}"):
+            with table.failing(self), at(f"{current_place()} · seat {self.seat} {self.number}"):
                 prompt = self._prompt(given)
                 player = await table.player(self.seat, self.number)
                 if seat.program is not None:
@@ -99,13 +98,6 @@ class Run:
                     raise ConfigError.of(f"seats.{self.seat}.run", sorted(options), "none: the seat has no program")
                 else:
                     await self._run_episode(prompt, player, own=given is table.prompt)
-        except (ConfigError, EndpointAway, TokenMismatchError) as error:
-            table.note(error)
-            raise
-        except (Diverged, SeatFailed):
-            raise
-        except Exception as error:
-            raise table.fail(self, error) from error
         finally:
             self.asking = False
         failure = self._samples[-1].failure

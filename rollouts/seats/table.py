@@ -6,7 +6,8 @@ conversation has a number among those of its seat, in the order in which they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -132,6 +133,23 @@ class Table:
         """
         if not self.over and isinstance(error, ConfigError | EndpointAway | TokenMismatchError):
             self.raised = self.raised or error
+
+    @contextlib.contextmanager
+    def failing(self, conversation: Conversation) -> Iterator[None]:
+        """An error inside is the failure of a seat, unless it costs more than the rollout, or was noted already.
+
+        Raises:
+            SeatFailed: in the place of any other exception.
+        """
+        try:
+            yield
+        except (ConfigError, EndpointAway, TokenMismatchError) as error:
+            self.note(error)
+            raise
+        except (Diverged, SeatFailed):
+            raise
+        except Exception as error:
+            raise self.fail(conversation, error) from error
 
     def diverge(self, why: str) -> Diverged:
         """Note that the play does not fit the logged turns, and return the error to raise."""

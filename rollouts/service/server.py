@@ -10,8 +10,8 @@
 
 Invariant: a request may be repeated: one whose answer was lost changes nothing the second time. A lease whose answer
 cannot be sent returns at once; one whose answer may have been sent is found again by ``request``, or returns at its
-time. Bodies of requests are JSON of known fields and at most :data:`MOST_BYTES` long; nothing is unpickled. Access is
-that of :mod:`rollouts.http.access`. Where groups come from is not known here.
+time. Bodies of requests are JSON of known fields, at most :data:`MOST_BYTES` long and :data:`MOST_HELD` together;
+nothing is unpickled. Access is that of :mod:`rollouts.http.access`. Where groups come from is not known here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from aiohttp import web
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalError, RolloutsError
 from rollouts.http.access import guard
+from rollouts.http.bodies import Bodies
 from rollouts.http.server_log import server_log
 from rollouts.service.leases import Lease, LeaseLost, Leases
 from rollouts.service.wire import MEDIA_TYPE, lease_bytes
 
-__all__ = ["MOST_BYTES", "Publish", "Route", "Service", "serving"]
+__all__ = ["MOST_BYTES", "MOST_HELD", "Publish", "Route", "Service", "serving"]
 
 MOST_BYTES = 1 << 20
+MOST_HELD = 1 << 26
 _KEY = "ROLLOUTS_SERVICE_KEY"
 _LONGEST_WAIT = 60.0
 """Most seconds that a request waits for groups; the consumer asks again."""
@@ -95,6 +97,7 @@ class Service:
     _tokens: dict[str, int] = attrs.field(factory=dict)
     """The leases by the ``request`` that took them."""
     _publishing: anyio.Lock = attrs.field(factory=anyio.Lock)
+    _bodies: Bodies = attrs.field(factory=lambda: Bodies(MOST_HELD))
 
     def app(self, host: str, key: str | None) -> web.Application:
         """The application; raises ConfigError as :func:`rollouts.http.access.guard`."""
@@ -127,7 +130,7 @@ class Service:
         return web.Response(text="ok\n")
 
     async def _take(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await _body(request, _Take)
+        leases, body = self._open, await self._body(request, _Take)
         lease = self._of_request(leases, body.request)
         if lease is None:
             lease = await leases.take(
@@ -168,7 +171,7 @@ class Service:
         return await _delivered(self._open.lease(_token(request)))
 
     async def _acknowledge(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await _body(request, _Ack)
+        leases, body = self._open, await self._body(request, _Ack)
         try:
             await leases.acknowledge(_token(request), step=body.step)
         except JournalError:
@@ -178,18 +181,18 @@ class Service:
         return _json({"acknowledged": _token(request)})
 
     async def _renew(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await _body(request, _Renew)
+        leases, body = self._open, await self._body(request, _Renew)
         leases.renew(_token(request), lease_seconds=body.lease_s)
         return _json({"renewed": _token(request)})
 
     async def _release(self, request: web.Request) -> web.Response:
         leases = self._open
-        await _body(request, _Release)
+        await self._body(request, _Release)
         leases.release(_token(request))
         return _json({"released": _token(request)})
 
     async def _announce(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await _body(request, _Version)
+        leases, body = self._open, await self._body(request, _Version)
         if body.path is None and body.while_running is not None:
             raise ConfigError.of("while_running", body.while_running, "none without a path")
         if body.path is not None and self.publish is None:
@@ -204,6 +207,15 @@ class Service:
                 with anyio.CancelScope(shield=True):  # a client that leaves would leave servers with different weights
                     await self.publish(body.path, body.name, body.while_running)
         return _json({"version": body.name, "repeated": is_known})
+
+    async def _body(self, request: web.Request, kind: type[Body]) -> Body:
+        content = await self._bodies.read(request, MOST_BYTES)
+        try:
+            return msgspec.json.decode(content or b"{}", type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"body of {request.path}: {error}") from None
+        finally:
+            self._bodies.release(len(content))
 
     async def _state(self, request: web.Request) -> web.Response:
         leases = self.leases
@@ -305,14 +317,9 @@ async def _errors_as_json(
     except RolloutsError as error:
         return _error(500, error)
     except web.HTTPException as refused:
-        return _error(refused.status, RolloutsError(refused.text or refused.reason))
-
-
-async def _body(request: web.Request, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"body of {request.path}: {error}") from None
+        answer = _error(refused.status, RolloutsError(refused.text or refused.reason))
+        answer.headers.update({name: value for name, value in refused.headers.items() if name == "Retry-After"})
+        return answer
 
 
 def _token(request: web.Request) -> int:

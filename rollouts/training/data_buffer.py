@@ -31,6 +31,10 @@ Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
 """The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
 ``(group index, None, rewards)``. A draw without a sampler has no position."""
 
+_OF_SAMPLERS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
+_CLASS = "class"
+"""The entry of a sampler's saved state with the name of its class."""
+
 
 @attrs.frozen
 class BufferState:
@@ -79,7 +83,7 @@ class DataBuffer:
             without text, images and metadata is invalid. Or the sampler does not fit the prompts.
     """
 
-    sampler: Sampler | None = None
+    sampler: Sampler | None = None  # of a subclass without our __init__
 
     def __init__(
         self,
@@ -107,7 +111,9 @@ class DataBuffer:
         self._epoch = 0
         self._next_group_index = 0
         self._positions: dict[int, int] = {}
+        """Prompts that are out, by group index: their positions in the data."""
         self._leftovers: list[tuple[int, int]] = []
+        """Prompts that were put back, as in :attr:`BufferState.leftovers`, in the order in which they come out."""
         self._begin()
 
     def _begin(self) -> None:
@@ -146,11 +152,10 @@ class DataBuffer:
         if self._cursor or self._epoch or self._leftovers:
             raise ConfigError.of("hold_out", repr(self), "a buffer from which nothing was taken")
         unique = {_key(prompt): prompt for prompt in self._prompts}
-        held_out = dict(list(unique.items())[len(unique) - count :]) if count else {}
-        left = [prompt for prompt in self._prompts if _key(prompt) not in held_out]
         if not 0 <= count < len(unique):
             raise ConfigError.of("hold_out(count)", count, f"0 to {len(unique) - 1} of {len(unique)} different prompts")
-        self._prompts = left
+        held_out = dict(list(unique.items())[len(unique) - count :])
+        self._prompts = [prompt for prompt in self._prompts if _key(prompt) not in held_out]
         self.__dict__.pop("fingerprint", None)  # the cached value includes the removed prompts
         self._begin()
         return list(held_out.values())
@@ -235,7 +240,7 @@ class DataBuffer:
         if self.sampler is not None and state.sampler is not None:  # a state without one: its run had no sampler
             self.sampler.load_state_dict(state.sampler)
 
-    def go_on_after(self, taken: int, unsettled: Collection[int], draws: Iterable[Draw] = ()) -> None:
+    def resume_after(self, taken: int, unsettled: Collection[int], draws: Iterable[Draw] = ()) -> None:
         """Set the state of a buffer with the same data that has handed out ``taken`` prompts.
 
         Args:
@@ -331,11 +336,6 @@ class DataBuffer:
         return crc
 
 
-_OF_SAMPLERS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
-_CLASS = "class"
-"""The entry of a sampler's saved state with the name of its class."""
-
-
 def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
     """The positions of one epoch in their order; that of the data without a seed."""
     order = list(range(size))
@@ -366,14 +366,13 @@ def check_rows(prompts: Any, field: str) -> None:
 def _rows_of_table(value: Any) -> str | None:
     """How to get rows from a table, which yields columns when it is iterated; ``None`` if the value is not one.
 
-    There are four cases: 1. pyarrow. 2. polars. 3. pandas, and libraries with its interface. 4. A lazy frame of polars.
     A data set of ``datasets`` yields rows: it has ``column_names``, but not ``columns``.
     """
     ways = {
-        "to_pylist": "table.to_pylist()",
-        "to_dicts": "df.to_dicts()",
-        "to_dict": "df.to_dict('records')",
-        "collect": "df.collect().to_dicts()",
+        "to_pylist": "table.to_pylist()",  # pyarrow
+        "to_dicts": "df.to_dicts()",  # polars
+        "to_dict": "df.to_dict('records')",  # pandas, and libraries with its interface
+        "collect": "df.collect().to_dicts()",  # a lazy frame of polars
     }
     if not hasattr(value, "columns"):
         return None

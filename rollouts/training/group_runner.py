@@ -66,7 +66,8 @@ class _Round:
     finished: dict[int, list[Sample]]
     """Sound rollouts by number, those of earlier rounds included."""
     ended: list[int]
-    """Their numbers. Prompts count these: a pickled prompt, as a worker gets it, would otherwise have the samples."""
+    """Their numbers. ``Prompt.urgency`` is the length of this list and not of ``finished``, since a prompt that is
+    pickled for a worker takes along what its urgency is bound to: all samples of the group."""
     lost: dict[int, list[Sample]] = attrs.field(factory=dict)
     broken: Exception | None = None
     """The first broken law."""
@@ -125,7 +126,7 @@ class GroupRunner:
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
-        self._slots.reserve(index, 0)  # of rollouts that were cancelled before they asked
+        self._slots.reserve(index, 0)  # gives up the slots of rollouts that were cancelled before they asked
         if limit.caught:
             lost = self._timed_out(prompt, finished)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
@@ -213,7 +214,7 @@ class GroupRunner:
         assert index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
-                await self._turns.passed()  # groups that start together
+                await self._turns.passed()  # many groups may start in one turn of the event loop
                 wait = await self._slots.acquire(group_index(request), number, group.limit)
                 try:
                     samples, policy = await self._attempts_at(request, index, wait)

@@ -43,7 +43,7 @@ class Ledger:
     dropped_for_batch: int = 0
     """Groups that the filter dropped since the last batch."""
     not_replaced: int = 0
-    """Those that it would have kept if the batch had needed them: no group starts in their place."""
+    """Those of them for which :meth:`is_scarce` was false: no group starts in their place."""
 
     def take(self, version: int) -> Prompt | None:
         """Take a prompt, whose group is in flight from now on; ``None`` if no prompt is left."""
@@ -59,7 +59,7 @@ class Ledger:
         return prompt
 
     def account_for(self, group: Group) -> None:
-        """Count a group in flight as ready, dropped or failed; it stays in flight for :meth:`landed`."""
+        """Count a group in flight as ready, dropped or failed; :meth:`landed` follows when its task ends."""
         self.totals.add(group)
         self.accounting.in_flight -= 1
         if group.outcome == "kept":  # its prompt is done with its batch, so that a state saved until then includes it
@@ -85,9 +85,10 @@ class Ledger:
         return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
 
     def is_scarce(self, spare: int) -> bool:
-        """Whether the filter has dropped as many groups for this batch as are generated beyond its size, ``spare``.
+        """Decide on a group that the filter would keep only if the batch needs it; call it once for each such group.
 
-        If not, the group that it rejects is dropped and not replaced: the groups that are left would fill the batch.
+        A batch starts with ``spare`` groups more than its size. The first ``spare`` groups that the filter drops leave
+        enough to fill it: until then the answer is false, and the group is dropped without another in its place.
         """
         if max(self.dropped_for_batch, self.not_replaced) >= spare:
             return True
@@ -101,7 +102,7 @@ class Ledger:
         self.accounting.returned += 1
 
     def landed(self, prompt: Prompt) -> None:
-        """Forget that a group was in flight."""
+        """Forget a group whose task has ended; it is accounted for, or its prompt was put back."""
         self.restarted.discard(group_index(prompt))
         del self.started[group_index(prompt)]
 

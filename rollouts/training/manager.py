@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncRolloutManager"]
 
 _BLOCKED_SECONDS = 1.0
+"""Between two looks whether groups may start again, while none is in flight."""
 
 
 class AsyncRolloutManager:
@@ -99,7 +100,7 @@ class AsyncRolloutManager:
         self.staleness = Staleness()
         self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
-        self._filling = self._streaming = False
+        self._filling = self._streaming = False  # whether a caller waits for a batch, and whether stream() is open
         self._recorder = Recorder(rollout_log, on_group)
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_on_free_slot)

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes.messages import ENVIRONMENT
+from rollouts.dtypes.messages import ENVIRONMENT, REPLIES
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 
@@ -227,7 +227,7 @@ def _repeated_prompts(samples: Sequence[Sample]) -> int:
 
 
 def _turns(branches: Sequence[Sample]) -> int:
-    return sum(sample.turns or int(sample.metrics.get("replies", 0)) for sample in branches)  # without ids: counted
+    return sum(sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches)
 
 
 def _mean(values: Sequence[float]) -> float:

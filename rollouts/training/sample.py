@@ -50,6 +50,7 @@ def _status_of(value: Status | str) -> Status:
         raise ConfigError.of("Sample.status", value, f"one of {[status.value for status in Status]}") from None
 
 
+# NO_OP: the properties of columns convert what is assigned to them; every other assignment is checked by `check`.
 @attrs.define(eq=False, repr=False, on_setattr=attrs.setters.NO_OP)
 class Sample:
     """One rollout, or one branch of a rollout, in the form that trainers take. Field names are slime's.

@@ -24,6 +24,14 @@ from rollouts.training.sample import Sample
 
 __all__ = ["copied", "pack_lossy", "pack_or_fail", "unchanged"]
 
+_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
+"""Fields that name a sample: user code does not change them."""
+_COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+
+_Identity: TypeAlias = tuple[Any, ...]
+"""The values of ``_UNCHANGED``, the completions, and the replies or ``None``."""
+
 
 def copied(value: Any) -> Any:
     """A copy of nested lists and dicts: other rollouts have the same prompt, and so does the next epoch."""
@@ -57,10 +65,6 @@ def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str
     if change:
         raise failure(f"{name}: {change}")
     pack_or_fail(samples, failure, f"after {name}")
-
-
-_Identity: TypeAlias = tuple[Any, ...]
-"""The values of ``_UNCHANGED``, the completions, and the replies or ``None``."""
 
 
 def _identity_of(sample: Sample) -> _Identity:
@@ -121,10 +125,6 @@ def _change_of(sample: Sample, before: _Identity) -> str:
         if not _are_same(name, value, expected):
             return f"Sample.{name}: got values that it changed; expected those of the replies"
     return ""
-
-
-_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
-_COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 
 
 def _are_same(name: str, one: Any, other: Any) -> bool:
@@ -233,6 +233,3 @@ def _number(name: str, value: Any) -> float:
     if abs(number) > _MAX_FLOAT:
         raise ConfigError.of(name, value, "a number that is finite in 32 bits, as trainers take it")
     return number
-
-
-_MAX_FLOAT = float(np.finfo(np.float32).max)

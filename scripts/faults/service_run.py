@@ -47,7 +47,7 @@ _SIZE, _N = 3, 2
 """Groups of a batch, and rollouts of a group."""
 
 
-async def _generate(prompts: Sequence[Prompt]) -> list[Sample]:
+async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
     (prompt,) = prompts
     await anyio.sleep(0.005)
     ids = [1, 2, 3 + (prompt.index or 0) % 1000]
@@ -67,29 +67,29 @@ async def _generate(prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def _config() -> RolloutConfig:
-    return RolloutConfig(batch_size=_SIZE, n_samples_per_prompt=_N, generate_fn=_generate, max_attempts=1000)
+    return RolloutConfig(batch_size=_SIZE, n_samples_per_prompt=_N, generate_fn=generate, max_attempts=1000)
 
 
-async def _serve(run: Path, port: int, batches: int) -> None:
-    joined = JoinedWorkers(silent_seconds=0.5)
+async def _serve(crew: Crew) -> None:
+    joined = JoinedWorkers(silent_seconds=crew.silent_seconds)
     joined.facts = {}
     service = Service(routes=joined.routes, numbers=joined.numbers)
-    async with serving(service, port=port), joined.dispatcher((1, 4)) as workers:
+    async with serving(service, port=crew.port), joined.dispatcher((1, 4)) as workers:
         recipe = Recipe(
             name="kills",
-            config=workers.config(_config()),
+            config=workers.config(crew.config()),
             data_buffer=DataBuffer([f"question {number}" for number in range(50)]),
             endpoint=Endpoint(),
             tokenizer="none",
             environment_cls=CalculatorEnvironment,
-            batches=batches,
+            batches=crew.batches,
         )
-        async with leased_run(run, recipe, trains_here=False) as service.leases:
+        async with leased_run(crew.folder / "run", recipe, trains_here=False) as service.leases:
             await anyio.sleep_forever()
 
 
-async def _work(url: str) -> None:
-    await work(url, factory=_config)
+async def _work(url: str, config: Callable[[], RolloutConfig]) -> None:
+    await work(url, factory=config)
 
 
 def _train(url: str, witness: Path) -> None:
@@ -131,11 +131,19 @@ def _forked(log: Path, function: Callable[[], Any]) -> int:
         os._exit(code)
 
 
-class _Crew:
+class Crew:
     """The processes, by name."""
 
-    def __init__(self, folder: Path, batches: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        batches: int,
+        *,
+        config: Callable[[], RolloutConfig] = _config,
+        silent_seconds: float = 0.5,
+    ) -> None:
         self.folder, self.batches = folder, batches
+        self.config, self.silent_seconds = config, silent_seconds
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.pids: dict[str, int] = {}
@@ -143,10 +151,10 @@ class _Crew:
     def start(self, name: str) -> None:
         url = f"http://127.0.0.1:{self.port}"
         functions: dict[str, Callable[[], Any]] = {
-            "service": lambda: anyio.run(_serve, self.folder / "run", self.port, self.batches),
+            "service": lambda: anyio.run(_serve, self),
             "trainer": lambda: _train(url, self.folder / "witness"),
         }
-        function = functions.get(name, lambda: anyio.run(_work, url))
+        function = functions.get(name, lambda: anyio.run(_work, url, self.config))
         self.pids[name] = _forked(self.folder / f"{name}.log", function)
 
     def kill(self, name: str) -> bool:
@@ -157,6 +165,15 @@ class _Crew:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         return True
+
+    def complete(self) -> int:
+        """Let the run end soon, after a restart of the service; returns the exit code of the trainer."""
+        self.kill("service")
+        self.batches = sum(1 for _ in _sealed_so_far(self.folder / "run" / "journal")) + 2
+        self.start("service")
+        _, status = os.waitpid(self.pids.pop("trainer"), 0)
+        os.kill(self.pids["service"], signal.SIGTERM)
+        return os.waitstatus_to_exitcode(status)
 
 
 def _wait_for_growth(log: Path, seconds: float) -> bool:
@@ -240,7 +257,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folder")
     options = parser.parse_args()
     dice, folder = random.Random(options.seed), Path(tempfile.mkdtemp(prefix="rollouts-service-"))
-    crew = _Crew(folder, 1_000_000)
+    crew = Crew(folder, 1_000_000)
     names = ("service", "worker 1", "worker 2", "trainer")
     killed: Counter[str] = Counter()
     log = folder / "run" / "leases.log"
@@ -255,12 +272,8 @@ def main() -> int:
             if crew.kill(name):
                 killed[f"{name.partition(' ')[0]}{' when the log grew' if grew else ''}"] += 1
             crew.start(name)
-        crew.kill("service")
-        crew.batches = sum(1 for _ in _sealed_so_far(folder / "run" / "journal")) + 2
-        crew.start("service")
-        _, status = os.waitpid(crew.pids.pop("trainer"), 0)
-        os.kill(crew.pids["service"], signal.SIGTERM)
-        print(f"{killed.total()} kills: {dict(killed)}; the trainer ended with {os.waitstatus_to_exitcode(status)}")
+        code = crew.complete()
+        print(f"{killed.total()} kills: {dict(killed)}; the trainer ended with {code}")
     finally:
         for name in list(crew.pids):
             crew.kill(name)

@@ -140,6 +140,27 @@ async def test_a_budget_needs_a_usage() -> None:
         Account(budget=1.0)
 
 
+@pytest.mark.parametrize("place", ["body", "error"])
+async def test_an_error_that_costs_money_counts_for_the_budget(place: str) -> None:
+    """Where its body has a usage, or the error in it; else its cost is unknown, and counted as such."""
+    usage = {"prompt_tokens": 100_000, "completion_tokens": 200_000}
+    error: dict[str, Any] = {"message": "the filter refused the reply", "type": "t", "param": None, "code": None}
+    body = {"error": error, "usage": usage} if place == "body" else {"error": {**error, "usage": usage}}
+    account = Account(Prices(1, 2), 0.4)
+    async with JsonServer(lambda asked: (400, body)) as server:
+        with pytest.raises(EndpointRefused):
+            await ask(server.url, account)
+        assert account.spent == pytest.approx(0.5)
+        assert account.unpriced == 0
+        with pytest.raises(BudgetSpent):
+            await ask(server.url, account)
+        assert len(server.asked) == 1
+    async with JsonServer(lambda asked: (400, {"error": error})) as server:
+        with pytest.raises(EndpointRefused):
+            await ask(server.url, account := Account(Prices(1, 2), 0.4))
+        assert (account.spent, account.unpriced) == (0.0, 1)
+
+
 @pytest.mark.parametrize(("key", "content"), [("EMPTY", "The list is EMPTY."), ("x", "x is 3"), ("1", "11 of 21")])
 async def test_a_reply_is_read_as_it_came_whatever_the_key_is(key: str, content: str) -> None:
     """Local servers take keys such as EMPTY: a reply that has these letters keeps them."""

@@ -84,11 +84,28 @@ async def test_a_call_that_cannot_run_is_answered_and_the_history_is_sound() -> 
     assert sample.metrics["duplicate_call_ids"] == 2
 
 
-@pytest.mark.parametrize("fault", ["refusal", "content_filter"])
-async def test_a_withheld_reply_is_a_failure_and_not_a_score(fault: Any) -> None:
-    """It is asked for once: a second try would hide refusals."""
+@pytest.mark.parametrize(
+    ("fault", "text"), [("refusal", "I'm sorry, but I can't help with that."), ("content_filter", "")]
+)
+async def test_a_withheld_reply_is_scored_and_counted(fault: Any, text: str) -> None:
+    """It is a reply of the model, which the environment judges as any other; a second try would hide refusals."""
     async with ChatServer(solve, fault=lambda number: fault) as server:
         sample = await play(server)
+    assert sample.failure is None
+    assert sample.messages[-1]["content"] == text
+    assert (sample.metrics["refusals"], sample.metrics["replies"], len(server.asked)) == (1, 1, 1)
+    assert sample.stop_reason == StopReason.TASK_COMPLETED
+
+
+async def test_a_filter_that_refuses_the_request_is_a_failure() -> None:
+    """An error of the API has no reply: it is not asked again, and not scored."""
+    error = {"error": {"message": "filtered", "type": None, "param": "prompt", "code": "content_filter"}}
+    async with JsonServer(lambda asked: (400, error)) as server:
+        (sample,) = await chat_rollout_to_samples(
+            "What is 1 + 1000?",
+            environment_cls=CalculatorEnvironment,
+            endpoint=ChatEndpoint(model="stub", base_url=server.url),
+        )
     assert sample.failure is not None
     assert (sample.failure.kind, sample.failure.cause, sample.reward) == ("ReplyWithheld", "endpoint", None)
     assert len(server.asked) == 1

@@ -68,11 +68,14 @@ async def test_a_fault_of_the_api_is_never_a_score(rollouts: int) -> None:
         samples = await run_evaluation(recipe.config, recipe.data_buffer.prompts, 1)
     assert len(samples) == rollouts
     cut = [sample for sample in samples if sample.stop_reason == "context_overflow"]  # shorter than was asked for
-    assert false_scores(sample for sample in samples if sample not in cut) == []
-    kinds = Counter(sample.failure.kind for sample in samples if sample.failure is not None)
+    refused = [sample for sample in samples if sample.metrics.get("refusals")]
+    others = [sample for sample in samples if sample not in cut and sample not in refused]
+    assert false_scores(others) == []
+    assert {sample.reward for sample in refused} == {0.0}, "a refusal is a reply, and no right answer"
     faults = server.faults
     assert set(faults) == set(FAULTS)
-    assert kinds == {"ReplyWithheld": faults["refusal"] + faults["content_filter"]}
+    assert [sample.failure for sample in samples if sample.failure is not None] == []
+    assert len(refused) == faults["refusal"] + faults["content_filter"]
     assert len(cut) == faults["length"]
     assert {one.status for one in server.asked} == {200, 429, 500, 503}, "the API refused no request of ours"
     repeated = sum(faults[name] for name in FAULTS if name not in ("refusal", "content_filter", "length"))
@@ -210,11 +213,12 @@ def said(message: Any) -> tuple[Any, ...]:
 
 async def test_a_failed_rollout_passes_nowhere() -> None:
     """In the scores of an evaluation, it is counted as failed, and not as a wrong reply."""
-    async with ChatServer(solve, fault=lambda number: "refusal" if number % 4 == 0 else None) as server:
-        recipe = chat_sums(server.url, tasks(8, 4), patience=1000, endpoint_concurrency=1)
+    async with ChatServer(solve, fault=lambda number: "server_error" if number % 4 == 0 else None) as server:
+        of_endpoint: dict[str, Any] = {"endpoint_concurrency": 1, "endpoint_max_retries": 0}
+        recipe = chat_sums(server.url, tasks(8, 4), patience=1000, **of_endpoint)
         samples = await run_evaluation(recipe.config, recipe.data_buffer.prompts, 1)
     scores = {score.key: score for score in task_scores(samples)}
     for sample in samples:
         score = scores[task_key(sample.prompt, sample.label)]
         assert (score.failed, score.passed) == (int(sample.failure is not None), int((sample.reward or 0) >= 1))
-    assert sum(score.failed for score in scores.values()) == server.faults["refusal"] > 0
+    assert sum(score.failed for score in scores.values()) == server.faults["server_error"] > 0

@@ -41,6 +41,24 @@ def test_a_reply_is_read(message: Any, finish: str, text: str, calls: int, reaso
 
 
 @pytest.mark.parametrize(
+    ("message", "finish", "text"),
+    [
+        ({"role": "assistant", "content": None, "refusal": "no"}, "stop", "no"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "stop", "no"),
+        ({"role": "assistant", "content": "ye"}, "content_filter", "ye"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "content_filter", ""),
+    ],
+)
+def test_a_withheld_reply_is_a_reply_and_marked(message: Any, finish: str, text: str) -> None:
+    """Its text is the refusal, or what the filter left; a call that the filter may have cut does not run."""
+    answer, _ = answer_of(body(message, finish))
+    assert isinstance(answer, Answer)
+    read = answer.message
+    assert (answer.withheld, answer.finish_reason) == (True, "stop")
+    assert (read.text, list(read.tool_calls)) == (text, [])
+
+
+@pytest.mark.parametrize(
     ("payload", "kind"),
     [
         (b"", Unreadable),
@@ -55,9 +73,8 @@ def test_a_reply_is_read(message: Any, finish: str, text: str, calls: int, reaso
         (body({"role": "assistant", "content": "yes"}, "error"), Unreadable),
         (body({"role": "assistant", "content": "yes"}, "tool_calls"), Unreadable),
         (body({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}), Unreadable),
-        (body({"role": "assistant", "content": None, "refusal": "no"}), ReplyWithheld),
-        (body({"role": "assistant", "content": "ye"}, "content_filter"), ReplyWithheld),
-        (body({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}), ReplyWithheld),
+        (body({"role": "assistant", "content": None, "refusal": {"text": "no"}}), Unreadable),
+        (body("ye", "content_filter"), Unreadable),
         (body({"role": "assistant", "content": [{"type": "text", "text": "ye"}, {"type": "refusal"}]}), Unreadable),
         (msgspec.json.encode({"error": {"message": "m", "code": 502}}), EndpointUnavailable),
         (msgspec.json.encode({"error": {"message": "m", "code": 400}}), EndpointRefused),

@@ -44,16 +44,16 @@ def texts_of(folder: Path) -> bytes:
 
 
 def test_an_evaluation_has_pass_rates_and_a_cost_and_no_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy, as the recipe asks; a refusal is counted as failed. The key is in no file and no output."""
+    """Greedy, as the recipe asks; a refusal is counted, and no failure. The key is in no file and no output."""
     out = tmp_path / "exam"
     faults = {0: "refusal", 3: "server_error", 5: "rate_limit"}
     with serving(solve, fault=lambda number: faults.get(number)) as server:  # type: ignore[arg-type]
         prices = ["--price-in", "1", "--price-out", "2"]
         assert main(["eval", FILE, "--set", "tasks=9", *provider(server.url, *prices), "--out", str(out)]) == 0
     printed = capsys.readouterr()
-    assert "9 tasks, 9 rollouts, 1 failed" in printed.out
-    assert f"chat API: {len(server.asked)} requests, 2 of them retries, $" in printed.out
-    assert {(score.rollouts, score.failed) for score in load_evaluation(out)} == {(1, 0), (1, 1)}
+    assert "9 tasks, 9 rollouts\n" in printed.out.replace(" \n", "\n")
+    assert f"chat API: {len(server.asked)} requests, 2 of them retries, 1 refusals, $" in printed.out
+    assert {(score.rollouts, score.failed) for score in load_evaluation(out)} == {(1, 0)}
     assert KEY not in printed.out + printed.err
     assert KEY.encode() not in texts_of(out)
 

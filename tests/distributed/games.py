@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import anyio.lowlevel
 import attrs
 
 from rollouts.dtypes import Prompt
-from rollouts.errors import TokenMismatchError
+from rollouts.errors import EndpointAway, TokenMismatchError
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.stored_runs import some_sample, spread
 
@@ -67,14 +68,17 @@ def failing() -> RolloutConfig:
 
 
 def deadly(tombs: Path) -> RolloutConfig:
-    """The first worker that plays rollout 5 or 18 kills its process, after the rest of its group is finished."""
+    """The first worker that plays rollout 5 or 18 kills its process, as soon as the file ``kill 5`` or ``kill 18`` is
+    there."""
 
     async def generate_or_die(prompts: Sequence[Prompt]) -> list[Sample]:
         (prompt,) = prompts
         tomb = tombs / str(prompt.index)
         if prompt.index in (5, 18) and not tomb.exists():
             tomb.touch()
-            await anyio.sleep(0.2)  # until finished rollouts have been sent
+            go = tombs / f"kill {prompt.index}"
+            for _ in itertools.takewhile(lambda _: not go.exists(), itertools.count()):
+                await anyio.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return await generate(prompts)
 
@@ -86,6 +90,19 @@ def deadly(tombs: Path) -> RolloutConfig:
         reward_fn=reward,
         max_attempts=4,
     )
+
+
+def unanswered(tombs: Path) -> RolloutConfig:
+    """No inference server answers the first process that calls this."""
+    try:
+        (tombs / "unanswered").mkdir()
+    except FileExistsError:
+        return config(attempts=1)
+
+    async def generate_and_wait(prompts: Sequence[Prompt]) -> list[Sample]:
+        raise EndpointAway("no server answers; no request was answered for 1800 s")
+
+    return attrs.evolve(config(attempts=1), generate_fn=generate_and_wait)
 
 
 def stillborn(tombs: Path) -> RolloutConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
+from rollouts.distributed.server_reports import Servers
 from rollouts.distributed.worker import Player
 from rollouts.errors import ConfigError
 from rollouts.training import RolloutConfig
@@ -25,6 +27,7 @@ class LocalLink:
     scope: anyio.CancelScope
     back: MemoryObjectReceiveStream[bytes]
     beat_seconds: float = 0.005
+    number: int = 0
     orders: int = 0
     running: anyio.Event = attrs.field(factory=anyio.Event)
     """Not set: the worker is stopped. It gives no sign of life, and its messages do not arrive."""
@@ -75,12 +78,15 @@ class Local:
     room: Callable[[int], bool] = lambda number: True
     """Whether there is room for a worker with this number."""
     beat_seconds: float = 0.005
+    servers: Callable[[int], Servers] = lambda number: ("", 0)
+    """The inference servers, as the worker with this number sees them."""
 
     async def connect(self, number: int) -> LocalLink:
         if self.refuses or not self.room(number):
             raise ConfigError("there is no room")
         records, back = anyio.create_memory_object_stream[bytes](100)
-        link = LocalLink(Player(self.config, **self.options), anyio.CancelScope(), back, self.beat_seconds)
+        player = Player(self.config, servers=functools.partial(self.servers, number), **self.options)
+        link = LocalLink(player, anyio.CancelScope(), back, self.beat_seconds, number)
         try:
             await self.tasks.start(_work, link, records)
         except BaseException:  # cancelled before it was ready
@@ -98,11 +104,12 @@ async def local_workers(
     silent_seconds: float = 5.0,
     room: Callable[[int], bool] = lambda number: True,
     beat_seconds: float = 0.005,
+    servers: Callable[[int], Servers] = lambda number: ("", 0),
     **options: Any,
 ) -> AsyncIterator[tuple[Local, Dispatcher]]:
     """Players of a config, and their dispatcher."""
     async with anyio.create_task_group() as tasks:
-        local = Local(tasks, config, options, room=room, beat_seconds=beat_seconds)
+        local = Local(tasks, config, options, room=room, beat_seconds=beat_seconds, servers=servers)
         async with Dispatcher(local.connect, count, silent_seconds=silent_seconds) as workers:
             yield local, workers
         tasks.cancel_scope.cancel()

@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
@@ -17,7 +18,7 @@ import pytest
 
 from rollouts import __version__
 from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
-from rollouts.distributed.join import Facts, _Built, _Membership, _Service, parts_of, recipe_of
+from rollouts.distributed.join import Facts, _Built, _Membership, _Service, parts_of, recipe_of, recipe_sha256
 from rollouts.distributed.joined import JoinedWorkers, _JoinedWorker
 from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
 from rollouts.dtypes import Prompt
@@ -25,6 +26,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.client import HttpClient
 from rollouts.planning.simulation import VirtualLoop
+from rollouts.recipe.files import file_of
 from rollouts.runs.record_bytes import framed
 from rollouts.service.server import Service, serving
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
@@ -202,7 +204,7 @@ def test_a_pause_of_the_service_is_no_silence_of_its_workers() -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        link = _JoinedWorker("0" * 32, 1.5, {})
+        link = _JoinedWorker("0" * 32, 1.5, {}, lambda size: None)
 
         async def receive() -> None:
             with pytest.raises(LinkLost, match=r"0{8} sent no request for 1.5 s"):
@@ -226,7 +228,8 @@ def test_a_pause_of_the_service_is_no_silence_of_its_workers() -> None:
 
 async def test_a_worker_never_plays_what_an_earlier_service_said() -> None:
     """The service restarts with other servers: a worker that was built for the old ones is built again, and joins."""
-    facts = {"version": __version__, "recipe": "calculator", "options": {}}
+    sha256 = recipe_sha256("calculator")
+    facts = {"version": __version__, "recipe": "calculator", "sha256": sha256, "options": {}}
     async with joining(1) as (joined, entering, url):
         transport = HttpClient(connect_seconds=5)
         service = _Service(transport, url, None, 5.0)
@@ -250,6 +253,41 @@ async def test_a_worker_never_plays_what_an_earlier_service_said() -> None:
             await until(lambda: said == ["joined"])
             tasks.cancel_scope.cancel()
         await transport.aclose()
+
+
+async def test_a_worker_never_plays_another_file_than_the_service(tmp_path: Path) -> None:
+    """The file changed at a restart of the service, and is the old one here: the worker refuses it by name."""
+    file = tmp_path / "mine.py"
+    file.write_text(file_of("calculator").read_text())
+    servers = {"provider": "sglang", "model": str(DEMO_MODEL), "base_url": ["http://127.0.0.1:1"]}
+    facts = {"version": __version__, "recipe": str(file), "sha256": recipe_sha256(file), "options": {}, **servers}
+    async with joining(1) as (joined, _, url):
+        transport = HttpClient(connect_seconds=5)
+        service, built = _Service(transport, url, None, 5.0), _Built(None)
+        joined.facts = facts
+        await built.update(service)
+        joined.facts = {**facts, "sha256": "ab" * 32}
+        with pytest.raises(ConfigError, match=r"recipe .*mine\.py: got 'SHA-256 .*expected SHA-256 abababababab…"):
+            await built.update(service)
+        await transport.aclose()
+
+
+async def test_records_are_refused_while_there_is_no_room_for_them() -> None:
+    """A body without room is refused with 503, so that its worker repeats it; at the end no bytes are held."""
+    played = config()
+    async with joining(2) as (joined, entering, url):
+        joined.bodies.most = 20_000
+        async with worker(url, played), worker(url, played), entering as workers:
+            assert len(await batches(workers.config(played), 3)) == 36
+            transport = HttpClient(connect_seconds=5)
+            identity = next(iter(joined._workers))
+            path = f"{url}/v1/workers/{identity}/records"
+            records = framed({"kind": "turn", "data": b"x" * 30_000}, None)
+            status, _ = await transport.post(path, records, {"Record": "9"})
+            assert status == 503
+            await transport.aclose()
+        assert joined.bodies.held == 0
+        assert joined.numbers()["worker_bodies_refused"] >= 1
 
 
 async def _enter(entering: Dispatcher) -> None:
@@ -377,7 +415,7 @@ def test_a_prompt_that_would_change_is_refused() -> None:
 
 async def test_a_worker_of_another_version_and_a_silent_service_are_errors() -> None:
     """Neither plays anything."""
-    facts = Facts("0.0", "calculator", {}, "sglang", "m", ["http://127.0.0.1:1"])
+    facts = Facts("0.0", "calculator", "", {}, "sglang", "m", ["http://127.0.0.1:1"])
     with pytest.raises(ConfigError, match=f"version of the service: got '0.0'; expected {__version__}"):
         recipe_of(facts)
     transport = HttpClient(connect_seconds=5)

@@ -6,18 +6,20 @@ import argparse
 import functools
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
+import attrs
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
 
 from rollouts.commands import main
 from rollouts.commands.arguments import worker_range
 from rollouts.distributed import RecipeConfig, in_processes
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Prompt
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, EndpointAway
 from rollouts.recipe import Recipe
@@ -50,8 +52,20 @@ async def test_two_processes_produce_the_samples_of_one() -> None:
 async def test_a_killed_process_is_replaced(tmp_path: Path) -> None:
     """Its finished rollouts count, those in flight are played again, and the accounting adds up."""
     factory = functools.partial(games.deadly, tmp_path)
+    returned: set[int | None] = set()
     async with in_processes(factory, workers=2) as workers:
-        shared, manager = await games.batches(workers.config(factory()), 1)
+        config = workers.config(factory())
+
+        async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+            """Kill a worker when the rest of its group has returned."""
+            samples = await config.generate_fn(prompts)
+            returned.update(sample.index for sample in samples)
+            for victim, rest in ((5, {4, 6, 7}), (18, {16, 17, 19})):
+                if rest <= returned:
+                    (tmp_path / f"kill {victim}").touch()
+            return samples
+
+        shared, manager = await games.batches(attrs.evolve(config, generate_fn=generate), 1)
     alone, _ = await games.batches(factory(), 1)
     left_out: dict[str, object] = {"metrics": {}, "times": []}
     without = [{**sample.to_dict(), **left_out} for sample in in_order(shared)]

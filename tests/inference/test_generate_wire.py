@@ -233,7 +233,7 @@ def to_json(value: Any) -> str:
 BODIES = st.binary(max_size=30) | (ANYTHING | REPLY | ERRONEOUS).map(lambda value: to_json(value).encode())
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(body=BODIES, status=st.sampled_from([200, 400, 404, 429, 500, 503]))
 def test_any_answer_is_a_completion_or_a_typed_error(body: bytes, status: int) -> None:
     """No response body raises any other exception."""
@@ -303,7 +303,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     return b"{" + comma.join(draw(st.permutations(fields))) + b"}" + draw(SPACE)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(body=bodies())
 def test_a_completion_does_not_depend_on_the_json_style(body: bytes) -> None:
     """Differential test against the ``json`` module; the ids are in the body once or twice."""

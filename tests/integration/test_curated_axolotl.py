@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from rollouts.curation import Selection, curate, write_folder
-from tests.integration.curated_runs import MODEL, store_run
+from rollouts.curation import curate, write_folder
+from tests.integration.curated_runs import MODEL, SELECTION, assert_replies_trained, assert_same_ids, store_run
 
 pytest.importorskip("axolotl", reason="axolotl is not installed")
 
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]  # of axolotl and its dependencies
-
-SELECTION = Selection(where="pass_rate in 0.01..0.99")
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +40,13 @@ def test_the_loader_keeps_exactly_our_ids(run: Path, source: bool, tmp_path: Pat
     write_folder(curation, tmp_path / "data", without_source=not source)
     rows = list(curation)
     taken = loaded(tmp_path / "data", type="")
-    assert len(taken) == len(rows) > 8
-    for row, one in zip(rows, taken, strict=True):
-        assert (one["input_ids"], one["labels"]) == (row["input_ids"], row["labels"])
-    assert sum(label != -100 for one in taken for label in one["labels"]) == curation.account.trained
+    assert_same_ids(rows, taken, curation.account.trained)
 
 
 def test_chat_rows_train_the_replies(run: Path, tmp_path: Path) -> None:
     """The settings of the card; the trained text is that of the replies."""
-    from transformers import AutoTokenizer
-
     curation = curate(run, "chat", SELECTION)
     write_folder(curation, tmp_path / "data")
     rows = list(curation)
     taken = loaded(tmp_path / "data", type="chat_template", roles_to_train=["assistant"], train_on_eos="turn")
-    assert len(taken) == len(rows)
-    decode = AutoTokenizer.from_pretrained(MODEL).decode
-    for row, one in zip(rows, taken, strict=True):
-        text = decode([label for label in one["labels"] if label != -100])
-        assert text.count("<|im_end|>") == sum(message["role"] == "assistant" for message in row["messages"])
-        assert "<tool_response>" not in text
+    assert_replies_trained(rows, taken)

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollouts.curation import Selection, curate, write_folder
-from tests.integration.curated_runs import MODEL, store_run
+from rollouts.curation import curate, write_folder
+from tests.integration.curated_runs import MODEL, SELECTION, assert_replies_trained, assert_same_ids, store_run
 
 pytest.importorskip("llamafactory", reason="llamafactory is not installed")
 
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]  # of llamafactory and its dependencies
-
-SELECTION = Selection(where="pass_rate in 0.01..0.99")
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +55,11 @@ def test_the_loader_keeps_exactly_our_ids(run: Path, tmp_path: Path) -> None:
     split = load_dataset(str(tmp_path / "data"), split="train")
     DatasetDict({"train": split}).save_to_disk(str(tmp_path / "tokenized"))
     taken = loaded(tmp_path, tokenized_path=str(tmp_path / "tokenized"))
-    assert len(taken) == len(rows) > 8
-    for row, one in zip(rows, taken, strict=True):
-        assert (one["input_ids"], one["labels"]) == (row["input_ids"], row["labels"])
-    assert sum(label != -100 for one in taken for label in one["labels"]) == curation.account.trained
+    assert_same_ids(rows, taken, curation.account.trained)
 
 
 def test_chat_rows_train_the_replies(run: Path, tmp_path: Path) -> None:
     """With the entry of ``dataset_info.json`` on the card; the trained text is that of the replies."""
-    from transformers import AutoTokenizer
-
     curation = curate(run, "chat", SELECTION)
     write_folder(curation, tmp_path / "data")
     rows = list(curation)
@@ -74,9 +67,4 @@ def test_chat_rows_train_the_replies(run: Path, tmp_path: Path) -> None:
     entry = json.loads(text.partition("with the fields\n  `")[2].partition("`")[0])
     (tmp_path / "dataset_info.json").write_text(json.dumps({"curated": {"file_name": "data/data", **entry}}))
     taken = loaded(tmp_path, dataset="curated", dataset_dir=str(tmp_path))
-    assert len(taken) == len(rows)
-    decode = AutoTokenizer.from_pretrained(MODEL).decode
-    for row, one in zip(rows, taken, strict=True):
-        trained = decode([label for label in one["labels"] if label != -100])
-        assert trained.count("<|im_end|>") == sum(message["role"] == "assistant" for message in row["messages"])
-        assert "<tool_response>" not in trained
+    assert_replies_trained(rows, taken)

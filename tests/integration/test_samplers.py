@@ -117,7 +117,7 @@ async def test_after_each_resume_the_state_is_that_of_the_moment(tmp_path: Path,
                 assert sample.prompt == prompts[position].prompt
         for end in range(1, len(history.draws) + 1):
             repeated = Watched()
-            data(repeated).go_on_after(0, (), history.draws[:end])
+            data(repeated).resume_after(0, (), history.draws[:end])
             assert state_of(repeated) == states[end - 1]
         assert len(history.draws) == len(states)
         sampler = Watched()

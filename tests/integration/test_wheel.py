@@ -51,6 +51,7 @@ def rollouts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # An editable installation's own .pth file is not read from a folder that another .pth file names.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
+    install += ["--no-compile"]  # few of the modules are imported
     subprocess.run([*install, str(wheel)], check=True, capture_output=True)
     return folder / "venv" / "bin" / "rollouts"
 

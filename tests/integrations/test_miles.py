@@ -29,14 +29,16 @@ from rollouts.audit import audit, reader_of
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.integrations.miles import CheckpointedDataSource, RolloutFn, close_rollouts, normalise_rewards
-from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.convert import leaves, to_slime
 from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import FAMILIES, family, records, use_family
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
+from rollouts.rewards.teacher_top import top_of
 from rollouts.testing.server import StubServer
 from scripts.benches.slime_job import EmptyEngines
 from tests.audit.dumps import model_tokens, said
 from tests.integrations.slime.launches import set_every_field
+from tests.rewards.test_teacher_top import with_top
 
 pytestmark = [
     pytest.mark.extra,
@@ -493,3 +495,45 @@ def test_the_data_source_reads_miles_own(miles_path: Path) -> None:
     args = Namespace(rollout_global_dataset=False, n_samples_per_prompt=2)
     source = CheckpointedDataSource(args)
     assert isinstance(source.inner, type(inner(args)))
+
+
+# -- a teacher's most probable ids ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["student_p", "teacher_p", "none"])
+def test_the_divergence_to_a_teacher_is_miles_own(weights: str, miles_path: Path) -> None:
+    """Its reward function, fed with the same logprobs, computes our ``opd_reverse_kl``; its loss takes either alike."""
+    import torch
+
+    opd = importlib.import_module("miles.rollout.on_policy_distillation")
+    loss = importlib.import_module("miles.backends.training_utils.loss_hub.opd")
+    args = Namespace(
+        opd_log_prob_top_k=5, opd_top_k_strategy="only-teacher", opd_reward_weight_mode=weights, opd_kl_coef=0.5
+    )
+    for sample in with_top(4):
+        record, top = to_slime(sample, kl_weights=weights), top_of(sample)
+        assert top is not None
+        assert top.student is not None
+        record.validate()
+        mask, width = sample.mask_column, sample.response_length
+        of_teacher: list[Any] = [[[0.0, 0, None]] for _ in sample.tokens]
+        of_student: list[Any] = [[[0.0, 0, None]] for _ in sample.tokens]
+        for row, position in enumerate(np.flatnonzero(mask)):
+            ids = top.ids[row].tolist()
+            for entries, column in ((of_teacher, top.logprobs), (of_student, top.student)):
+                entries[position] = [[value, one, None] for value, one in zip(column[row].tolist(), ids, strict=True)]
+        replies = {
+            "teacher": {"meta_info": {"input_top_logprobs": [None, *of_teacher[1:]]}},
+            "student_on_teacher": {"meta_info": {"input_token_ids_logprobs": [None, *of_student[1:]]}},
+        }
+        theirs = opd._compute_topk_reverse_kl(args, record, replies)
+        assert record.opd_reverse_kl.shape == theirs.shape == (width,)
+        assert record.opd_reverse_kl.tolist() == pytest.approx(theirs.tolist(), abs=1e-6)
+        assert "top_ids" not in record.metadata["scored_by"]
+        taken = []
+        for column in (theirs, record.opd_reverse_kl):
+            advantages = [torch.ones(width)]
+            loss.apply_opd_kl_to_advantages(args, {"opd_reverse_kl": [column]}, advantages, [torch.zeros(width)])
+            taken.append(advantages[0])
+        assert torch.equal(taken[1], 1 - 0.5 * record.opd_reverse_kl)
+        assert taken[0].tolist() == pytest.approx(taken[1].tolist(), abs=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib
 import importlib.util
@@ -25,17 +26,20 @@ from rollouts.integrations.verl import (
     ServerManagerPolicy,
     put_group,
     register_advantages,
+    teacher_columns,
     to_data_proto,
     to_outputs,
     worker,
 )
 from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.renderer import load_tokenizer
+from rollouts.rewards.teacher_top import top_of
 from rollouts.runs.writer import RunWriter
 from rollouts.training.credit import assign_advantages, returns_to_go
 from rollouts.training.rows import by_rollout, row_images, split, split_advantages, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
+from tests.rewards.test_teacher_top import with_top
 from tests.trainer_samples import proposed, scored_groups, tiny_model, token_logprobs, two_seats
 
 needs_verl = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="scripts/test --trainers verl runs it")
@@ -626,6 +630,96 @@ async def test_a_column_of_advantages_reaches_verls_trainer(
     taken = compute_advantage_for_multi_trajectories(DataProto(batch, {"uid": uids}), ["a_0_0"], "rollouts")
     assert taken.batch["advantages"].tolist() == scores.tolist()
     compared("verl 0.9.1", "b", "advantages of credit by turn (v0, V1), through its registry", 0.0)
+
+
+@trainer_test
+async def test_a_teachers_columns_reach_verls_losses(
+    v0: Any, v1: Any, store: Store, compared: Callable[..., None]
+) -> None:
+    """Top-k and sampled: the tensors and the loss equal what verl's own reader makes of the teacher's reply."""
+    import torch
+    from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
+    from verl.trainer.ppo.core_algos import kl_penalty
+    from verl.utils import tensordict_utils
+    from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+    read = _verls_reader()
+    samples = with_top(6)
+    with pytest.raises(ConfigError, match="verl without teacher=True has no field for it"):
+        await to_data_proto(samples, v0)
+    loss = Namespace(use_chunked_topk=False, log_prob_min_clamp=-10.0)
+    worst = 0.0
+    for top_k in (5, 0):
+        if not top_k:
+            for sample in samples:
+                del sample.metadata["scored_by"]
+        data = await to_data_proto(samples, v0, teacher=True)
+        batch = left_right_2_no_padding(data.to_tensordict())
+        theirs_ids, theirs_logprobs = [], []
+        for sample in samples:
+            found: dict[str, Any] = {}
+            row = trimmed(sample)
+            meta = _reply_about(sample, row, top_k)
+            read(meta, top_k, len(row), found)
+            theirs_ids.append(torch.tensor(found["prompt_ids"], dtype=torch.int32))
+            theirs_logprobs.append(torch.tensor(found["prompt_logprobs"]))
+        logits = torch.randn(1, sum(map(len, theirs_ids)), 1024, generator=torch.Generator().manual_seed(3))
+        taken = []
+        for ids, logprobs in (
+            (batch["teacher_ids"], batch["teacher_logprobs"]),
+            (_nested(theirs_ids), _nested(theirs_logprobs)),
+        ):
+            if top_k:
+                made = compute_forward_kl_topk(
+                    logits, logprobs, _nested([one.long() for one in ids.unbind()]),
+                    Namespace(distillation_loss=loss), "thd",
+                )["distillation_losses"][0]  # fmt: skip
+                values = no_padding_2_padding(made, batch)
+            else:
+                sampled = no_padding_2_padding(logprobs, batch).squeeze(-1)
+                values = kl_penalty(logprob=torch.zeros_like(sampled), ref_logprob=sampled, kl_penalty="k3")
+            taken.append(values * batch["response_mask"])
+        assert taken[0].abs().sum() > 1
+        worst = max(worst, float((taken[0] - taken[1]).abs().max()))
+        assert tensordict_utils.get_non_tensor_data(batch, "max_response_len", 0)
+    assert worst == 0.0
+    compared("verl 0.9.1", "b", "a teacher's columns, top-k and sampled, through its losses", worst)
+    scored = with_top(4)
+    await put_group(scored, v1, uid="a", global_steps=1, teacher=True)
+    for sample, put in zip(scored, store.rows["train"].values(), strict=True):
+        for name, column in teacher_columns(sample).items():
+            assert torch.equal(put[name], column)
+
+
+def _verls_reader() -> Any:
+    """Its function that reads the reply of a teacher, from the module of its server, whose imports need SGLang."""
+    name = "_extract_prompt_logprobs_sglang"
+    path = Path(importlib.import_module("verl").__file__ or "").parent
+    tree = ast.parse((path / "workers/rollout/sglang_rollout/async_sglang_server.py").read_text(encoding="utf-8"))
+    body: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    found: dict[str, Any] = {}
+    exec(compile(ast.Module(body, []), name, "exec"), found)
+    return found[name]
+
+
+def _nested(rows: list[Any]) -> Any:
+    import torch
+
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def _reply_about(sample: Any, row: Any, top_k: int) -> dict[str, Any]:
+    """SGLang's ``meta_info`` for all ids of a row, with the teacher's logprobs at its sampled ones."""
+    top, column = top_of(sample), sample.teacher_column
+    own: list[Any] = [[-1.0, token, None] for token in row.tokens]
+    tops: list[Any] = [[[-5.0, 300 + one, None] for one in range(top_k)] for _ in row.tokens]
+    for number, position in enumerate(np.flatnonzero(row.mask_column)):
+        own[position][0] = float(column[position])
+        if top is not None:
+            pairs = zip(top.logprobs[number].tolist(), top.ids[number].tolist(), strict=True)
+            tops[position] = [[value, one, None] for value, one in pairs]
+    own[0][0] = tops[0] = None
+    return {"input_token_logprobs": own, "input_top_logprobs": tops}
 
 
 @trainer_test

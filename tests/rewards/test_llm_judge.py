@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.rewards import Judge, LLMJudge
+from rollouts.testing.chat_server import FAULTS, ChatServer
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.training import Sample
 
@@ -136,6 +138,74 @@ async def test_a_judge_that_is_down_costs_the_verdict_only_below_the_quorum(quor
                 await judge(sample)
         assert [found["score"] for found in sample.metadata["verdicts"]] == [1.0, None]
         assert "dead" in sample.metadata["verdicts"][1]["reason"]
+
+
+def fair(messages: Any, tools: Any) -> dict[str, Any]:
+    return {"content": '{"reason": "because", "score": 1}'}
+
+
+def referee(server: ChatServer, **options: Any) -> LLMJudge:
+    return LLMJudge(Judge("stub", server.url), "Is it true?", **{"backoff_seconds": 0.01, **options})
+
+
+async def test_a_rate_limit_of_a_judge_is_waited_for() -> None:
+    """As long as ``Retry-After`` says, more often than there are attempts, while the deadline stands still."""
+    began = time.monotonic()
+    async with ChatServer(
+        fair, key=None, fault=lambda number: "rate_limit" if number < 3 else None, retry_after=0.3
+    ) as server:
+        assert await referee(server, attempts=1, seconds=0.5)(Sample(**SAMPLE)) == 1.0
+        assert len(server.asked) == 4
+    assert time.monotonic() - began >= 0.9
+
+
+async def test_a_rate_limit_that_lasts_too_long_is_a_failure() -> None:
+    """With its cause, and at once where ``Retry-After`` is over the longest wait; there is no reward of 0."""
+    async with ChatServer(fair, key=None, fault=lambda number: "rate_limit", retry_after=90) as server:
+        with pytest.raises(RewardFailure, match=r"status 429: Rate limit.*over 60 seconds, the longest wait"):
+            await referee(server, rate_limit_seconds=60.0)(Sample(**SAMPLE))
+        assert len(server.asked) == 1
+
+
+async def test_a_used_quota_of_a_judge_is_not_waited_for() -> None:
+    """It has the status of a rate limit."""
+    error = {"error": {"message": "no credit", "type": "t", "param": None, "code": "insufficient_quota"}}
+    async with JsonServer(lambda asked: (429, error)) as server:
+        with pytest.raises(RewardFailure, match="status 429: no credit"):
+            await LLMJudge(Judge("m", server.url), "Is it true?")(Sample(**SAMPLE))
+        assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("fault", ["server_error", "overloaded", "cut", "hang_up", "wrong_json"])
+async def test_a_fault_of_a_judge_is_repaired_or_a_failure(fault: Any) -> None:
+    """It is asked again, at most as often as ``attempts`` says; the failure has the last cause."""
+    async with ChatServer(fair, key=None, fault=lambda number: fault if number < 2 else None) as server:
+        assert await referee(server)(Sample(**SAMPLE)) == 1.0
+        assert len(server.asked) == 3
+    async with ChatServer(fair, key=None, fault=lambda number: fault) as server:
+        with pytest.raises(RewardFailure, match="no reply in 2 attempts; the last: "):
+            await referee(server, attempts=2)(Sample(**SAMPLE))
+        assert len(server.asked) == 2
+
+
+async def test_no_fault_of_a_judge_is_a_score() -> None:
+    """A fifth of its responses has one of twelve faults: each reward is that of the verdict, or there is a failure."""
+
+    def fault(number: int) -> Any:
+        return FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
+
+    rewards, failures = [], []
+    async with ChatServer(fair, key=None, fault=fault, retry_after=0.01) as server:
+        judge = referee(server)
+        for _ in range(100):
+            try:
+                rewards.append(await judge(Sample(**SAMPLE)))
+            except RewardFailure as error:
+                failures.append(str(error))
+        assert set(server.faults) == set(FAULTS)
+    assert set(rewards) == {1.0}
+    assert len(rewards) > 90
+    assert all("judge stub" in failure for failure in failures)
 
 
 def test_options_that_cannot_be_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import attrs
 import numpy as np
 import pytest
@@ -47,6 +49,38 @@ async def taken(leases: Leases, count: int, **options: Any) -> Lease:
 
 def on_virtual_clock(function: Callable[[], Awaitable[None]]) -> None:
     anyio.run(function, backend_options={"loop_factory": VirtualLoop})
+
+
+@pytest.mark.parametrize("what", ["acknowledge", "announce_version"])
+async def test_a_task_that_is_cancelled_from_outside_leaves_no_half_write(what: str, tmp_path: Path) -> None:
+    """``Task.cancel`` and ``asyncio.wait_for`` obey no shield: the record that reaches the disk still counts here."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0, 1))
+        token = (await taken(leases, 2)).token
+        cancelled: list[asyncio.Task[Any]] = []
+
+        async def write() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            cancelled.append(task)
+            await (leases.acknowledge(token, step=3) if what == "acknowledge" else leases.announce_version("a"))
+
+        async with anyio.create_task_group() as tasks:
+            with leases._log._writing:  # the disk is slow
+                tasks.start_soon(write)
+                await anyio.wait_all_tasks_blocked()
+                cancelled[0].cancel()
+                while not cancelled[0].done():
+                    await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(10):
+            while (leases.leased, leases._version_is_stored) != (0 if what == "acknowledge" else 2, True):
+                await anyio.lowlevel.checkpoint()
+        await (leases.acknowledge(token, step=3) if what == "acknowledge" else leases.announce_version("a"))
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        assert (sorted(leases.acknowledged), leases.version) == (([0, 1], None) if what == "acknowledge" else ([], "a"))
+    log = LeaseLog(tmp_path / "log")
+    log.close()
+    assert len([record for record in log.records if record["kind"] != "opened"]) == 1
 
 
 async def test_a_group_is_in_one_lease_at_a_time(tmp_path: Path) -> None:

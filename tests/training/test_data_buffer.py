@@ -181,7 +181,7 @@ def test_a_buffer_goes_on_after_the_groups_that_a_run_has_used(
             buffer.mark_done(prompt)
     other = DataBuffer(texts(size), seed=seed)
     other.get_prompts(size + 1)
-    other.go_on_after(count, {number for number in unsettled if number < count})
+    other.resume_after(count, {number for number in unsettled if number < count})
     assert other.save_state() == buffer.save_state()
     buffer.load_state(buffer.save_state())
     assert taken(other, 2 * size) == taken(buffer, 2 * size)

@@ -1,13 +1,16 @@
 """``calls``: dumps with the ids of each request and reply, so that law 1 is judged in full and without weights.
 
-There are three forms:
+There are four forms:
 
 1. NeMo Gym's ``rollouts.jsonl``: items of ``response.output`` with ``prompt_token_ids``, ``generation_token_ids`` and
    ``generation_log_probs``.
 2. Harbor's trial results: ``rollout_details``, each a chat history that is trained as one sequence, with
    ``prompt_token_ids``, ``completion_token_ids`` and ``logprobs`` by turn
    (harbor 0.25.0, models/agent/rollout_detail.py).
-3. rLLM's episodes: ``trajectories`` of ``steps`` with ``prompt_ids``, ``response_ids`` and ``logprobs``. Steps whose
+3. Trajectories in ATIF, as Harbor's agents write them: steps of the agent whose ``metrics`` have
+   ``prompt_token_ids``, ``completion_token_ids`` and ``logprobs`` (harbor 0.25.0, models/trajectories/metrics.py). They
+   name no task and no reward. A folder of trials has them in its results, too, so that one is read if it is named.
+4. rLLM's episodes: ``trajectories`` of ``steps`` with ``prompt_ids``, ``response_ids`` and ``logprobs``. Steps whose
    prompt rewrites the history are trained alone, so that a rewrite is unusual and not broken.
 """
 
@@ -26,7 +29,7 @@ from rollouts.errors import ConfigError
 
 __all__ = ["READER"]
 
-_FORM = "rollouts of NeMo Gym with token ids, trial results of Harbor with rollout_details, or episodes of rLLM"
+_FORM = "rollouts of NeMo Gym with token ids, trial results of Harbor with rollout_details, ATIF, or episodes of rLLM"
 Ids = list[int]
 Numbers = list[float | None]
 
@@ -46,6 +49,7 @@ class _Rollout(msgspec.Struct):
     rollout: str | int | None = None
     failed: str | None = None
     has_status: bool = False
+    has_reward: bool = True
 
 
 def _read(path: Path) -> Iterator[AuditedRow]:
@@ -64,7 +68,7 @@ def _objects(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A line of one of the three forms as the fields of ``_Rollout``; any other line as it is, to be refused."""
+    """A line of one of the forms as the fields of ``_Rollout``; any other line as it is, to be refused."""
     if not isinstance(value, dict):
         return value
     try:
@@ -72,6 +76,8 @@ def _plain(value: Any) -> Any:
             return _of_gym(value)
         if "trajectories" in value:
             return _of_rllm(value)
+        if str(value.get("schema_version")).startswith("ATIF"):
+            return _of_atif(value)
         result = value.get("agent_result")
         if "rollout_details" in (result if isinstance(result, dict) else value):
             return _of_harbor(value, result if isinstance(result, dict) else value)
@@ -119,6 +125,27 @@ def _of_harbor(value: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
         "failed": None if verified else _text((value.get("exception_info") or {}).get("exception_type")),
         "has_status": "exception_info" in value,
     }
+
+
+def _of_atif(value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "histories": _atif_histories(value),
+        "linear": True,
+        "rollout": value.get("session_id"),
+        "has_reward": False,
+    }
+
+
+def _atif_histories(value: dict[str, Any]) -> list[Any]:
+    """The calls of a trajectory, and of its subagents."""
+    metrics = [step.get("metrics") or {} for step in value["steps"] if step["source"] == "agent"]
+    calls = [
+        {"prompt": one["prompt_token_ids"], "reply": one["completion_token_ids"], "logprobs": one.get("logprobs")}
+        for one in metrics
+        if one.get("completion_token_ids") is not None
+    ]
+    others = [_atif_histories(one) for one in value.get("subagent_trajectories") or ()]
+    return [calls, *(history for histories in others for history in histories)]
 
 
 def _of_rllm(value: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +215,7 @@ def _rows(place: str, rollout: _Rollout) -> Iterator[AuditedRow]:
         row.group = rollout.group
         row.rollout = None if rollout.rollout is None else (rollout.group, rollout.rollout)
         row.failed, row.has_status = rollout.failed, rollout.has_status
-    rows[0].rewards = [rollout.reward]
+    rows[0].rewards = [rollout.reward] if rollout.has_reward else None
     yield from rows
 
 

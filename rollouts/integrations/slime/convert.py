@@ -23,12 +23,14 @@ from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records
+from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids
 from rollouts.training.types import Sample, Status
 
 __all__ = [
     "Reading",
+    "add_teacher",
     "check_shape",
     "check_trainable",
     "check_training_batch",
@@ -71,6 +73,7 @@ def to_slime(
     scored: bool = True,
     replay: Replay = _NO_REPLAY,
     checked: bool = False,
+    kl_weights: Any = "student_p",
 ) -> Any:
     """Convert a sample to slime's; the conversation becomes its attribute ``messages``.
 
@@ -82,11 +85,12 @@ def to_slime(
         scored: whether a reward is required.
         replay: columns of its completions that slime's sample needs.
         checked: whether :func:`check_trainable` has taken it as it is.
+        kl_weights: of a teacher's most probable ids (:func:`~rollouts.rewards.teacher_top.reverse_kl`).
 
     Raises:
         ConfigError: no sampled token, no prompt token, no logprobs, a reward that is not a finite number, a column to
             replay that does not cover the sample, or a field that slime lacks: advantages, a ``loss_multiplier`` other
-            than 0 and 1.
+            than 0 and 1, a teacher's most probable ids (miles takes them with the student's logprobs).
     """
     if not checked:
         check_trainable(sample)
@@ -137,17 +141,34 @@ def to_slime(
     setattr(record, family().session, getattr(record, family().session) or session or None)
     if sample.loss_multiplier == 0:
         record.remove_sample = True
-    teacher = sample.teacher_column
-    if teacher is not None or sample.images:
-        import torch
-    if teacher is not None:
-        record.teacher_log_probs = torch.from_numpy(teacher[first:length].copy())
+    add_teacher(record, sample, kl_weights)
     if sample.images:
+        import torch
+
         record.multimodal_inputs = {**(record.multimodal_inputs or {}), **(sample.multimodal_inputs or {})}
         inputs = sample.multimodal_train_inputs or {}
         record.multimodal_train_inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
     add_extras(record, sample, replay)
     return record
+
+
+def add_teacher(record: Any, sample: Sample, kl_weights: Any) -> None:
+    """Set the columns of slime's sample that a teacher's scores make; raises as :func:`to_slime`."""
+    teacher = sample.teacher_column
+    if teacher is None:
+        return
+    import torch
+
+    if not family().takes_divergences:
+        check_without_top(sample, "slime")
+    first = len(sample) - sample.response_length
+    there = slice(first, first + record.response_length)
+    record.teacher_log_probs = torch.from_numpy(teacher[there].copy())
+    if (top := top_of(sample)) is not None:
+        divergences = np.zeros(len(sample), np.float32)
+        divergences[sample.mask_column] = reverse_kl(top, kl_weights)
+        record.opd_reverse_kl = torch.from_numpy(divergences[there])
+        record.metadata = {**record.metadata, SCORED_BY: {"url": sample.metadata[SCORED_BY]["url"]}}
 
 
 def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:

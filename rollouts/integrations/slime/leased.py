@@ -84,7 +84,8 @@ def _groups(samples: Sequence[Sample], args: Any) -> list[list[Any]]:
     for sample in samples:
         check_trainable(sample)
         check_temperature(sample, "slime", getattr(args, "rollout_temperature", None))
-        record = to_slime(sample, replay=replay, checked=True)
+        kl_weights = getattr(args, "opd_reward_weight_mode", None) or "student_p"
+        record = to_slime(sample, replay=replay, checked=True, kl_weights=kl_weights)
         if (key := getattr(args, "reward_key", None)) is not None:
             record.reward = {key: sample.reward}
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id

@@ -32,7 +32,7 @@ from rollouts.inference.generate_wire import MissingField
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
-from rollouts.integrations.slime.convert import Reading, check_trainable, to_slime
+from rollouts.integrations.slime.convert import Reading, add_teacher, check_trainable, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.given_samples import check_given, check_media, check_prompt_ids, has_images, is_begun
 from rollouts.integrations.slime.records import family, records
@@ -381,6 +381,7 @@ class Pipeline:
             scored=False,
             replay=self.replay,
             checked=sample.status not in _LOST,  # by generate
+            kl_weights=settings.kl_weights,
         )
         record.reward = self._given_reward(taken.group[number])
         if evaluation:
@@ -404,6 +405,8 @@ class Pipeline:
     def finished(self, sample: Sample, taken: Taken | None = None) -> Any:
         """slime's sample of ours, with the reward; after a filter of slime it stays as the filter left it."""
         record = self.record_of(sample, taken)
+        if record.teacher_log_probs is None:  # else the record is younger than the teacher's scores
+            add_teacher(record, sample, self.settings.kl_weights)
         if sample.trainer_record.owns_reward:
             return record
         if self.data is None and self.settings.reward_is_processed and record.reward is not None:

@@ -150,6 +150,8 @@ class Family:
     """Whether routed experts are an array, not a tensor."""
     traces: bool = True
     """Whether its dashboards read the trace of a sample."""
+    takes_divergences: bool = False
+    """Whether its trainer takes a divergence to a teacher at each token, and not only the teacher's logprobs."""
     bounds_single_turns: bool = False
     """Whether ``--rollout-max-context-len`` bounds a rollout of one reply, too."""
     refused: Mapping[str, str] = attrs.field(factory=dict)
@@ -165,6 +167,7 @@ FAMILIES: Mapping[str, Family] = {
         replays_top_p=False,
         numpy_columns=True,
         traces=False,
+        takes_divergences=True,  # miles 31f1ca9, backends/training_utils/loss_hub/opd.py: apply_opd_kl_to_advantages
         bounds_single_turns=True,
         refused={
             "use_miles_router": "off: workers are listed by the router of SGLang",

@@ -22,7 +22,7 @@ from rollouts.integrations.slime.given_samples import has_images
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import Settings, load_function
 from rollouts.rewards.http import Poster
-from rollouts.rewards.teachers import teacher_logprobs
+from rollouts.rewards.teacher_wire import teacher_logprobs
 from rollouts.training.types import Sample, Status
 
 __all__ = ["SlimeFilter", "SlimeReward", "Teacher", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]

@@ -69,14 +69,21 @@ policy, the others concern text."""
 
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 _TEACHER = (
-    "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, or --custom-reward-post-process-path"
+    "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, rollouts_recipe_filter with a filter of"
+    " rewards.scored_by_teachers, or --custom-reward-post-process-path"
     f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
 )
 NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
 """The expected value of ``--group-rm`` in an evaluation."""
 _USING_LOGPROBS = ("use_rollout_logprobs", "use_tis", "get_mismatch_metrics")
 _REWARD_PROCESSING = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
-_TEACHERS = ("custom_generate_function_path", "rollout_sample_hook_path", "rollouts_teacher_url", *_REWARD_PROCESSING)
+_TEACHERS = (
+    "custom_generate_function_path",
+    "rollout_sample_hook_path",
+    "rollouts_teacher_url",
+    "rollouts_recipe_filter",
+    *_REWARD_PROCESSING,
+)
 """Flags of functions that can set the logprobs of a teacher."""
 
 
@@ -180,6 +187,7 @@ class Settings:
     endpoints: Mapping[str, Endpoint]
     """The routers of all models of the launch, by name; for judges and other agents of a recipe."""
     teacher_url: str | None = _flag("rollouts_teacher_url")
+    kl_weights: str = _flag("opd_reward_weight_mode", "student_p")
     seed: int | None
     """With deterministic inference, the sampling seed of the first rollout of each group; the next one has the next."""
     scored_by_slime: bool

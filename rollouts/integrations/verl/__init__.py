@@ -5,7 +5,14 @@ Importing this package imports neither verl nor torch.
 
 from rollouts.integrations.verl.agent_loop import RolloutsLoop, ServerManagerPolicy
 from rollouts.integrations.verl.manager import RolloutsManager
-from rollouts.integrations.verl.rows import put_group, register_advantages, to_data_proto, to_outputs, worker
+from rollouts.integrations.verl.rows import (
+    put_group,
+    register_advantages,
+    teacher_columns,
+    to_data_proto,
+    to_outputs,
+    worker,
+)
 
 __all__ = [
     "RolloutsLoop",
@@ -13,6 +20,7 @@ __all__ = [
     "ServerManagerPolicy",
     "put_group",
     "register_advantages",
+    "teacher_columns",
     "to_data_proto",
     "to_outputs",
     "worker",

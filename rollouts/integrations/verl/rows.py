@@ -20,6 +20,7 @@ import numpy as np
 
 from rollouts.errors import ConfigError
 from rollouts.integrations.given_advantages import given_advantages
+from rollouts.rewards.teacher_top import top_of
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
     check_fields,
@@ -33,7 +34,15 @@ from rollouts.training.rows import (
 )
 from rollouts.training.types import Sample
 
-__all__ = ["put_group", "register_advantages", "to_data_proto", "to_outputs", "worker", "write_batch"]
+__all__ = [
+    "put_group",
+    "register_advantages",
+    "teacher_columns",
+    "to_data_proto",
+    "to_outputs",
+    "worker",
+    "write_batch",
+]
 
 
 def to_outputs(
@@ -43,6 +52,7 @@ def to_outputs(
     scored: bool = True,
     temperature: float | None = None,
     advantages: bool = False,
+    teacher: bool = False,
 ) -> list[Any]:
     """The branches of one rollout, or of one conversation of a seat, as verl's ``AgentLoopOutput``, in order.
 
@@ -61,6 +71,8 @@ def to_outputs(
         advantages: V1 gets ``Sample.advantages`` of each token as ``rm_scores``, where verl has the reward on the last
             token; for a trainer with the estimator of :func:`register_advantages`, and without
             ``use_kl_in_reward``. verl's metrics and filters of rewards are then of sums of advantages.
+        teacher: for a trainer with ``distillation``: the columns of :func:`teacher_columns`, which verl's own
+            teachers would make otherwise.
 
     Raises:
         ConfigError: a sample that no trainer takes (:func:`~rollouts.training.rows.split`), without a reward, sampled
@@ -74,7 +86,9 @@ def to_outputs(
 
     outputs = []
     for sample in samples:
-        check_fields(sample, "verl", "teacher_log_probs", "loss_multiplier")
+        check_fields(sample, "verl", "loss_multiplier")
+        if not teacher:
+            check_fields(sample, "verl without teacher=True", "teacher_log_probs")
         if not advantages:
             check_fields(sample, "verl without advantages=True", "advantages")
         make: Any = _with_columns(split_advantages(sample)) if advantages else AgentLoopOutput
@@ -99,10 +113,41 @@ def to_outputs(
                     "turn_scores": list(sample.step_rewards),
                     "tool_rewards": [],
                     "reward_extra_info": {},
+                    **(teacher_columns(sample) if teacher else {}),
                 },
             )
         )
     return outputs
+
+
+def teacher_columns(sample: Sample) -> dict[str, Any]:
+    """The columns that verl's distillation losses read, of the row of a sample with n ids: tensors ``[n, 1 or K]``.
+
+    Entry t is of id t + 1, as verl's own teachers have it; that of a token which was not sampled is 0, as is verl's
+    last, and its loss is masked (verl 0.9.1, workers/rollout/sglang_rollout/async_sglang_server.py:
+    _extract_prompt_logprobs_sglang; workers/utils/padding.py: no_padding_2_padding).
+
+    Returns:
+        ``teacher_ids``, int32, and ``teacher_logprobs``, float32: the teacher's K most probable ids for
+        ``loss_mode=forward_kl_topk`` with ``topk`` K, or the sampled ids, K = 1, for the modes of estimators.
+
+    Raises:
+        ConfigError: no teacher scored the sample.
+    """
+    import torch
+
+    logprobs = sample.teacher_column
+    if logprobs is None:
+        raise ConfigError.of(f"{sample!r}.teacher_log_probs", None, "a column, of rewards.Teacher, in every sample")
+    row = trimmed(sample)
+    sampled, top = np.flatnonzero(row.mask_column), top_of(row)
+    if top is None:
+        ids, values = row.token_column[sampled, None], logprobs[sampled, None]
+    else:
+        ids, values = top.ids, top.logprobs
+    columns = np.zeros((len(row), ids.shape[1]), np.int32), np.zeros((len(row), ids.shape[1]), np.float32)
+    columns[0][sampled - 1], columns[1][sampled - 1] = ids, values
+    return {"teacher_ids": torch.from_numpy(columns[0]), "teacher_logprobs": torch.from_numpy(columns[1])}
 
 
 def _with_columns(column: Any) -> Any:
@@ -132,7 +177,12 @@ def register_advantages(name: str = "rollouts") -> None:
 
 
 async def to_data_proto(
-    samples: Sequence[Sample], worker: Any, *, version: int | None = None, advantages: bool = False
+    samples: Sequence[Sample],
+    worker: Any,
+    *,
+    version: int | None = None,
+    advantages: bool = False,
+    teacher: bool = False,
 ) -> Any:
     """Samples as the ``DataProto`` of a step of verl v0, made by verl's own functions; one row a sample, in order.
 
@@ -141,7 +191,7 @@ async def to_data_proto(
     Args:
         samples: finished and scored; none of a rollout that forked, which v0 cannot tell from a group.
         worker: see :func:`worker`; its lengths pad the rows, and its temperature is that of verl's trainer.
-        version, advantages: as for :func:`to_outputs`.
+        version, advantages, teacher: as for :func:`to_outputs`.
 
     Raises:
         ConfigError: as :func:`to_outputs`; a row is longer than verl's lengths; or the worker makes other arrays of its
@@ -153,7 +203,11 @@ async def to_data_proto(
     padded, rollouts = [], set()
     for sample in samples:
         (output,) = to_outputs(
-            [sample], version=version, temperature=worker.rollout_config.temperature, advantages=advantages
+            [sample],
+            version=version,
+            temperature=worker.rollout_config.temperature,
+            advantages=advantages,
+            teacher=teacher,
         )
         got = len(output.prompt_ids), len(output.response_ids)
         if got[0] > lengths[0] or got[1] > lengths[1]:
@@ -221,6 +275,7 @@ async def put_group(
     version: int | None = None,
     columns: Mapping[str, Any] | None = None,
     advantages: bool = False,
+    teacher: bool = False,
 ) -> None:
     """Put the rows of one group into the TransferQueue of verl V1, and mark its prompt as finished.
 
@@ -231,7 +286,7 @@ async def put_group(
         global_steps: the step in which the prompt was first dispatched; verl drops or awaits groups by it
             (verl 0.9.1, trainer/ppo/v1/replay_buffer.py: ReplayBufferAsync._stale_terminal_keys).
         partition: ``train`` or ``val``.
-        version, advantages: as for :func:`to_outputs`.
+        version, advantages, teacher: as for :func:`to_outputs`.
         columns: further columns of the data set; default: those of the prompt.
 
     Raises:
@@ -248,6 +303,7 @@ async def put_group(
         raise ConfigError.of("put_group(samples)", compared, "one comparison: a uid for each, such as each seat")
     of_verl = worker.rollout_config.val_kwargs if partition == "val" else worker.rollout_config
     options = {"version": version, "temperature": of_verl.temperature, "advantages": advantages}
+    options["teacher"] = teacher
     rollouts = [to_outputs(branches, **options) for branches in by_conversation(samples)]
     for sample, output in zip(itertools.chain(*by_conversation(samples)), itertools.chain(*rollouts), strict=True):
         _check_images(sample, output, worker)

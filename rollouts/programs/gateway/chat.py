@@ -193,14 +193,7 @@ def _part(fields: wire.Fields, counts: wire.Counts) -> Content:
         if image.text("detail") == "low":
             counts["not_enforced/image_detail"] += 1
         return (wire.image_of(image, "url", image.required("url")),)
-    if kind == "text":
-        return fields.required("text")
-    if kind == "refusal":
-        return fields.required("refusal")
-    if kind in _MEDIA:
-        counts[_MEDIA[kind]] += 1
-        return f"[{_MEDIA[kind]}]"
-    raise fields.wrong("type", f"one of {('text', 'refusal', 'image_url', *_MEDIA)}")
+    return wire.shown_part(fields, counts, texts=("text",), image="image_url", media=_MEDIA)
 
 
 # -- answers ----------------------------------------------------------------------------------------------------------

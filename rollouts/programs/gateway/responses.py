@@ -241,14 +241,7 @@ def _part(fields: wire.Fields, counts: wire.Counts) -> Content:
         if fields.value.get("file_id") is not None:
             raise fields.wrong("file_id", "an image_url; this server keeps no files")
         return (wire.image_of(fields, "image_url", fields.required("image_url")),)
-    if kind in _TEXTS:
-        return fields.required("text")
-    if kind == "refusal":
-        return fields.required("refusal")
-    if kind in _MEDIA:
-        counts[_MEDIA[kind]] += 1
-        return f"[{_MEDIA[kind]}]"
-    raise fields.wrong("type", f"one of {(*_TEXTS, 'refusal', 'input_image', *_MEDIA)}")
+    return wire.shown_part(fields, counts, texts=_TEXTS, image="input_image", media=_MEDIA)
 
 
 def _call(item: wire.Fields, kind: str) -> ToolCall:

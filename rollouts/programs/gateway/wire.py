@@ -44,6 +44,7 @@ __all__ = [
     "offered",
     "only_text",
     "sampling_of",
+    "shown_part",
     "stops",
     "strict_names",
     "text_of",
@@ -239,6 +240,28 @@ def image_of(fields: Fields, name: str, url: str) -> Image:
         except ConfigError as error:
             raise ApiError("invalid_request", f"{fields.at(name)}: {error}") from None
     return image
+
+
+def shown_part(fields: Fields, counts: Counts, *, texts: Collection[str], image: str, media: Mapping[str, str]) -> str:
+    """The text of a part of a message that is not an image: its own, or ``[audio]`` for a medium, which is counted.
+
+    Args:
+        texts: the types of parts with text.
+        image: the type of an image, which the error names.
+        media: the types of media that no model here takes, and their names.
+
+    Raises:
+        ApiError: the part has another type, or no text.
+    """
+    kind = fields.text("type")
+    if kind in texts:
+        return fields.required("text")
+    if kind == "refusal":
+        return fields.required("refusal")
+    if kind is not None and kind in media:
+        counts[media[kind]] += 1
+        return f"[{media[kind]}]"
+    raise fields.wrong("type", f"one of {(*texts, 'refusal', image, *media)}")
 
 
 def call_of(name: str, arguments: Any, call_id: str) -> ToolCall:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
 from rollouts.renderer.dialects.json import MalformedCallError, json_prefix, unclosed, unreadable
 
-__all__ = ["Gemma", "pairs_in"]
+__all__ = ["Gemma"]
 
 _QUOTE = '<|"|>'
-_HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<]+)(?P<arguments>\{|<\|\"\|>)?")
 _KEYS = {
     quote: re.compile(
         rf'\s*(?:{re.escape(quote)}(?P<quoted>.*?){re.escape(quote)}|(?P<bare>[^\s:,{{}}\[\]<>"]+))\s*:', re.DOTALL
@@ -24,41 +23,48 @@ _MAX_DEPTH = 100
 
 
 class Gemma(BlockDialect):
-    """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; bare keys, quoted strings."""
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,count:3}<tool_call|>``; bare keys, quoted strings.
+
+    A subclass has other marks, another quotation mark, or takes the types of values from elsewhere.
+    """
 
     name = "gemma"
     marks = ("<|tool_call>",)
     block = re.compile(r"<\|tool_call>(?P<body>.*?)(?:(?P<close><tool_call\|>)|(?=<\|tool_call>)|\Z)", re.DOTALL)
     reasoning = ("<|channel>thought", "<channel|>")
+    head: ClassVar[re.Pattern[str]] = re.compile(r"\s*call:(?P<name>[^\s{}<]+)(?P<arguments>\{|<\|\"\|>)?")
+    """The name of a call and the opening mark of its arguments, which may be missing."""
+    form: ClassVar[str] = "call:name"
+    """As errors show the begin of a call."""
+    closing: ClassVar[str] = "<tool_call|>"
+    quote: ClassVar[str] = _QUOTE
+    """The mark on both sides of a string."""
 
     def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
         body = block["body"]
-        head = _HEAD.match(body)
+        head = self.head.match(body)
         name = head["name"] if head else ""
         try:
             if block["close"] is None:
-                return [unclosed(block[0], "<tool_call|>", name)]
+                return [unclosed(block[0], self.closing, name)]
             if head is None:
-                raise MalformedCallError("call:name must follow <|tool_call>", "no_name")
+                raise MalformedCallError(f"{self.form} must follow {self.marks[0]}", "no_name")
             if head["arguments"] is None:
                 raise MalformedCallError("the arguments are missing; write {} when the tool takes none", "no_arguments")
-            if head["arguments"] == _QUOTE:
+            if head["arguments"] == self.quote:
                 raise MalformedCallError("the arguments are a string; write {key:value}", "string_arguments")
-            arguments, end = pairs_in(body, head.end() - 1, _QUOTE)
+            arguments, end = _fields(body, head.end(), self.quote, 1)
             if body[end:].strip():
-                raise MalformedCallError("nothing may stand between the arguments and <tool_call|>", "bad_arguments")
+                expected = f"nothing may stand between the arguments and {self.closing}"
+                raise MalformedCallError(expected, "bad_arguments")
+            arguments = self.typed(arguments, name, tools)
         except MalformedCallError as error:
             return [unreadable(block[0], error, name)]
         return [ToolCall(name, arguments, raw=block[0])]
 
-
-def pairs_in(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
-    """Parse the ``{key:value}`` that begins at ``at``; return it with its end position.
-
-    Raises:
-        MalformedCallError: it has another form.
-    """
-    return _fields(text, at + 1, quote, 1)
+    def typed(self, arguments: dict[str, Any], name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+        """The arguments with the types that the notation gives them."""
+        return arguments
 
 
 def _value(text: str, at: int, quote: str, depth: int) -> tuple[Any, int]:

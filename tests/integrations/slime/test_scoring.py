@@ -67,7 +67,7 @@ def test_logprobs_of_other_tokens_are_a_failure(serve: Serve, rows: Any, message
 
 def test_distillation_without_a_teacher_is_refused() -> None:
     """The loss would fail after the first batch."""
-    flags = {"use_opd": True, "opd_type": "sglang"}
+    flags = {"use_opd": True, "opd_type": "sglang", "rollouts_recipe_filter": False}
     with pytest.raises(ConfigError, match=r"args\.opd_type.*rollouts_teacher_url"):
         generate_rollout_batch(Launch().args(**flags), 0, Source(2))
     assert generate_rollout_batch(Launch().args(use_opd=True, opd_type="megatron"), 0, Source(2)).samples

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.docs.core import CORE, ROOT, STEPS, core_rooms, pages
+from scripts.docs.core import CORE, README, ROOT, STEPS, core_rooms, pages
 from tests.test_architecture import FLOORS
 
 NUMBER = re.compile(r" *\b\d[\d,]*\b")
 
 
-@pytest.mark.parametrize(("path", "text"), pages().items(), ids=lambda value: getattr(value, "name", ""))
-def test_a_page_is_that_of_the_imports(path: Path, text: str) -> None:
+@pytest.mark.parametrize("path", [CORE, README], ids=lambda path: path.name)
+def test_a_page_is_that_of_the_imports(path: Path) -> None:
     """Files, packages and arrows are the same, and lines differ by less than a quarter; write it again otherwise."""
-    found = path.read_text(encoding="utf-8")
+    found, text = path.read_text(encoding="utf-8"), pages()[path]
     assert NUMBER.sub("", found) == NUMBER.sub("", text), "out of date: scripts/docs/write core"
     for here, there in zip(NUMBER.findall(found), NUMBER.findall(text), strict=True):
         shown, counted = (int(number.replace(",", "")) for number in (here, there))

@@ -74,7 +74,7 @@ def test_every_prefix_of_the_record_gives_the_state_of_its_moment(
         resumed = DataBuffer(rows(size), seed=order, sampler=SAMPLERS[name]())
         recorded = {number: position for number, position, rewards in events[:end] if rewards is None}
         ended = {number for number, _, rewards in events[:end] if rewards is not None}
-        resumed.go_on_after(len(recorded), recorded.keys() - ended, events[:end])
+        resumed.resume_after(len(recorded), recorded.keys() - ended, events[:end])
         assert resumed.sampler is not None
         assert bytes_of(resumed.sampler) == states[end - 1]
         again = resumed.get_prompts(len(recorded.keys() - ended))
@@ -133,7 +133,7 @@ def test_a_run_without_a_sampler_continues_with_one() -> None:
     taken = [str(prompt.prompt) for prompt in uniform.get_prompts(14)]
     buffer = DataBuffer(rows(9), seed=3, sampler=PassRateSampler(n=4))
     draws: list[Draw] = [(number, None, None) for number in range(14)]
-    buffer.go_on_after(14, range(14), draws)
+    buffer.resume_after(14, range(14), draws)
     assert [str(prompt.prompt) for prompt in buffer.get_prompts(14)] == taken
     assert buffer.get_prompts(4) == uniform.get_prompts(4)
 

@@ -1,0 +1,175 @@
+"""Positions of workers: the requests of each, and which worker gets a new group.
+
+Invariant: a request is in one slot, and ends once: by its records, or by an error. This module knows neither links nor
+prompts; :mod:`dispatch` fills and empties the slots.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import anyio
+import attrs
+
+from rollouts.errors import GenerateFailure, RolloutsError
+from rollouts.runs.record_bytes import Columns
+
+__all__ = [
+    "MESSAGE_BYTES",
+    "PendingRequest",
+    "Record",
+    "Slot",
+    "SlotEmpty",
+    "State",
+    "WorkerLeft",
+    "WorkerSilent",
+    "give_unsent",
+]
+
+MESSAGE_BYTES = 1 << 24
+"""A message to a worker has no further requests after so many bytes; a worker reads at most 64 MiB at once."""
+
+
+class WorkerSilent(GenerateFailure):
+    """The worker that played a rollout gave no sign of life; another worker gets the rollout."""
+
+
+class WorkerLeft(GenerateFailure):
+    """The worker of a rollout left, or its slot stays empty; another worker gets the rollout."""
+
+
+class SlotEmpty(GenerateFailure):
+    """The slot of a rollout that no worker has got is empty, while another has a worker."""
+
+
+Record: TypeAlias = tuple[dict[str, Any], Columns | None]
+
+
+@attrs.define(eq=False)
+class PendingRequest:
+    """The records of one request that a worker plays."""
+
+    error: RolloutsError | None = None
+    _records: deque[Record] = attrs.field(factory=deque)
+    _changed: anyio.Event = attrs.field(factory=anyio.Event)
+
+    def put(self, record: Record) -> None:
+        self._records.append(record)
+        self._changed.set()
+
+    def fail(self, error: RolloutsError) -> None:
+        self.error = error
+        self._changed.set()
+
+    async def next(self) -> Record:
+        while not self._records:
+            if self.error is not None:
+                raise self.error
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        return self._records.popleft()
+
+
+class State(IntEnum):
+    """State of a slot. A new group goes to the lowest state that a slot has."""
+
+    ALIVE = 0
+    AWAY = 1
+    """Its worker waits for an inference server."""
+    STARTING = 2
+    SILENT = 3
+    LEAVING = 4
+    """Its worker finishes its rollouts and gets no others."""
+    EMPTY = 5
+    """Its worker left, and the others suffice."""
+    FAILED = 6
+    """No worker could start; the next attempt is later."""
+
+
+@attrs.define(eq=False)
+class Slot:
+    """One of the worker positions: the worker that fills it now, and its requests."""
+
+    number: int
+    state: State = State.STARTING
+    pending: dict[int, PendingRequest] = attrs.field(factory=dict)
+    requests: dict[int, bytes] = attrs.field(factory=dict)
+    """Encoded requests that are not sent yet."""
+    cancelled: list[int] = attrs.field(factory=list)
+    wanted: anyio.Event = attrs.field(factory=anyio.Event)
+    leaves: anyio.Event = attrs.field(factory=anyio.Event)
+    """Set when the worker of now leaves."""
+    released: anyio.Event = attrs.field(factory=anyio.Event)
+    pause: float = 0.0
+    """Seconds before the next start, because the worker is cut off."""
+    has_started: bool = False
+    deaths_without_result: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.state is State.ALIVE
+
+    async def orders(self) -> tuple[list[bytes], list[int]]:
+        """Wait for requests or cancellations; return all of them, but no more requests than a message should have."""
+        while not (self.cancelled or (self.requests and not self.leaves.is_set())):
+            self.wanted = anyio.Event()
+            await self.wanted.wait()
+        requests: list[bytes] = []
+        size = 0
+        while self.requests and size < MESSAGE_BYTES and not self.leaves.is_set():  # others wait for the next worker
+            requests.append(self.requests.pop(next(iter(self.requests))))
+            size += len(requests[-1])
+        cancelled, self.cancelled = self.cancelled, []
+        return requests, cancelled
+
+    def submit(self, number: int, request: bytes) -> PendingRequest:
+        self.requests[number] = request
+        self.pending[number] = pending = PendingRequest()
+        self.wanted.set()
+        return pending
+
+    def release(self, number: int, *, ended: bool) -> None:
+        """Forget a request; cancel it in the worker unless it ended."""
+        pending = self.pending.pop(number)
+        if self.requests.pop(number, None) is None and not ended and pending.error is None:
+            self.cancelled.append(number)
+            self.wanted.set()
+        self.released.set()
+
+    async def finished(self) -> None:
+        """Wait until the worker plays no request."""
+        while self.pending.keys() - self.requests.keys():
+            self.released = anyio.Event()
+            await self.released.wait()
+
+    def fail(self, error: RolloutsError) -> None:
+        """Fail all pending requests."""
+        for pending in self.pending.values():
+            pending.fail(error)
+        self.cancelled.clear()
+
+    def give_away(self, error: WorkerSilent | WorkerLeft | SlotEmpty, *, unsent: bool = False) -> int:
+        """Fail the pending requests, and cancel them in the worker when it reads again. Return their number.
+
+        Args:
+            error: the reason.
+            unsent: only the requests that the worker does not have.
+        """
+        of = self.requests if unsent else self.pending
+        numbers = [number for number in of if self.pending[number].error is None]
+        for number in numbers:
+            self.pending[number].fail(error)
+            if self.requests.pop(number, None) is None:
+                self.cancelled.append(number)
+        self.wanted.set()
+        return len(numbers)
+
+
+def give_unsent(slots: Sequence[Slot]) -> None:
+    """Give away the requests that wait for workers in slots without one: a new worker filled another."""
+    for slot in slots:
+        if slot.state in (State.STARTING, State.EMPTY, State.FAILED):
+            slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
