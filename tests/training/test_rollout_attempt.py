@@ -569,7 +569,7 @@ async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) ->
 
 @pytest.mark.parametrize("branches", [1, 2])
 async def test_a_parent_that_is_not_a_conversation_of_the_rollout_costs_one_group(branches: int) -> None:
-    """The tokens that a branch shares would be trained by nobody."""
+    """No sample would train the tokens that the branch shares."""
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
         samples = [some_sample(prompts[0], number) for number in range(branches)]
