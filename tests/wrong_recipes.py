@@ -86,7 +86,7 @@ async def run_wrong(wrong: Wrong, folder: Path) -> str:
 
 
 async def say_doubts(wrong: Wrong, folder: Path) -> str:
-    """What ``rollouts run`` says of a legal recipe before its first token: the lines that contain ``expected``."""
+    """The lines of ``rollouts run`` on a legal recipe that begin as the message does."""
     path, console = folder / "mine.py", Console(file=io.StringIO(), width=1000)
     path.write_text(wrong.text)
     async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
