@@ -45,7 +45,7 @@ from rollouts.training.types import Group
 from tests import ors_recipe
 from tests.bad_worlds import BAD, Bad, play_with_sound_prompts
 from tests.stored_runs import some_sample
-from tests.wrong_recipes import WRONG, run_wrong
+from tests.wrong_recipes import DOUBTFUL, WRONG, run_wrong, say_doubts
 
 __all__ = ["ROWS", "Row", "message_of", "page"]
 
@@ -109,7 +109,8 @@ def command(*arguments: str) -> Callable[[Path], str]:
 
     def run(folder: Path) -> str:
         err = io.StringIO()
-        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        streams = contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO())
+        with streams[0], streams[1], contextlib.suppress(SystemExit):  # of argparse
             main([argument.replace("DIR", str(folder)) for argument in arguments])
         return err.getvalue().removeprefix("rollouts: error: ").strip()
 
@@ -122,6 +123,18 @@ def without_a_template(folder: Path) -> str:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (folder / "model" / name).write_bytes((DEMO_MODEL / name).read_bytes())
     return command("check", "--model", "DIR/model")(folder)
+
+
+def a_page_at(path: str) -> Callable[[Path], str]:
+    """View a run of one sample, with the page at a path."""
+
+    def run(folder: Path) -> str:
+        writer = RunWriter(folder / "run")
+        writer.write_batch([some_sample(Prompt("why?", group_index=0, index=0), 0)], {})
+        writer.finish("finished")
+        return command("view", "DIR/run", "--out", path)(folder).partition("error: ")[2]
+
+    return run
 
 
 def while_a_run_is_written(*arguments: str) -> Callable[[Path], str]:
@@ -171,6 +184,16 @@ def data(text: str) -> Callable[[Path], Any]:
     def run(folder: Path) -> Any:
         (folder / "data.jsonl").write_text(text)
         return load_prompts(folder / "data.jsonl")
+
+    return run
+
+
+def in_utf16(suffix: str) -> Callable[[Path], Any]:
+    """Load a file that an editor saved as UTF-16."""
+
+    def run(folder: Path) -> Any:
+        (folder / f"data{suffix}").write_text('{"prompt": "a"}', encoding="utf-16")
+        return load_prompts(folder / f"data{suffix}")
 
     return run
 
@@ -426,6 +449,7 @@ async def empty(prompts: Sequence[Prompt]) -> list[Sample]:
 
 LINE, CONFIG, DATA = "The command line", "Recipes and configs", "Data"
 WRONG_RECIPES = "Recipes, refused before their first token"
+DOUBTFUL_RECIPES = "Recipes that are legal, with a warning before their first token"
 SERVED = "Environments and judges behind a server, of one prompt among sound ones"
 FOREIGN, SERVER, CALLS, DISK = "Environments, rewards and filters", "Servers", "What a model reads", "What is on disk"
 RUN = ("run", CALCULATOR, "--out", "DIR/run")
@@ -444,6 +468,10 @@ ROWS = [
     Row(LINE, "no such tokenizer", "tokenizer: got 'DIR/none'; expected a folder with tokenizer.json and tokenizer_config.json, or a model name on the Hugging Face Hub", command("check", "--model", "DIR/none")),
     Row(LINE, "a tokenizer without a chat template", "chat_template: got None; expected template text or a function (--chat-template): the tokenizer 'DIR/model' has no chat template", without_a_template),
     Row(LINE, "a folder that cannot be written to", "--out: got '/proc/run'; expected a folder that can be written to ([Errno 2] …)", command("run", CALCULATOR, "--out", "/proc/run")),
+    Row(LINE, "a port that does not exist", "… serve: error: argument --port: got 99999; expected a port, 0 to 65535; see …", command("serve", "--port", "99999")),
+    Row(LINE, "an argument that is missing", "… show: error: the following arguments are required: RUN; see …", command("show")),
+    Row(LINE, "OpenAI's API without a key", "--api-key-env: got 'OPENAI_API_KEY'; expected an environment variable that is set", command("eval", CALCULATOR, "--provider", "openai", "--model", "m", "--out", "DIR/run")),
+    Row(LINE, "a page where it cannot be written", "--out: got '/proc/x.html'; expected a file that can be written ([Errno 2] …)", a_page_at("/proc/x.html")),
     Row(LINE, "not a URL", "Endpoint.base_url: got ('host:1',); expected one or more URLs that start with http:// or https://", command(*RUN, "--endpoint", "host:1")),
     Row(LINE, "no server at the URL", "no server answers at http://127.0.0.1:9: …. Start the server, or correct Endpoint.base_url", command(*RUN, "--endpoint", "http://127.0.0.1:9")),
     Row(LINE, "no such run", "RUN: got 'DIR/none'; expected the folder of a run, with run.json", command("show", "DIR/none")),
@@ -462,9 +490,14 @@ ROWS = [
     Row(CONFIG, "limits of untrusted Python", "PythonLimits.seconds: got 0; expected a number > 0", lambda folder: PythonLimits(seconds=0)),
     Row(CONFIG, "a sandbox that cannot hold what is required", "require: got 'network'; this machine does not enforce network (no namespaces here (unshare: Operation not permitted) and no system call filter); expected one that does, or pass require=[] to run without", lambda folder: containment_of(["landlock"], "unshare: Operation not permitted", "linux").check("network")),
     *(Row(WRONG_RECIPES, wrong.what, wrong.message, functools.partial(run_wrong, wrong)) for wrong in WRONG),
+    *(Row(DOUBTFUL_RECIPES, wrong.what, wrong.message, functools.partial(say_doubts, wrong)) for wrong in DOUBTFUL),
     Row(DATA, "no such file", "data: got 'DIR/none.jsonl'; expected a .jsonl, .json, .csv or .parquet file, a folder of them or of save_to_disk() of datasets, or hub:OWNER/DATASET/PATH", lambda folder: load_prompts(folder / "none.jsonl")),
     Row(DATA, "an empty file", "data: got 'DIR/data.jsonl'; expected at least one row", data("\n\n")),
     Row(DATA, "a line that is not JSON", "DIR/data.jsonl, line 2: not JSON (…)", data('{"prompt": "a"}\n{"prompt": \n')),
+    Row(DATA, "half of a pair of UTF-16", "DIR/data.jsonl, line 1: a string has half of a surrogate pair (…); expected Unicode text, as json.dumps writes it from text without lone surrogates", data('{"prompt": "a \\ud83d b"}\n')),
+    Row(DATA, "a file in UTF-16", "DIR/data.jsonl, line 1: got UTF-16; expected UTF-8: save the file with that encoding", in_utf16(".jsonl")),
+    Row(DATA, "a table in UTF-16", "DIR/data.csv, line 1: got UTF-16; expected UTF-8: save the file with that encoding", in_utf16(".csv")),
+    Row(DATA, "an array in UTF-16", "DIR/data.json, line 1: got UTF-16; expected UTF-8: save the file with that encoding", in_utf16(".json")),
     Row(DATA, "JSON of another shape", "DIR/data.jsonl, line 1: got [1]; expected an object with \"prompt\"", data("[1]\n")),
     Row(DATA, "a row without a prompt", "DIR/data.jsonl, line 1: row: got ['question']; expected the keys \"prompt\", and \"label\" and \"metadata\" where known; others: load_prompts(prompt=NAME)", data('{"question": "a"}\n')),
     Row(DATA, "a message without a role", "DIR/data.jsonl, line 1: Message.role: got None; expected one of ('system', 'user', 'assistant', 'tool')", data('{"prompt": [{"content": "a"}]}\n')),

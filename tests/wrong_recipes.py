@@ -15,7 +15,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.errors import RolloutsError
 from rollouts.testing.server import StubServer
 
-__all__ = ["WRONG", "Wrong", "run_wrong"]
+__all__ = ["DOUBTFUL", "WRONG", "Wrong", "run_wrong", "say_doubts"]
 
 _FILE = """\
 import asyncio, sys, time
@@ -85,6 +85,16 @@ async def run_wrong(wrong: Wrong, folder: Path) -> str:
         return ", ".join([*left, message])
 
 
+async def say_doubts(wrong: Wrong, folder: Path) -> str:
+    """The lines of ``rollouts run`` on a legal recipe that begin as the message does."""
+    path, console = folder / "mine.py", Console(file=io.StringIO(), width=1000)
+    path.write_text(wrong.text)
+    async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
+        await launch(RunTarget(recipe=path, urls=(server.url,), batches=1), folder / "run", "jsonl", False, console)
+    lines = console.file.getvalue().partition("files: ")[0].splitlines()  # type: ignore[attr-defined]
+    return "".join(line for line in lines if line.startswith(wrong.message.partition("…")[0]))
+
+
 def changed(**parts: str) -> dict[str, str]:
     return parts
 
@@ -117,6 +127,7 @@ def recipe(body: str) -> dict[str, str]:
 
 REHEARSED = "3 of 3 rehearsals with random replies failed alike: "
 CALLED = "3 of 3 calls of the tool look, with arguments that fit its schema, failed alike: World.step"
+SMALL = "keep='all', batch_size=1, n_samples_per_prompt=1, over_sampling_factor=1"
 CHANGED = "got values that it changed; expected those of the replies"
 
 # One line for each recipe.
@@ -138,6 +149,9 @@ WRONG = [
     # -- tools
     Wrong("methods without the mark of a tool", "World.tools: got 'none'; expected @tool before the methods that the model may call: look", world("def look(self, at: str) -> str:\n    return at")),
     Wrong("a tool without self", "World.look: got '(at, near)'; expected self as the first argument of a tool", tool("return at", "at: str, near: str")),
+    Wrong("a tool named as a method of the class", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.step: got a tool; expected another name: the episode calls step", world("@tool\ndef step(self, at: str) -> str:\n    '''Go.'''\n    return at")),
+    Wrong("a tool named close", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.close: got a tool; expected another name: the episode calls close", world("@tool\ndef close(self) -> str:\n    '''Close it.'''\n    return 'x'")),
+    Wrong("an argument whose type has no such name", "World.look: got an annotation with no meaning (name 'strr' is not defined); expected types that the module has", tool("return at", "self, at: 'strr'")),
     Wrong("an argument of a class that is not JSON", "World.look(at): got <class 'object'>; expected a type of JSON, as str, …", tool("return 'x'", "self, at: object")),
     Wrong("a description in the decorator", "DIR/mine.py, line …: importing the recipe raised ConfigError: @tool: got 'Look.'; expected no arguments: the docstring of the method is its description", world("@tool('Look.')\ndef look(self, at: str) -> str:\n    return at")),
     # -- options
@@ -156,6 +170,8 @@ WRONG = [
     Wrong("a history that is not known", "history: got 'forks'; expected one of ('append', 'fork', 'error')", changed(options="history='forks'")),
     Wrong("a dialect that is not known", "dialect: got 'nonsense'; expected one of …", changed(options="dialect='nonsense'")),
     Wrong("a sampler that is not known", "sampler: got 'best'; expected \"uniform\", …", changed(options="sampler='best'")),
+    Wrong("a stop string without a character", "SamplingParams.stop: got ('',); expected a string or several, none empty, at most 32", changed(options="stop=['']")),
+    Wrong("more groups in flight than can be", "RolloutConfig.over_sampling_factor: got 1000000000.0; expected at most 31250 with batch_size=32: a million groups in flight", changed(options="over_sampling_factor=1e9")),
     Wrong("a chat template that is the name of a file", "chat_template: got 'none.jinja'; expected template text, in Jinja; a file is Path('none.jinja')", changed(options="chat_template='none.jinja'")),
     Wrong("a variable that the template does not read", "template_kwargs: got 'thinking'; expected a variable that … reads: none", changed(options="template_kwargs={'thinking': True}")),
     Wrong("a shuffle that is a text", "shuffled: got 'yes'; expected True or False", changed(options="shuffled='yes'")),
@@ -167,6 +183,8 @@ WRONG = [
     Wrong("an empty prompt", "prompts[0]: prompt: got ''; expected some text", changed(prompts="[{'prompt': ''}]")),
     Wrong("a role that is not known", "prompts[0]: Message.role: got 'human'; expected one of ('system', 'user', 'assistant', 'tool')", changed(prompts="[{'prompt': [{'role': 'human', 'content': 'x'}]}]")),
     Wrong("metadata that is a list", "prompts[0]: metadata: got ['x']; expected an object", changed(prompts="[{'prompt': 'a', 'metadata': ['x']}]")),
+    Wrong("no labels", "prompts[0].label: got None, as 2 of 2 prompts; expected a label: label: got None; expected text, or several texts; load_prompts(label=NAME) names its column; --no-rehearsal starts the run nevertheless", changed(prompts="['a', 'b']", reward="return exact_match(sample)")),
+    Wrong("no labels, for a reward of one's own", "prompts[0].label: got None, as 2 of 2 prompts; expected a label: reward reward raised AttributeError: 'NoneType' object has no attribute 'strip' (DIR/mine.py:… in reward); …", changed(prompts="['a', 'b']", reward="return float(sample.label.strip() in sample.response)")),
     Wrong("a label that is missing", "prompts[1].label: got None, as 1 of 2 prompts; expected a label: …", changed(prompts="[{'prompt': 'a', 'label': 'a'}, {'prompt': 'b'}]", reward="return exact_match(sample)")),
     Wrong("a label that is not a number", REHEARSED + "RewardFailure: label: got 'many'; expected a number. …", changed(prompts="[{'prompt': 'a', 'label': 'many'}] * 9", reward="return numeric_match(sample)")),
     # -- environments
@@ -190,6 +208,7 @@ WRONG = [
     Wrong("tools that are names", "World.tools: got 'look'; expected Tools", world("tools = ['look']")),
     Wrong("no tools, as None", "World.tools: got None; expected a sequence of Tools, empty for none", world("tools = None")),
     Wrong("two tools of one name", "World.tools: got two tools 'look'; expected another name for each", world("tools = [Tool('look', 'Look.'), Tool('look', 'Again.')]")),
+    Wrong("a system prompt that is a method", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.system_prompt: got a method; expected a string, or a property that returns one", world("def system_prompt(self):\n    return 'Look.'")),
     Wrong("a system prompt that is a number", REHEARSED + "EnvironmentFailure: World.start raised ConfigError: Message.content: got 3; expected a string, …", world("system_prompt = 3")),
     Wrong("a start that raises", REHEARSED + "EnvironmentFailure: World.start raised ConnectionError: down (DIR/mine.py:… in start). …", start("raise ConnectionError('down')")),
     Wrong("a start without its prompt", REHEARSED + "EnvironmentFailure: World.start raised TypeError: World.start() takes 1 positional argument but 2 were given. …", world("async def start(self):\n    return []")),
@@ -220,7 +239,18 @@ WRONG = [
     Wrong("a group reward that forgets samples", REHEARSED + "RewardFailure: group reward reward returned 1 rewards for 8 samples. …", changed(reward="return [1.0]", options="group_rm=True")),
     Wrong("a group reward without group_rm", REHEARSED + "RewardFailure: reward reward raised TypeError: 'Sample' object is not iterable …", changed(reward="return [1.0 for _ in sample]")),
     Wrong("a filter that returns nothing", REHEARSED + "FilterFailure: filter keep_group: got None; expected True or False. …", filtered("pass")),
+    Wrong("a filter that returns samples", REHEARSED + "FilterFailure: filter keep_group: got []; expected True or False. …", {**filtered("return [sample for sample in samples if sample.reward]"), "reward": "return float(len(sample.response) % 3 == 0)"}),
     Wrong("a filter of one sample", REHEARSED + "FilterFailure: filter keep_group raised AttributeError: 'list' object has no attribute 'reward' …", filtered("return samples.reward > 0")),
     Wrong("a filter that reads more samples than there are", REHEARSED + "FilterFailure: filter keep_group raised IndexError: list index out of range …", filtered("return samples[99].reward > 0")),
+]
+
+DOUBTFUL = [
+    Wrong("a tool that sleeps", "the event loop is blocked, … s so far, and every rollout waits: DIR/mine.py:… in look; expected await, or anyio.to_thread.run_sync for a call that blocks", {**tool("time.sleep(globals().pop('ONCE', 0)); return at"), "prompts": "['What?']; ONCE = 0.5", "options": SMALL}),
+    Wrong("an async reward that sleeps", "the event loop is blocked, … s so far, and every rollout waits: DIR/mine.py:… in reward; expected await, or …", changed(recipe=f"async def reward(sample):\n    time.sleep(0.5)\n    return 0.0\n\ndef recipe(endpoint):\n    return agent_recipe('toy', endpoint, World, PROMPTS, reward_fn=reward, {SMALL})")),
+    Wrong("a list of the class that rollouts fill", "World.seen: a rollout changed it, and it is one object for all rollouts; expected self.seen = ... in start, or a constant", {**world("seen = []\n" + _SOUND["world"].replace("return at", "self.seen.append(at); return at")), "options": SMALL}),
+    Wrong("a batch larger than the data", "batch_size: got 2 with 1 prompts; expected at most that many: a batch now plays some prompt more than once", changed(prompts="['What?']", options=SMALL.replace("batch_size=1", "batch_size=2"))),
+    Wrong("no labels for a reward that compares them", "prompts[0].label: got None, as 2 of 2 prompts; reward reads it", changed(prompts="['a', 'b']", reward="return float(sample.response == sample.label)", options=SMALL)),
+    Wrong("a prompt that ends with its answer", "prompts[0]: the last message is the assistant's; expected the user's: the model reads that answer before its own", changed(prompts="[[{'role': 'user', 'content': '1 + 1?'}, {'role': 'assistant', 'content': '2'}]]", options=SMALL)),
+    Wrong("a prompt that is rendered already", "prompts[0]: got text with '<|im_end|>'; expected text or messages without a chat template's tokens, which the run adds", changed(prompts="['<|im_start|>user\\nWhat?<|im_end|>\\n']", options=SMALL)),
 ]
 # fmt: on

@@ -126,7 +126,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        super().error(visible(message))
+        more = "" if "--help" in message else f"; see {self.prog} --help"
+        self.exit(2, f"{self.prog}: error: {visible(message)}{more}\n")
 
 
 class _MainParser(_Parser):

@@ -217,8 +217,8 @@ def add_recipe(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
     )
 
 
-def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """Add the arguments of a verb that plays a recipe: recipe, endpoint, model, options."""
+def add_target(verb: argparse.ArgumentParser, *, optional: bool = False, chat: bool = True) -> None:
+    """Add the arguments of a verb that plays a recipe; ``chat``: those of chat APIs, too."""
     add_recipe(verb, optional=optional)
     verb.add_argument(
         "--endpoint",
@@ -228,7 +228,12 @@ def add_target(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
         help="URL of an SGLang or vLLM server; repeat the option for several servers. Default: start the embedded "
         "engine; with run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
     )
-    add_chat_options(verb, provider="protocol of --endpoint, or openai for a chat API (default: sglang)")
+    if chat:
+        add_chat_options(verb, provider="protocol of --endpoint, or openai for a chat API (default: sglang)")
+    else:
+        verb.add_argument(
+            "--provider", type=_any_provider, metavar="{sglang,vllm}", help="protocol of --endpoint (default: sglang)"
+        )
     verb.add_argument(
         "--model", metavar="NAME_OR_DIR", help="model with its tokenizer (default: the model that the server reports)"
     )
@@ -342,7 +347,7 @@ def target_of(args: argparse.Namespace) -> RunTarget:
         options=all_options_of(args),
         batches=getattr(args, "batches", None),
         slots=args.slots,
-        chat=chat_of(args),
+        chat=chat_of(args) if hasattr(args, "base_url") else ChatOptions(),
     )
 
 
@@ -398,6 +403,13 @@ def above_0(text: str) -> float:
 def dollars(text: str) -> float:
     """Parse a price."""
     return 0.0 if float(text) == 0 else above_0(text)
+
+
+def port(text: str) -> int:
+    """Parse the number of a port; 0 picks a free one."""
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"got {text}; expected a port, 0 to 65535")
+    return int(text)
 
 
 def at_least_0(text: str) -> int:

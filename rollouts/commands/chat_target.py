@@ -74,12 +74,12 @@ def endpoint_of(chat: ChatOptions, model: str | None, urls: tuple[str, ...] = ()
     """
     if not model:
         raise ConfigError.of("--model", model, "the name of a model of the API, with --provider openai")
-    variable = chat.key_variable or OPENAI_KEY
+    variable, url = chat.key_variable or OPENAI_KEY, url_of(chat, urls)
     options: dict[str, Any] = {} if chat.at_once is None else {"concurrency": chat.at_once}
     return ChatEndpoint(
         model=model,
-        base_url=url_of(chat, urls),
-        api_key=key_of(variable, required=chat.key_variable is not None),
+        base_url=url,
+        api_key=key_of(variable, required=chat.key_variable is not None or url == OPENAI_URL),
         key_variable=variable,
         **options,
     )

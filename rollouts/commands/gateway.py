@@ -23,6 +23,7 @@ from rollouts.commands.arguments import (
     add_verb,
     generate_settings_of,
     in_loop,
+    port,
     positive,
 )
 from rollouts.commands.serve import serve_until_stopped
@@ -65,7 +66,7 @@ def add(verbs: Any) -> None:
     add_provider(parser)
     parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="tokenizer (default: that of the server's model)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")
+    parser.add_argument("--port", type=port, default=8080, help="0 picks a free port (default: 8080)")
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="most tokens of a reply (default: 4096)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the session as a run to this folder")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")

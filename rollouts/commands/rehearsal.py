@@ -51,13 +51,17 @@ async def rehearse(recipe: Recipe) -> list[str]:
 
     Raises:
         GenerateFailure: every episode, or every call of a tool, failed for the same reason; the message has it.
-        ConfigError: a prompt lacks the label that its reward needs and others have; a tool has no description; a
+        ConfigError: prompts lack the label that their reward needs; a tool has no description; a
             function of the recipe, its template or its tokenizer is invalid.
     """
     generate_fn = recipe.config.generate_fn
     if not isinstance(generate_fn, functools.partial) or generate_fn.func is not generate_rollout_batch:
         return []
+    from rollouts.commands.recipe_doubts import doubts_of, shared_lengths  # here: a resumed run has no rehearsal
     from rollouts.commands.tool_calls import check_tools  # here: a resumed run, and one of programs, calls no tool
+
+    factory: EnvironmentFactory = generate_fn.keywords["environment_cls"]
+    shared = shared_lengths(factory)
 
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     prompts = list(itertools.islice(itertools.cycle(recipe.data_buffer.prompts), len(_SHARE_OF_CALLS)))
@@ -66,8 +70,8 @@ async def rehearse(recipe: Recipe) -> list[str]:
         sound = await _played_one(recipe, prompts, functools.partial(_with_random_replies, generate_fn, renderer, read))
         if sound is not None:
             await _check_labels(recipe, sound)
-        await check_tools(generate_fn.keywords["environment_cls"], prompts, generate_fn.keywords.get("limits"))
-    return read.doubts()
+        await check_tools(factory, prompts, generate_fn.keywords.get("limits"))
+    return [*read.doubts(), *doubts_of(recipe, renderer.stop_texts, shared, shared_lengths(factory))]
 
 
 async def _played_one(
@@ -88,6 +92,11 @@ async def _played_one(
     if len({same_cause(failure) for failure in failures}) > 1:
         return None
     first = failures[0]
+    if first.kind == RewardFailure.__name__ and all(prompt.label is None for prompt in prompts):
+        labelled = attrs.evolve(prompts[-1], label="0", group_index=0, index=0)
+        other, _ = await _played(config, labelled)
+        if other is None or same_cause(other) != same_cause(first):
+            raise _no_label(recipe, first.message)
     raise GenerateFailure(
         f"{len(failures)} of {len(failures)} rehearsals with random replies failed alike: {first.kind}: "
         f"{first.message}. No prompt was taken; {_NEVERTHELESS}"
@@ -110,10 +119,18 @@ async def _check_labels(recipe: Recipe, samples: Sequence[Sample]) -> None:
         else:
             await score(scored[-1], reward_fn, seconds=recipe.config.reward_seconds)
     except RewardFailure as error:
-        raise ConfigError(
-            f"prompts[{missing[0]}].label: got None, as {len(missing)} of {len(prompts)} prompts; expected a label: "
-            f"{error}; {_NEVERTHELESS}"
-        ) from error
+        raise _no_label(recipe, str(error)) from error
+
+
+def _no_label(recipe: Recipe, why: str) -> ConfigError:
+    """The error of a reward that needs the label that some prompts, or all, do not have."""
+    labels = [prompt.label for prompt in recipe.data_buffer.prompts]
+    missing = sum(label is None for label in labels)
+    column = "; load_prompts(label=NAME) names its column" if missing == len(labels) else ""
+    return ConfigError(
+        f"prompts[{labels.index(None)}].label: got None, as {missing} of {len(labels)} prompts; expected a label: "
+        f"{why}{column}; {_NEVERTHELESS}"
+    )
 
 
 async def _played(config: RolloutConfig, request: Prompt) -> tuple[Failure | None, list[Sample]]:

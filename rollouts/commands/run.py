@@ -30,6 +30,7 @@ from rollouts.commands.arguments import (
     add_verb,
     check_run,
     in_loop,
+    port,
     positive,
     stop_signals,
     target_of,
@@ -369,7 +370,7 @@ def add(verbs: Any) -> None:
         metavar="N",
         help="play rollouts in N processes on this machine; MIN:MAX begins with MIN",
     )
-    parser.add_argument("--metrics-port", type=int, metavar="P", help="port on which Prometheus can scrape metrics")
+    parser.add_argument("--metrics-port", type=port, metavar="P", help="port on which Prometheus can scrape metrics")
     parser.add_argument(
         "--log",
         action="append",

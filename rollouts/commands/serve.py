@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, positive, stop_signals
+from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, port, positive, stop_signals
 from rollouts.concurrency.task_groups import first_error
 from rollouts.engine.process import READY
 from rollouts.http.access import is_loopback
@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
     parser = add_verb(verbs, "serve", _serve, "start the embedded engine as a server", "serve --port 30000")
     parser.add_argument("--model", type=Path, metavar="DIR", help="folder of a causal LM (default: the demo model)")
     parser.add_argument("--host", default="127.0.0.1", help=HOST)
-    parser.add_argument("--port", type=int, default=30000, help="0 picks a free port (default: 30000)")
+    parser.add_argument("--port", type=port, default=30000, help="0 picks a free port (default: 30000)")
     parser.add_argument("--slots", type=positive, metavar="N", help="concurrent requests (default: 64)")
     parser.add_argument(
         "--max-context", type=positive, metavar="N", help="most tokens of prompt plus reply (default: the model's)"

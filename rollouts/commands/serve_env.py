@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from rollouts.base.extras import install_command
-from rollouts.commands.arguments import add_options, add_recipe, add_verb, all_options_of, in_loop
+from rollouts.commands.arguments import add_options, add_recipe, add_verb, all_options_of, in_loop, port
 from rollouts.commands.serve import HOST, key_for, serve_until_stopped
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError
@@ -31,7 +31,7 @@ def add(verbs: Any) -> None:
     add_options(parser, "--data", "--seed", "--set")
     parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")
     parser.add_argument("--host", default="127.0.0.1", help=HOST)
-    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: 8080)")
+    parser.add_argument("--port", type=port, default=8080, help="0 picks a free port (default: 8080)")
     parser.add_argument("--stop-with-stdin", action="store_true", help="stop at the end of standard input")
 
 

@@ -22,7 +22,16 @@ import attrs
 from rollouts import __version__
 from rollouts.base.extras import install_command
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_target, add_verb, at_least_0, in_loop, positive, target_of, worker_range
+from rollouts.commands.arguments import (
+    add_target,
+    add_verb,
+    at_least_0,
+    in_loop,
+    port,
+    positive,
+    target_of,
+    worker_range,
+)
 from rollouts.commands.chat_options import CHAT_PROVIDER
 from rollouts.commands.run import description_of, in_workers
 from rollouts.commands.serve import serve_until_stopped
@@ -53,14 +62,14 @@ def add(verbs: Any) -> None:
     parser = add_verb(
         verbs, "up", _up, "serve a recipe's groups to a trainer, which leases them", "up calculator --out runs/a"
     )
-    add_target(parser)
+    add_target(parser, chat=False)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of the run; a run that is there is continued"
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help=f"address to listen on (default: 127.0.0.1); a public one needs {KEY}"
     )
-    parser.add_argument("--port", type=int, default=8700, help="0 picks a free port (default: 8700)")
+    parser.add_argument("--port", type=port, default=8700, help="0 picks a free port (default: 8700)")
     parser.add_argument("--batches", type=positive, metavar="N", help="number of batches (default: the recipe's)")
     parser.add_argument(
         "--groups-in-work", type=positive, metavar="N", help="most groups ready or leased (default: two batches)"
@@ -125,6 +134,9 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         on_ready(url)
         if joined is not None:
             await anyio.to_thread.run_sync(check_plain, recipe.data_buffer.prompts)
+            if recipe.endpoint.priority:
+                expected = "False with --remote-workers: the requests of workers on a network have no priorities"
+                raise ConfigError.of("Endpoint.priority", True, expected)
             joined.facts = _facts(target, recipe, sha256)
             tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
             workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))

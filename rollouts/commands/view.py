@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_verb, check_run
+from rollouts.commands.arguments import add_verb, check_run, port
 from rollouts.errors import ConfigError
 from rollouts.renderer.tokenizer import local_decoder
 from rollouts.runs.layout import check_output
@@ -30,7 +30,7 @@ def add(verbs: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default: NAME_OF_RUN.html)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing pages")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1, with changes as they come")
-    parser.add_argument("--port", type=int, help="port of --serve (default: a free one)")
+    parser.add_argument("--port", type=port, help="port of --serve (default: a free one)")
     parser.add_argument("--no-verify", action="store_true", help="do not check the laws, which reads the run once more")
     parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="tokenizer (default: the run's)")
 
@@ -61,7 +61,10 @@ def _write(args: argparse.Namespace, sources: list[Source], decoders: list[Calla
         raise ConfigError.of("--out", str(out), "a file FILE.html")
     check_output(out, "--out", overwrite=args.overwrite)
     payloads = [build_payload(source, decode) for source, decode in zip(sources, decoders, strict=True)]
-    pages = write_view(payloads, out)
+    try:
+        pages = write_view(payloads, out)
+    except OSError as error:
+        raise ConfigError.of("--out", str(out), f"a file that can be written ({error})") from error
     size, tokens = sum(page.stat().st_size for page in pages), sum(payload.tokens for payload in payloads)
     more = f", and {len(pages) - 1} more pages" if len(pages) > 1 else ""
     say(f"{out}{more}: {size / 1e6:.2f} MB for {tokens} tokens")

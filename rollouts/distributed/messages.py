@@ -132,6 +132,8 @@ _TUPLE = 1
 
 def _with_tuples(value: Any) -> Any:
     if isinstance(value, tuple):
+        if type(value) is not tuple:
+            raise TypeError(f"a tuple of the type {type(value).__name__} would arrive as one without a type")
         return msgspec.msgpack.Ext(_TUPLE, msgspec.msgpack.encode([_with_tuples(each) for each in value]))
     if isinstance(value, list):
         return [_with_tuples(each) for each in value]

@@ -111,6 +111,10 @@ def _checked(default: Any, expected: str, valid: Callable[[Any], bool]) -> Any:
     return attrs.field(default=default, validator=check(expected, valid, optional=default is None))
 
 
+def _are_stops(value: Any) -> bool:
+    return are_texts(value) and "" not in value and len(value) <= 32
+
+
 @attrs.frozen
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
@@ -128,7 +132,7 @@ class SamplingParams:
     stop: tuple[str, ...] = attrs.field(
         default=(),
         converter=as_texts,
-        validator=check("a string or several, at most 32", lambda v: are_texts(v) and len(v) <= 32),
+        validator=check("a string or several, none empty, at most 32", _are_stops),
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
     seed: int | None = _checked(None, "an integer", is_int)

@@ -359,6 +359,9 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> Seque
     return messages
 
 
+_CALLED_BY_EPISODES = frozenset({"start", "step", "answer", "close", "snapshot", "restore"})
+
+
 class ToolEnvironment:
     """An environment whose tools are its methods marked with :func:`tool`.
 
@@ -374,6 +377,11 @@ class ToolEnvironment:
         if isinstance(shadow, list | tuple) and marked:
             expected = f"no such attribute: it hides the methods marked with tool ({', '.join(marked)})"
             raise ConfigError.of(f"{cls.__name__}.tools", shadow, expected)
+        for name in _CALLED_BY_EPISODES.intersection(marked):
+            raise ConfigError(f"{cls.__name__}.{name}: got a tool; expected another name: the episode calls {name}")
+        if inspect.isroutine(inspect.getattr_static(cls, "system_prompt")):
+            expected = "a string, or a property that returns one"
+            raise ConfigError(f"{cls.__name__}.system_prompt: got a method; expected {expected}")
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -457,7 +465,13 @@ class _ToolMethod:
 
     @classmethod
     def of(cls, name: str, method: Callable[..., Any]) -> _ToolMethod:
-        hints = get_type_hints(method)
+        try:
+            hints = get_type_hints(method)
+        except NameError as error:
+            name = method.__qualname__
+            raise ConfigError(
+                f"{name}: got an annotation with no meaning ({error}); expected types that the module has"
+            ) from None
         fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
         parameters = list(inspect.signature(method).parameters.values())
         if not parameters or (parameters[0].name != "self" and parameters[0].name in hints):

@@ -11,6 +11,7 @@ Written for Harbor 0.25.0. Harbor is imported on the first use.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ from rollouts.programs import ModelServer
 from rollouts.sandboxes import RunningSandbox, SandboxError
 from rollouts.sandboxes.base import GATEWAY_PORT
 
-__all__ = ["HarborAgent", "api_of", "check_variables", "secrets_of"]
+__all__ = ["HarborAgent", "api_of", "check_variables", "secrets_of", "weak_secrets_of"]
 
 ENVIRONMENT = "rollouts.harbor.environment:RolloutsEnvironment"
 _ON_THIS_MACHINE = ("terminus-2", "computer-1", "dspy-rlm")
@@ -57,11 +58,20 @@ _REASONS: Mapping[str, Reason] = {
     "VerifierTimeoutError": "timeout",
     "RungError": "box",
 }
+_LOG = logging.getLogger(__name__)
 _SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH(?!OR(_|S|$))", re.IGNORECASE)
 """Names of variables with secrets; ``GIT_AUTHOR_NAME`` is none, and stands in the files of many tasks."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _LEAST_SECRET = 8
-"""Characters of a secret; a shorter value occurs anywhere."""
+"""Characters of a secret with letters and other characters; a shorter value occurs anywhere."""
+_SURE_SECRET = 20
+"""Characters of a secret of letters alone, or of digits alone; a shorter one may be a word or a number of a task."""
+_WEAK = (
+    f"its value is not searched for in what enters a box; expected at least {_LEAST_SECRET} characters, neither "
+    f"all letters nor all digits, or at least {_SURE_SECRET}"
+)
+WARNED: set[str] = set()
+"""The variables whose weak values were named in this process."""
 
 
 class RungError(RuntimeError):
@@ -113,8 +123,24 @@ def secrets_of(environment: Mapping[str, str], allowed: tuple[str, ...] = ()) ->
     return {
         value: name
         for name, value in environment.items()
-        if name not in allowed and _SECRET.search(name) and len(value) >= _LEAST_SECRET
+        if name not in allowed and _SECRET.search(name) and _can_be_found(value)
     }
+
+
+def weak_secrets_of(environment: Mapping[str, str], allowed: tuple[str, ...] = ()) -> list[str]:
+    """Names of variables that look like secrets, whose values are too weak to be searched for in files."""
+    return [
+        name
+        for name, value in environment.items()
+        if name not in allowed and _SECRET.search(name) and value and not _can_be_found(value)
+    ]
+
+
+def _can_be_found(secret: str) -> bool:
+    """Whether a file that contains the text contains it as this secret: a word or a short number occurs anywhere."""
+    return len(secret) >= _SURE_SECRET or (
+        len(secret) >= _LEAST_SECRET and not secret.isalpha() and not secret.isdecimal()
+    )
 
 
 def check_variables(task: HarborTask, allowed: tuple[str, ...]) -> None:
@@ -238,6 +264,9 @@ class HarborAgent:
         environment = trial.agent_environment
         environment.on_open = listen
         environment.secrets = secrets_of(os.environ, self.variables)
+        for name in set(weak_secrets_of(os.environ, self.variables)) - WARNED:
+            WARNED.add(name)
+            _LOG.warning("%s: %s", name, _WEAK)
         environment.sources = (task.folder, folder, *_paths_in(self.options))
         environment.carried = tuple(artifact.source for artifact in task.config.artifacts)
         ended = anyio.Event()

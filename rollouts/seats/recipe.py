@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from rollouts.dtypes import Endpoint
+from rollouts.errors import ConfigError
 from rollouts.recipe import AllOptions, Recipe, assembled_recipe
 from rollouts.seats.play import PlayFn, comparisons_of, generate_play_batch
 from rollouts.seats.seat import Seat, check_seats
@@ -39,6 +40,8 @@ def play_recipe(
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
+    if endpoint.priority:
+        raise ConfigError.of("Endpoint.priority", True, "False: the requests of seats have no priorities")
     compared = comparisons_of(check_seats(seats), by)
     generate_fn = functools.partial(generate_play_batch, play=play, seats=seats, by=compared)
     return assembled_recipe(play_recipe, name, endpoint, generate_fn, prompts, options)

@@ -52,6 +52,10 @@ def _named(function: Any) -> str:
     return "None" if function is None else function_name(function)
 
 
+_MOST_GROUPS = 1_000_000
+"""Groups in flight: the buffer is asked for all of them before the first ends."""
+
+
 @attrs.frozen(kw_only=True)
 class RolloutConfig:
     """How batches of groups are generated. Sizes count prompts (groups), as in slime."""
@@ -105,6 +109,13 @@ class RolloutConfig:
             if policy.min_sound > self.n_samples_per_prompt:
                 expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
                 raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", policy.min_sound, expected)
+        if self.batch_size * self.over_sampling_factor > _MOST_GROUPS:
+            most = max(1, _MOST_GROUPS // self.batch_size)
+            raise ConfigError.of(
+                "RolloutConfig.over_sampling_factor",
+                self.over_sampling_factor,
+                f"at most {most} with batch_size={self.batch_size}: a million groups in flight",
+            )
         name = function_name(self.filter_fn)  # a partial has the name of its function
         if self.n_samples_per_prompt == 1 and name in NEED_SPREAD:
             expected = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import importlib
 import importlib.util
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ _EXPECTED = (
     "a .jsonl, .json, .csv or .parquet file, a folder of them or of save_to_disk() of datasets, or "
     "hub:OWNER/DATASET/PATH"
 )
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+_NOT_UTF_8 = "got UTF-16; expected UTF-8: save the file with that encoding"
 _FIELDS = ("prompt", "label", "metadata")
 _ROW = 'an object with "prompt", and "label" and "metadata" where known'
 
@@ -189,7 +193,23 @@ def _decoded(text: bytes, place: str) -> Any:
     except (ValueError, RecursionError) as error:
         if text.startswith(b"PAR1"):
             raise ConfigError(f"{place}: got Parquet; expected JSON, or a name that ends in .parquet") from None
+        if text.startswith(_UTF_16):
+            raise ConfigError(f"{place}: {_NOT_UTF_8}") from None
+        if _HALF_A_PAIR.search(text) and _is_json(text):
+            expected = "Unicode text, as json.dumps writes it from text without lone surrogates"
+            raise ConfigError(
+                f"{place}: a string has half of a surrogate pair ({error}); expected {expected}"
+            ) from None
         raise ConfigError(f"{place}: not JSON ({error})") from None
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether Python's decoder reads it, which takes half of a surrogate pair for a character."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
@@ -206,6 +226,8 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
                     raise ConfigError.of(place, cells, f"{len(header)} cells, as the header has")
                 yield place, {name: cell or None for name, cell in zip(header, cells, strict=True)}
         except (csv.Error, UnicodeDecodeError) as error:
+            if path.read_bytes()[:2] in _UTF_16:
+                raise ConfigError(f"{path}, line 1: {_NOT_UTF_8}") from None
             raise ConfigError(f"{path}: not CSV in UTF-8 ({error})") from None
 
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -395,13 +395,20 @@ def test_orders_are_plain_data() -> None:
     assert cancelled == [5, 6]
 
 
+class Place(NamedTuple):
+    """It equals a tuple."""
+
+    x: int
+    y: int
+
+
 def test_a_prompt_that_would_change_is_refused() -> None:
-    """A set would arrive as a list, and an object not at all; tuples arrive as they are."""
+    """A set would arrive as a list, an object not at all, a named tuple without names; tuples arrive as they are."""
     check_plain([Prompt("p", label=(1, [2]))])
     deep: list[Any] = []
     for _ in range(5000):
         deep = [deep]
-    for label in ({1}, object(), 1 << 70, deep):
+    for label in ({1}, object(), 1 << 70, deep, Place(1, 2), {"at": [Place(1, 2)]}):
         with pytest.raises(ConfigError, match=r"Prompt: .*plain data, of the types of MessagePack"):
             check_plain([Prompt("p", label=label)])
 

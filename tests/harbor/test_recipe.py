@@ -13,7 +13,7 @@ from anyio.from_thread import start_blocking_portal
 
 from rollouts.commands import main
 from rollouts.engine import DEMO_MODEL
-from rollouts.harbor.trial import secrets_of
+from rollouts.harbor.trial import secrets_of, weak_secrets_of
 from rollouts.runs.folder import read_info, read_rows
 from rollouts.runs.verify import verify_run
 from rollouts.testing.server import StubServer
@@ -109,5 +109,13 @@ def test_an_agent_of_harbor_plays_checked_tasks(root: str, server: str, tmp_path
 def test_a_name_of_an_author_is_no_secret() -> None:
     """It stands in the files of many tasks, which a box may get; a word of authorization is one."""
     named = {"GIT_AUTHOR_NAME": "Jane Doe", "GIT_AUTHOR_EMAIL": "jane@example.org", "AUTHORS": "Jane and Joe"}
-    secret = {"HTTP_AUTHORIZATION": "Bearer 123", "SOME_AUTH": "123456789", "AUTHOR_TOKEN": "abcdefghi"}
+    secret = {"HTTP_AUTHORIZATION": "Bearer 123", "SOME_AUTH": "12345-6789", "AUTHOR_TOKEN": "abcdefgh1"}
     assert secrets_of(named | secret) == {value: name for name, value in secret.items()}
+
+
+def test_a_weak_secret_is_named_and_not_searched_for() -> None:
+    """A password that is a word stands in many files of tasks: they are uploaded, and the variable is named."""
+    weak = {"DB_PASSWORD": "password", "SOME_TOKEN": "12345678901", "A_KEY": "k-1"}
+    strong = {"OTHER_KEY": "abcdefghijklmnopqrst", "SHORT_KEY": "sk-12345"}
+    assert secrets_of(weak | strong) == {value: name for name, value in strong.items()}
+    assert weak_secrets_of(weak | strong) == [*weak]

@@ -32,6 +32,7 @@ from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.seats import Seat, gather, generate_play_batch, play_recipe, play_rollout_to_samples
 from rollouts.seats.play import trained_comparisons
+from rollouts.seats.play_log import digest_of
 from rollouts.seats.seat import check_seats
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, Status
@@ -619,3 +620,20 @@ def test_seats_are_checked_before_any_work() -> None:
             check_seats(seats)
     with pytest.raises(ConfigError, match="at least one seat with trained=True"):
         check_seats({"judge": Seat(trained=False)})
+
+
+def test_the_digest_of_a_set_has_no_order() -> None:
+    """A kept turn is found by a process in which the sets of a label are iterated in another order."""
+    one, other = {0, 8}, {8, 0}
+    assert [*one] != [*other]
+    assert digest_of([], {"allowed": one}, [frozenset(one)]) == digest_of([], {"allowed": other}, [frozenset(other)])
+
+
+def test_seats_refuse_priorities_by_name() -> None:
+    """Their requests would have none."""
+    with pytest.raises(ConfigError, match=r"Endpoint\.priority: got True; expected False: the requests of seats"):
+        play_recipe("toy", Endpoint(priority=True), some_play, ["a"], seats={"one": Seat()})
+
+
+async def some_play(seats: Any, prompt: Any) -> Any:
+    """Never played."""

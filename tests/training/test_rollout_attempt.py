@@ -41,6 +41,7 @@ from rollouts.training import (
     Sample,
     generate_rollout_batch,
 )
+from rollouts.training.rollout_attempt import attempt
 from rollouts.training.sample_validator import pack_lossy
 from tests.stored_runs import some_sample
 
@@ -564,3 +565,22 @@ async def test_a_rollout_whose_last_branch_forks_costs_one_group(whole: bool) ->
     reason = await failure_of(generate_fn=generate, **functions)
     assert reason.startswith("GenerateFailure: generate_fn generate: got <Sample group 0 · index 0")
     assert reason.endswith("as the last branch, which ended in a fork; expected the branch that continues")
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+async def test_a_parent_that_is_not_a_conversation_of_the_rollout_costs_one_group(branches: int) -> None:
+    """No sample would train the tokens that the branch shares."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        samples = [some_sample(prompts[0], number) for number in range(branches)]
+        for number, sample in enumerate(samples):
+            sample.conversation = number
+        samples[-1].parent, samples[-1].shared = 7, 1
+        return samples
+
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, max_attempts=1, generate_fn=generate)
+    (sample, *_) = await attempt(config, Prompt("why?", group_index=0, index=0))
+    assert sample.failure is not None
+    assert sample.failure.message.endswith(
+        "Sample.parent: got 7; expected another conversation of its seat in the rollout"
+    )

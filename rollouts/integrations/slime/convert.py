@@ -235,14 +235,17 @@ def from_slime(sample: Any, request: Any = None, *, trained: bool = True, tokens
     width, logprobs = int(sample.response_length), sample.rollout_log_probs
     mask = [1] * width if sample.loss_mask is None else list(sample.loss_mask)
     before = len(tokens) - width
-    return Sample(
-        **fields,
-        loss_mask=[0] * before + mask,
-        rollout_log_probs=None if logprobs is None else [0.0] * before + list(logprobs),
-        reward=float(sample.reward) if isinstance(sample.reward, int | float) else None,
-        messages=list(getattr(sample, "messages", ())),
-        metrics={"environment_seconds": float(sample.non_generation_time)},
-    )
+    try:
+        return Sample(
+            **fields,
+            loss_mask=[0] * before + mask,
+            rollout_log_probs=None if logprobs is None else [0.0] * before + list(logprobs),
+            reward=float(sample.reward) if isinstance(sample.reward, int | float) else None,
+            messages=list(getattr(sample, "messages", ())),
+            metrics={"environment_seconds": float(sample.non_generation_time)},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"slime sample {sample.index}: {error}") from None
 
 
 def trains(sample: Any) -> bool:

@@ -85,7 +85,8 @@ class Progress:
         """Name code of a user that blocks the event loop; called from a thread, while it does."""
         if stall.of_user:
             text = f"the event loop is blocked, {stall.seconds:.1f} s so far, and every rollout waits: "
-            self.say(f"{text}{line_of_users(stall.place)}", "yellow")
+            expected = "expected await, or anyio.to_thread.run_sync for a call that blocks"
+            self.say(f"{text}{line_of_users(stall.place)}; {expected}", "yellow")
 
     async def watch(self, manager: AsyncRolloutManager, *, batches: int) -> None:
         """Display the state of a run until cancelled."""

@@ -217,3 +217,11 @@ def test_forks_share_the_denominator_of_their_rollout() -> None:
 def test_leaves_go_through_any_nesting() -> None:
     """Groups of samples, or groups of rollouts of samples."""
     assert list(leaves([[1, 2], [3]])) == list(leaves([[[1], [2, 3]]])) == [1, 2, 3]
+
+
+def test_a_sample_of_another_length_is_named() -> None:
+    """The message has the sample's index, so that it can be found in a dump."""
+    given = to_slime(placed())
+    given.index, given.loss_mask = 17, [1]
+    with pytest.raises(ConfigError, match=r"^slime sample 17: Sample: got .*loss_mask"):
+        from_slime(given, PROMPT)
