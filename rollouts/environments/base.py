@@ -468,9 +468,9 @@ class _ToolMethod:
         try:
             hints = get_type_hints(method)
         except NameError as error:
-            name = method.__qualname__
+            expected = "types that the module has"
             raise ConfigError(
-                f"{name}: got an annotation with no meaning ({error}); expected types that the module has"
+                f"{method.__qualname__}: got an annotation with no meaning ({error}); expected {expected}"
             ) from None
         fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
         parameters = list(inspect.signature(method).parameters.values())

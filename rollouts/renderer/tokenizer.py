@@ -39,6 +39,8 @@ RESPONSE_TEMPLATE = "response_template"
 
 _IMPORTING = threading.Lock()
 _HUB_SECONDS = 10.0
+_CACHED = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""Files of a tokenizer; one of them in the cache says that it was loaded before."""
 _NO_OWN_CODE = (
     "a tokenizer without code of the model (auto_map in tokenizer_config.json), which is not run. Load it once with"
     " trust_remote_code=True, if you trust the code, and save a folder with tokenizer.json and without auto_map"
@@ -91,14 +93,14 @@ def check_hub(name: str, expected: str, *, endpoint: str | None = None) -> None:
         ConfigError: the hub does not answer, or does not have it.
     """
     hub: Any = importlib.import_module("huggingface_hub")  # transformers brings it
-    if hub.is_offline_mode() or isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
+        if hub.is_offline_mode() or any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in _CACHED):
+            return
         hub.HfApi(endpoint=endpoint).model_info(name, timeout=_HUB_SECONDS)
     except Exception as error:  # of its HTTP client, which changes with its version
         raise ConfigError(
             f"tokenizer: got {name!r}, which is not a folder here, and the hub does not give it "
-            f"({type(error).__name__}: {_first_line(error)}); expected {expected}"
+            f"({_first_line(error)}); expected {expected}"
         ) from error
 
 

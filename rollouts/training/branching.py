@@ -30,7 +30,7 @@ from rollouts.training.agent_integration import agent_rollout_to_sample, generat
 from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
-__all__ = ["ForkTurn", "branch_rollout", "branched_rollout_to_samples", "generate_branched_batch"]
+__all__ = ["ForkTurn", "branch_rollout", "branched_rollout_to_samples", "check_parents", "generate_branched_batch"]
 
 ForkTurn: TypeAlias = "int | Callable[[Sample], int]"
 """The number of replies that all branches share; or a function of the whole rollout that returns it. A rollout with at
@@ -255,3 +255,21 @@ def _apart(turn: Turn) -> Turn:
 def _number_of(turn: Turn) -> int:
     name = turn.fields.get("conversation")
     return int(name[1:]) if isinstance(name, str) and name[:1] == "/" and name[1:].isdecimal() else -1
+
+
+def check_parents(samples: Sequence[Sample], name: str) -> None:
+    """Check that the parent of each branch is another conversation of its seat in the rollout.
+
+    Args:
+        samples: those of one rollout.
+        name: the function that returned them, for the message.
+
+    Raises:
+        GenerateFailure: a parent is not.
+    """
+    conversations = {(sample.seat, sample.conversation) for sample in samples}
+    for sample in samples:
+        parent = sample.parent
+        if parent is not None and (parent == sample.conversation or (sample.seat, parent) not in conversations):
+            expected = "another conversation of its seat in the rollout"
+            raise GenerateFailure(f"{name}: Sample.parent: got {parent}; expected {expected}")

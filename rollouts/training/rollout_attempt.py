@@ -124,19 +124,11 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
         expected = "as the last branch, which ended in a fork; expected the branch that continues"
         raise GenerateFailure(f"{name}: got {samples[-1]!r} {expected}")
     pack_or_fail(samples, GenerateFailure, name)
-    if len(samples) > 1 or samples[0].parent is not None:
-        _check_parents(samples, name)
+    if samples[0] is not samples[-1] or samples[0].parent is not None:
+        from rollouts.training.branching import check_parents  # here: few rollouts have branches
+
+        check_parents(samples, name)
     return list(samples)
-
-
-def _check_parents(samples: Sequence[Sample], name: str) -> None:
-    """Refuse a branch whose parent is not another conversation of its seat in the rollout."""
-    conversations = {(sample.seat, sample.conversation) for sample in samples}
-    for sample in samples:
-        parent = sample.parent
-        if parent is not None and (parent == sample.conversation or (sample.seat, parent) not in conversations):
-            expected = "another conversation of its seat in the rollout"
-            raise GenerateFailure(f"{name}: Sample.parent: got {parent}; expected {expected}")
 
 
 def is_lost(samples: Sequence[Sample]) -> bool:
