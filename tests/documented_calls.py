@@ -1,8 +1,19 @@
-"""Calls as publishers and servers document them, with their names and arguments.
+"""Calls in the forms of new families, each with its source.
 
-The publisher's card is the source where it shows a call: FunctionGemma's (google/functiongemma-270m-it) and LongCat's
-(meituan-longcat/LongCat-Flash-Chat). The others show none that was found: their calls are those of the model's chat
-template or of the servers' parsers and parser tests (SGLang 0.5.23, vLLM 0.33).
+Only the first is shown by its model's publisher with these values: the card of google/functiongemma-270m-it. LongCat's
+card (meituan-longcat/LongCat-Flash-Chat) has the form with placeholders. In tests of others, with these values, are:
+
+- functiongemma, ``days``: a third party's parser; vLLM 0.33's ``test_functiongemma_tool_parser.py`` has other values
+- step3: SGLang's ``test_step3_detector_param_values.py``
+- iquest: SGLang's ``test_iquest_q1_detector.py``, here without its argument ``items``
+- dots: vLLM 0.33's ``tests/tool_parsers/test_dots_tool_parser.py``
+- inkling, ``SF``: vLLM 0.33's ``tests/parser/engine/test_inkling.py``
+- gigachat3_5: vLLM's ``tests/reasoning/test_gigachat35_reasoning_parser.py``
+- kimi_k3 with JSON: RTP-LLM's test of its Kimi K3 renderer
+- muse, without the recipient before it, k2_horizon, plamo3, inkling with ``Seoul``: third parties
+
+A user of LongCat-Flash reported longcat_2, with another tool's name. The rest has the form of vLLM's and SGLang's
+parsers with our values: longcat, the first of kimi_k3, deepseek_v4_1.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ pytest.importorskip("harbor")
 from rollouts.harbor.environment import RolloutsEnvironment  # noqa: E402 - it imports Harbor
 
 AGENTS_ROOT = os.environ.get("ROLLOUTS_HARBOR_ROOT", "")
-"""The root of an image with the agents, tmux and git."""
+"""The root of an image with the agents, tmux and git. pi before 0.77 sends the name in Harbor's ``$NAME`` as key."""
 TOML = '[environment]\nnetwork_mode = "no-network"\nworkdir = "/app"\ndocker_image = "base"\n'
 WRITE = "echo 42 > /app/answer.txt"
 DONE = "It is done."

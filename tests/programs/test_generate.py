@@ -759,6 +759,19 @@ async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:
     assert sample.failure.kind == "NoReply"
 
 
+async def test_calls_with_another_key_are_named_in_the_failure() -> None:
+    """They are refused, and the session that their path names counts them: a program with a wrong key is found."""
+
+    async def agent(server: ModelServer, prompt: Prompt) -> float:
+        await chat_of(attrs.evolve(server, api_key="$OPENAI_API_KEY"), "one")
+        return 1.0
+
+    (sample,) = await by_function(agent)
+    assert sample.failure is not None
+    assert "no call of the model was answered, refused/authentication 1;" in sample.failure.message
+    assert sample.metrics["refused/authentication"] == 1
+
+
 @pytest.mark.extra
 async def test_a_function_may_ask_for_a_client() -> None:
     """A first parameter ``client`` is the SDK's; the function needs no address and no key."""

@@ -254,7 +254,7 @@ class Gateway:
         return _json(404, {"error": {"code": 404, "message": text, "status": "NOT_FOUND"}})
 
     def _find(self, http: web.BaseRequest, name: str) -> _Opened:
-        """The session of the request's key.
+        """The session of the request's key. A request with another key is counted by the session that its path names.
 
         Raises:
             ApiError: the request has no key of an open session, or the path names another session, or it has ended.
@@ -263,6 +263,8 @@ class Gateway:
         keys = {bearer.strip() if scheme.lower() == "bearer" else "", http.headers.get("x-api-key", "").strip()}
         digests = {digest for key in keys if key and (digest := _digest(key)) in self._opened}
         if len(digests) != 1:
+            for named in [opened for digest, opened in self._opened.items() if any(keys) and name == _name(digest)]:
+                named.session.count("refused/authentication")
             expected = "the key of an open session in Authorization: Bearer KEY or in x-api-key: KEY"
             raise ApiError("authentication", f"the key is missing or unknown; expected {expected}")
         (digest,) = digests
