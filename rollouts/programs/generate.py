@@ -476,8 +476,11 @@ def _end(session: ProgramSession, how: str) -> None:
     if session.denied is not None:
         session.end(StopReason.FAILED, session.denied)
     elif not session.tree.calls and not session.ended:
-        refused = "".join(f", {name} {amount:g}" for name, amount in sorted(session.counts.items()) if "/" in name)
-        session.end(StopReason.FAILED, Failure.of(NoReply(f"no call of the model was answered{refused}; {how}")))
+        counts = "".join(f", {name} {amount:g}" for name, amount in sorted(session.counts.items()) if "/" in name)
+        message = (
+            f"no call of the model was answered{counts[:200]}; {how}"  # a program makes the names of unknown routes
+        )
+        session.end(StopReason.FAILED, Failure.of(NoReply(message)))
     else:
         session.end(StopReason.CONTEXT_OVERFLOW if session.overflowed else StopReason.TASK_COMPLETED)
 
