@@ -58,7 +58,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 TOLERANCE = 2e-5  # rounding of float32: in runs of some 21,000 tokens the largest difference was 7e-6 to 1.0e-5
 """Largest difference of a logprob in float32."""
 proven = functools.partial(proven_within, tolerance=TOLERANCE)
-ADAPTER_TOLERANCE = 3e-5  # the largest difference of 930 tokens was a little above 2.0e-5
+ADAPTER_TOLERANCE = (
+    1e-4  # the largest of some 1,800 tokens was 1.9e-5 and 4.1e-5; with another adapter half exceed 0.07
+)
 OUTAGE_SECONDS = 90.0
 SOAK_SECONDS, MAX_SOAK_SECONDS = 40.0, 600.0
 SOAK_TOLERANCE = 1e-4  # random prompts have rare tokens, which round more: the largest of 10,000 tokens was 2.5e-5
