@@ -115,11 +115,11 @@ class Poster:
             return await self._post_with_retries(payload, what)
 
     async def _post_with_retries(self, payload: bytes, what: str) -> Any:
-        faults, limited, pacing = 0, 0.0, self._pacing
+        faults, limited, held, pacing = 0, 0.0, 0.0, self._pacing
         try:
             while True:
                 with paused_deadlines():  # the server asks for the wait
-                    await pacing.pause()
+                    held += await pacing.pause(held)
                 await pacing.acquire()
                 try:
                     if pacing.paused:

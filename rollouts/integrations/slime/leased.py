@@ -46,8 +46,9 @@ class LeasedRollout:
         """Acknowledge what slime has trained, and return the next batch as ``RolloutFnTrainOutput``.
 
         Raises:
-            ConfigError: an evaluation, for which ``--eval-function-path`` names another function; the flag of our advantages; a
-                batch of another size than the launch's; a sample that slime cannot train, or of another temperature.
+            ConfigError: an evaluation, for which ``--eval-function-path`` names another function; slime's flag of our
+                advantages; a batch of another size than the launch's; a sample that slime cannot train, or of another
+                temperature.
             DataExhausted: every group was trained.
         """
         if evaluation:
