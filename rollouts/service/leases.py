@@ -296,7 +296,8 @@ class Leases:
             held.is_written = True
             groups = held.lease.groups
             record = {"kind": "acknowledged", "token": token, "groups": groups, "step": step}
-            await self._write(record, functools.partial(self._settle, token, groups))
+            settle, keep = functools.partial(self._settle, token, groups), functools.partial(self._keep, held)
+            await self._write(record, settle, keep)
 
     def renew(self, token: int, *, lease_seconds: float = _LEASE_SECONDS) -> None:
         """Let a lease end some seconds from now.
@@ -393,28 +394,52 @@ class Leases:
         self._held.pop(token, None)
         self._notify()
 
+    def _keep(self, held: _Held) -> None:
+        held.is_written = False
+        self._notify()
+
     def _stored(self, version: str) -> None:
         self._version_is_stored = version == self.version
 
-    async def _write(self, record: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
+    async def _write(
+        self,
+        record: Mapping[str, Any],
+        then: Callable[[], None] = lambda: None,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
         """Write a record, and apply it when it is on disk.
 
         A write that has begun cannot be cancelled. ``Task.cancel`` ends the wait all the same, so that the record is
-        applied by the thread that wrote it.
+        applied by the thread that wrote it. Before the write begins, ``Task.cancel`` prevents it: then ``undo``.
         """
         loop = asyncio.get_running_loop()
+        claim = [record]
+        """Taken by the thread that writes or by the cancellation, whichever is first; ``list.pop`` is atomic."""
 
         def append() -> None:
-            self._log.append(record)
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
-                loop.call_soon_threadsafe(then)
+            if taken := _popped(claim):
+                self._log.append(taken)
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
+                    loop.call_soon_threadsafe(then)
 
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(append)
+            try:
+                await anyio.to_thread.run_sync(append)
+            except asyncio.CancelledError:
+                if _popped(claim):
+                    undo()
+                raise
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _popped(claim: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    try:
+        return claim.pop()
+    except IndexError:
+        return None
 
 
 def _versions(samples: Iterable[Sample]) -> list[str]:
