@@ -461,14 +461,10 @@ class Dispatcher:
         if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
             self._reports.take(slot.number, fields)
             if slot.state is not State.SILENT:
-                self._set(slot, self._state_of(slot))
+                self._set(slot, _present(slot, self._reports))
             idle = any(other.alive and not other.pending for other in self._slots)
             for number, reason in self._reports.over(idle).items():
                 self._cut_off(self._slots[number], reason)
-
-    def _state_of(self, slot: Slot) -> State:
-        """The state of a slot whose worker gives signs of life."""
-        return State.AWAY if self._reports.is_away(slot.number) else State.ALIVE
 
     async def _read(self, slot: Slot, message: bytes) -> None:
         """Take the records of a message; raises LinkLost if it has something else."""
@@ -502,7 +498,7 @@ async def _watch(workers: Dispatcher, stay: _Stay) -> None:
         if await stay.beats(workers._silent_seconds / _TICKS):
             waits = 0
             if slot.state is State.SILENT:
-                workers._set(slot, workers._state_of(slot))
+                workers._set(slot, _present(slot, workers._reports))
             continue
         waits += 1
         others = any(other.alive for other in workers._slots if other is not slot)
@@ -513,6 +509,11 @@ async def _watch(workers: Dispatcher, stay: _Stay) -> None:
     workers._set(slot, State.STARTING)
     seconds = workers._silent_seconds * _REPLACED_AFTER
     stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
+
+
+def _present(slot: Slot, reports: ServerReports) -> State:
+    """The state of a slot whose worker gives signs of life."""
+    return State.AWAY if reports.is_away(slot.number) else State.ALIVE
 
 
 def _next(records: Iterator[Record], worker: int) -> Record | None:

@@ -90,7 +90,7 @@ class Pacing:
     async def pause(self, held: float = 0.0) -> float:
         """Wait for the end of a rate limit; returns the seconds.
 
-        ``held``: how long rate limits have held this request back so far, for one that bounds the sum.
+        ``held``: how long rate limits have held this request back so far, if the sum is bounded.
 
         Raises:
             EndpointAway: this request would wait too long in all.

@@ -183,7 +183,7 @@ def _scores(logprobs: npt.NDArray[np.float32], tops: Sequence[Sequence[Any]], to
     try:
         found = [pair[1] for row in tops for pair in row]
         if not all(type(one) is int for one in found):
-            raise TypeError("an id that is no integer")
+            raise TypeError("ids are integers")
         ids = np.array(found, np.int32).reshape(shape)
         values = np.array([pair[0] for row in tops for pair in row], np.float32).reshape(shape)
     except (IndexError, TypeError, ValueError, OverflowError) as error:

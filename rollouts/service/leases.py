@@ -17,12 +17,10 @@ from, and how they are stored, is not known here.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -297,7 +295,7 @@ class Leases:
             groups = held.lease.groups
             record = {"kind": "acknowledged", "token": token, "groups": groups, "step": step}
             settle, keep = functools.partial(self._settle, token, groups), functools.partial(self._keep, held)
-            await self._write(record, settle, keep)
+            await self._log.store(record, settle, keep)
 
     def renew(self, token: int, *, lease_seconds: float = _LEASE_SECONDS) -> None:
         """Let a lease end some seconds from now.
@@ -344,7 +342,7 @@ class Leases:
                 self._versions.append(version)
                 self._version_is_stored = False
             if not self._version_is_stored:
-                await self._write({"kind": "version", "name": version}, functools.partial(self._stored, version))
+                await self._log.store({"kind": "version", "name": version}, functools.partial(self._stored, version))
 
     # -- inside --
 
@@ -383,7 +381,7 @@ class Leases:
         self.dropped["too old"] += len(stale)
         self._notify()
         async with self._writing:
-            await self._write({"kind": "dropped", "groups": stale, "reason": "too old"})
+            await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
 
     def _is_stale(self, samples: Iterable[Sample]) -> bool:
         return self._staleness.drops and self._staleness.too_old(self._staleness.age_of(_versions(samples)))
@@ -401,45 +399,9 @@ class Leases:
     def _stored(self, version: str) -> None:
         self._version_is_stored = version == self.version
 
-    async def _write(
-        self,
-        record: Mapping[str, Any],
-        then: Callable[[], None] = lambda: None,
-        undo: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Write a record, and apply it when it is on disk.
-
-        A write that has begun cannot be cancelled. ``Task.cancel`` ends the wait all the same, so that the record is
-        applied by the thread that wrote it. Before the write begins, ``Task.cancel`` prevents it: then ``undo``.
-        """
-        loop = asyncio.get_running_loop()
-        claim = [record]
-        """Taken by the thread that writes or by the cancellation, whichever is first; ``list.pop`` is atomic."""
-
-        def append() -> None:
-            if taken := _popped(claim):
-                self._log.append(taken)
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
-                    loop.call_soon_threadsafe(then)
-
-        with anyio.CancelScope(shield=True):
-            try:
-                await anyio.to_thread.run_sync(append)
-            except asyncio.CancelledError:
-                if _popped(claim):
-                    undo()
-                raise
-
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _popped(claim: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    try:
-        return claim.pop()
-    except IndexError:
-        return None
 
 
 def _versions(samples: Iterable[Sample]) -> list[str]:

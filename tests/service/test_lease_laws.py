@@ -278,6 +278,8 @@ async def test_a_full_disk_never_returns_a_group_that_may_be_acknowledged(tmp_pa
 class _SlowLog:
     """A disk that answers when the test lets it."""
 
+    store = LeaseLog.store
+
     def __init__(self, log: LeaseLog) -> None:
         self._log = log
         self.answers = threading.Event()
