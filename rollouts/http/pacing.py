@@ -96,7 +96,7 @@ class Pacing:
             EndpointAway: this request would wait too long in all.
         """
         seconds = max(0.0, self._not_before - anyio.current_time())
-        if held:
+        if held and seconds:
             self._check_wait(held + seconds)
         await anyio.sleep(seconds)
         return seconds
