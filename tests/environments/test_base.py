@@ -158,7 +158,9 @@ def test_a_tool_may_have_the_name_of_half_a_pair(name: str) -> None:
     browser = type("Browser", (ToolEnvironment,), {name: tool(named)})
     assert [each.name for each in browser().tools] == [name]
     other = "restore" if name == "snapshot" else "snapshot"
-    with pytest.raises(ConfigError, match=rf"Kept\.{name}: got a tool; expected another name: the episode calls {name}"):
+    with pytest.raises(
+        ConfigError, match=rf"Kept\.{name}: got a tool; expected another name: the episode calls {name}"
+    ):
         type("Kept", (browser,), {other: lambda self, *rest: None})
 
 
