@@ -171,7 +171,7 @@ WRONG = [
     Wrong("a dialect that is not known", "dialect: got 'nonsense'; expected one of …", changed(options="dialect='nonsense'")),
     Wrong("a sampler that is not known", "sampler: got 'best'; expected \"uniform\", …", changed(options="sampler='best'")),
     Wrong("a stop string without a character", "SamplingParams.stop: got ('',); expected a string or several, none empty, at most 32", changed(options="stop=['']")),
-    Wrong("more groups in flight than can be", "RolloutConfig.over_sampling_factor: got 1000000000.0; expected at most 31250 with batch_size=32: a million groups in flight", changed(options="over_sampling_factor=1e9")),
+    Wrong("more groups in flight than can be", "RolloutConfig: batch_size * over_sampling_factor: got 32000000000.0; expected at most 1000000 groups in flight", changed(options="over_sampling_factor=1e9")),
     Wrong("a chat template that is the name of a file", "chat_template: got 'none.jinja'; expected template text, in Jinja; a file is Path('none.jinja')", changed(options="chat_template='none.jinja'")),
     Wrong("a variable that the template does not read", "template_kwargs: got 'thinking'; expected a variable that … reads: none", changed(options="template_kwargs={'thinking': True}")),
     Wrong("a shuffle that is a text", "shuffled: got 'yes'; expected True or False", changed(options="shuffled='yes'")),
