@@ -261,13 +261,13 @@ class Own(CalculatorEnvironment):
         return [Message("user", "Guess.")]
 
 
-@pytest.mark.parametrize(("world", "doubted"), [(CalculatorEnvironment, True), (Asks, False), (Own, False)])
-async def test_a_prompt_is_doubted_only_where_the_first_reply_follows_it(world: Any, doubted: bool) -> None:
+@pytest.mark.parametrize(("world", "answered", "rendered"), [(CalculatorEnvironment, 1, 1), (Asks, 0, 1), (Own, 0, 0)])
+async def test_a_prompt_is_doubted_only_as_the_model_sees_it(world: Any, answered: int, rendered: int) -> None:
     """An environment may put a question behind an answer, or show the model another text than the prompt's."""
-    answered = [Message("user", "1 + 1?"), Message("assistant", "3")]
-    for prompt in (answered, "<|im_start|>user\n1 + 1?<|im_end|>\n"):
-        doubts = await rehearse(attrs.evolve(recipe_of(world, batch_size=1), data_buffer=DataBuffer([prompt])))
-        assert [doubt.partition(":")[0] for doubt in doubts] == ["prompts[0]"] * doubted
+    chat = [Message("user", "1 + 1?"), Message("assistant", "3")]
+    for prompt, count in ((chat, answered), ("<|im_start|>user\n1 + 1?<|im_end|>\n", rendered)):
+        recipe = attrs.evolve(recipe_of(world, batch_size=1), data_buffer=DataBuffer([prompt]))
+        assert [doubt.partition(":")[0] for doubt in await rehearse(recipe)] == ["prompts[0]"] * count
 
 
 @pytest.mark.parametrize(
