@@ -84,15 +84,16 @@ def doubts_of(
 def _begins_with_its_prompt(sample: Sample) -> bool:
     """Whether the first reply follows the messages of the prompt, perhaps behind a system prompt, or continues them."""
     given = [(message.role, message.text) for message in Prompt(sample.prompt).messages]
-    given = given[:-1] if given[-1][0] == "assistant" else given  # the reply is in the same message
+    if given and given[-1][0] == "assistant":
+        given.pop()  # the reply is in the same message
     shown = [(one["role"], chat_text(one.get("content"))) for one in sample.messages]
     replies = sum(role == "assistant" for role, _ in shown) - sum(role == "assistant" for role, _ in given)
     return replies == sample.turns and given in (shown[: len(given)], shown[1 : len(given) + 1])
 
 
 def _doubt_of_prompt(prompt: Prompt, stop_texts: Sequence[str]) -> str:
-    last = prompt.messages[-1]
-    if last.role == "assistant" and _is_answer(last.text, prompt.label):
+    last = prompt.messages[-1] if prompt.messages else None
+    if last is not None and last.role == "assistant" and _is_answer(last.text, prompt.label):
         expected = "the user's, or the begin of a reply"
         return f"the last message is the assistant's, with the answer, which the reply continues; expected {expected}"
     rendered = next((text for text in stop_texts if any(text in message.text for message in prompt.messages)), None)

@@ -279,6 +279,12 @@ async def test_the_begin_of_a_reply_is_not_doubted(begun: str, label: str | None
     assert len(await rehearse(attrs.evolve(recipe_of(batch_size=1), data_buffer=DataBuffer([prompt])))) == doubted
 
 
+async def test_a_prompt_of_metadata_alone_has_no_last_message() -> None:
+    """Its environment begins the conversation."""
+    recipe = recipe_of(Own, batch_size=1)
+    assert await rehearse(attrs.evolve(recipe, data_buffer=DataBuffer([Prompt([], metadata={"x": 1})]))) == []
+
+
 @pytest.mark.parametrize("declared", [False, True])
 async def test_what_rollouts_share_on_purpose_is_not_doubted(declared: bool) -> None:
     """``ClassVar`` says so; without it, the line names both ways."""
