@@ -34,8 +34,16 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
-from rollouts.distributed.server_reports import ServerReports
+from rollouts.distributed.messages import (
+    PICKLED,
+    OrderFormat,
+    Request,
+    RunEnds,
+    received_error,
+    received_sample,
+    received_turn,
+)
+from rollouts.distributed.server_reports import OutageOfAll, ServerReports
 from rollouts.distributed.slots import (
     PendingRequest,
     Record,
@@ -204,6 +212,7 @@ class Dispatcher:
         self._silent_seconds = silent_seconds
         self._turns = FairTurns()
         self._reports = ServerReports()
+        self._outage = OutageOfAll()
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
@@ -220,11 +229,14 @@ class Dispatcher:
         return {
             "workers": len(self.alive),
             "workers_most": len(self._slots),
-            "outstanding": sum(len(slot.pending) for slot in self._slots),
+            "outstanding": self._outstanding(),
             "worker_deaths": self.deaths,
             "worker_departures": self.departures,
             "workers_cut_off": self.cut_off,
         }
+
+    def _outstanding(self) -> int:
+        return sum(len(slot.pending) for slot in self._slots)
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -248,6 +260,7 @@ class Dispatcher:
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
+        self._outage.update("", self._outstanding)
 
     def drain(self, number: int) -> None:
         """Let a worker leave: it finishes its rollouts for at most :data:`LEAVE_SECONDS`, and others play the rest.
@@ -278,7 +291,7 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            EndpointAway: no server answered a worker for too long, and no other worker plays.
+            EndpointAway: no server answered a worker for too long, and no other worker plays; or its budget is spent.
             TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
@@ -318,7 +331,7 @@ class Dispatcher:
             samples = await _receive_samples(pending, prompt, log)
             ended = True
         except EndpointAway as error:
-            if not any(other.alive for other in self._slots if other is not slot):
+            if isinstance(error, RunEnds) or not any(other.alive for other in self._slots if other is not slot):
                 raise
             self._cut_off(slot, str(error))
             raise WorkerLeft(f"worker {slot.number} is cut off: {error}") from error
@@ -420,6 +433,10 @@ class Dispatcher:
     def _set(self, slot: Slot, state: State) -> None:
         if slot.state is not state:
             slot.state = state
+            away = (
+                [] if any(one.alive for one in self._slots) else [one for one in self._slots if one.state is State.AWAY]
+            )
+            self._outage.update(self._reports.reason(away[0].number) if away else "", self._outstanding)
             self._notify()
 
     def _notify(self) -> None:
@@ -539,11 +556,8 @@ async def _receive_samples(pending: PendingRequest, prompt: Prompt, log: TurnLog
             case "reset" if log is not None:
                 await log.claim()  # a second claim ends the logging of this rollout
             case "broken":
-                raise _BROKEN.get(fields["error"], TokenMismatchError)(fields["message"])
+                raise received_error(fields)
             case "sample" if columns is not None:
                 samples.append(received_sample(fields["sample"], columns, prompt))
                 if len(samples) == fields["branches"]:
                     return samples
-
-
-_BROKEN: dict[str, type[RolloutsError]] = {"ConfigError": ConfigError, "EndpointAway": EndpointAway}
