@@ -43,8 +43,9 @@ from rollouts.distributed.messages import (
     received_sample,
     received_turn,
 )
-from rollouts.distributed.server_reports import OutageOfAll, ServerReports
+from rollouts.distributed.server_reports import ServerReports
 from rollouts.distributed.slots import (
+    OutageOfAll,
     PendingRequest,
     Record,
     Slot,
@@ -229,14 +230,11 @@ class Dispatcher:
         return {
             "workers": len(self.alive),
             "workers_most": len(self._slots),
-            "outstanding": self._outstanding(),
+            "outstanding": sum(len(slot.pending) for slot in self._slots),
             "worker_deaths": self.deaths,
             "worker_departures": self.departures,
             "workers_cut_off": self.cut_off,
         }
-
-    def _outstanding(self) -> int:
-        return sum(len(slot.pending) for slot in self._slots)
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -260,7 +258,7 @@ class Dispatcher:
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
-        self._outage.update("", self._outstanding)
+        self._outage.close()
 
     def drain(self, number: int) -> None:
         """Let a worker leave: it finishes its rollouts for at most :data:`LEAVE_SECONDS`, and others play the rest.
@@ -433,10 +431,7 @@ class Dispatcher:
     def _set(self, slot: Slot, state: State) -> None:
         if slot.state is not state:
             slot.state = state
-            away = (
-                [] if any(one.alive for one in self._slots) else [one for one in self._slots if one.state is State.AWAY]
-            )
-            self._outage.update(self._reports.reason(away[0].number) if away else "", self._outstanding)
+            self._outage.look(self._slots, self._reports.reason)
             self._notify()
 
     def _notify(self) -> None:

@@ -197,7 +197,7 @@ def broken_record(number: int, error: Exception) -> bytes:
 
 
 class RunEnds(EndpointAway):
-    """A worker's reason to end the run that is no outage, and holds for all workers, such as a spent budget."""
+    """A worker's reason to end the run that holds for all workers, such as a spent budget; never an outage."""
 
 
 _ERRORS: dict[str, type[RolloutsError]] = {kind.__name__: kind for kind in (ConfigError, EndpointAway, RunEnds)}

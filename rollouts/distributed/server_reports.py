@@ -10,17 +10,16 @@ reports. This module does not know transports, rollouts or requests.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import anyio
 
-from rollouts.concurrency.deadlines import listed_pause, pauses
+from rollouts.concurrency.deadlines import pauses
 from rollouts.inference.shared import shared_policies
 
-__all__ = ["CUT_OFF_SECONDS", "OutageOfAll", "ServerReports", "Servers", "report_servers", "servers_now"]
+__all__ = ["CUT_OFF_SECONDS", "ServerReports", "Servers", "report_servers", "servers_now"]
 
 CUT_OFF_SECONDS = 30.0
 """Wait for a server after which a worker is cut off if another one was answered meanwhile."""
@@ -57,31 +56,6 @@ async def report_servers(look: Callable[[], Servers], say: Callable[[str, bool],
         if bool(away) != bool(said) or (looks >= _LOOKS and (away or now > answers)):
             say(away, now > answers)
             said, answers, looks = away, now, 0
-
-
-class OutageOfAll:
-    """Lists a pause while no worker is answered, so that no new group starts in the manager's process."""
-
-    def __init__(self) -> None:
-        self._listed: contextlib.ExitStack | None = None
-
-    def __repr__(self) -> str:
-        return f"<OutageOfAll: {'' if self._listed else 'not '}listed>"
-
-    def update(self, reason: str, waiting: Callable[[], int]) -> None:
-        """Begin or end the pause.
-
-        Args:
-            reason: why the workers wait; empty if one of them does not.
-            waiting: returns the number of rollouts that wait.
-        """
-        if reason and self._listed is None:
-            self._listed = contextlib.ExitStack()
-            pause = listed_pause(f"no worker is answered: {reason}", waiting, blocks_new_work=True)
-            self._listed.enter_context(pause)
-        elif not reason and self._listed is not None:
-            self._listed.close()
-            self._listed = None
 
 
 class ServerReports:
