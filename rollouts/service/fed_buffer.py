@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,6 +87,8 @@ class FedBuffer(DataBuffer):
         self._fed: dict[str, tuple[Fed, bytes]] = {}
         self._log: LeaseLog | None = None
         self._writing = anyio.Lock()
+        self._in_order = threading.Lock()
+        """Records are applied in the order of the log, also where a wait for the first was cancelled."""
         self._pause: contextlib.ExitStack | None = None
 
     def __repr__(self) -> str:
@@ -158,33 +161,37 @@ class FedBuffer(DataBuffer):
             raise ConfigError.of("id", name, f"a name of 1 to {_LONGEST_NAME} characters")
         request = await anyio.to_thread.run_sync(_checked, rows)
         async with self._writing:
-            if (known := self._fed.get(name)) is not None:
-                if known[1] != request.digest:
-                    raise NameTaken(
-                        f"the id {name!r} stands for other prompts: those of the groups from {known[0].first}"
-                    )
-                return attrs.evolve(known[0], repeated=True)
-            if self.waiting + len(request.prompts) > MOST_WAITING:
-                raise FedFull(f"{self.waiting} prompts wait; at most {MOST_WAITING} do: ask again")
-            if self._log is None:
-                raise RuntimeError("FedBuffer.feed: prompts are accepted only while the log is open")
-            record = {"kind": "prompts", "id": name, "prompts": request.rows}
-            await self._write(self._log, record, functools.partial(self._keep, name, request))
-            return self._fed[name][0]
+            repeated = name in self._fed
+            if not repeated:
+                if self.waiting + len(request.prompts) > MOST_WAITING:
+                    raise FedFull(f"{self.waiting} prompts wait; at most {MOST_WAITING} do: ask again")
+                if self._log is None:
+                    raise RuntimeError("FedBuffer.feed: prompts are accepted only while the log is open")
+                record = {"kind": "prompts", "id": name, "prompts": request.rows}
+                await self._write(self._log, record, functools.partial(self._keep, name, request))
+            fed, digest = self._fed[name]
+            if digest != request.digest:
+                raise NameTaken(f"the id {name!r} stands for other prompts: those of the groups from {fed.first}")
+            return attrs.evolve(fed, repeated=repeated)
 
     async def _write(self, log: LeaseLog, record: Mapping[str, Any], then: Callable[[], None]) -> None:
         """Write a record, and apply it from the thread that wrote it: ``Task.cancel`` ends the wait all the same."""
         loop = asyncio.get_running_loop()
 
         def append() -> None:
-            log.append(record)
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing takes prompts any more
+            with (
+                self._in_order,
+                contextlib.suppress(RuntimeError),
+            ):  # the loop is closed: nothing takes prompts any more
+                log.append(record)
                 loop.call_soon_threadsafe(then)
 
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(append)
 
     def _keep(self, name: str, request: _Request) -> None:
+        if name in self._fed:  # a wait was cancelled, and the request repeated before its record was applied
+            return
         first = len(self._prompts)
         self._prompts += request.prompts
         self._order += range(first, len(self._prompts))

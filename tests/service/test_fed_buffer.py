@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -102,6 +103,32 @@ async def test_a_request_that_is_cancelled_while_it_is_written_is_whole(tmp_path
     assert len(before) >= 6, "every second request was written"
     with FedBuffer().opened(tmp_path / "log", "r") as again:
         assert texts(again) == before
+
+
+async def test_a_repeated_request_after_a_cancelled_task_adds_nothing(tmp_path: Path) -> None:
+    """``Task.cancel`` ends a wait whose record is still written: the log may have it twice, the data have it once."""
+    with FedBuffer().opened(tmp_path / "log", "r") as buffer:
+        assert buffer._log is not None
+        buffer._log._writing.acquire()
+        task = asyncio.get_running_loop().create_task(buffer.feed("a", rows(0)))
+        while not buffer._in_order.locked():
+            await anyio.lowlevel.checkpoint()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        answers: list[Fed] = []
+        async with anyio.create_task_group() as tasks:
+
+            async def again() -> None:
+                answers.append(await buffer.feed("a", rows(0)))
+
+            tasks.start_soon(again)
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            buffer._log._writing.release()
+        assert (len(buffer), answers[0].first) == (1, 0)
+    with FedBuffer().opened(tmp_path / "log", "r") as buffer:
+        assert texts(buffer) == ["question 0"]
 
 
 async def test_a_log_belongs_to_its_run_and_to_one_process(tmp_path: Path) -> None:
