@@ -9,13 +9,9 @@ A Ray call costs about as much as producing a sample, so finished rollouts trave
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import importlib
-import signal
-import sys
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -85,17 +81,8 @@ class _Actor:
 
     def __init__(self, factory: ConfigFactory) -> None:
         self._player = Player(create_config(factory), at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        if threading.current_thread() is threading.main_thread():  # else Python refuses; Ray's handler exits at once
-            signal.signal(signal.SIGTERM, self._leave)
-
-    def _leave(self, number: int, frame: object) -> None:
-        if self._loop is None:  # it plays nothing yet
-            sys.exit(1)
-        self._loop.call_soon_threadsafe(self._player.leave)
 
     async def work(self) -> None:
-        self._loop = asyncio.get_running_loop()
         await self._player.run()
 
     async def ready(self) -> None:

@@ -144,15 +144,6 @@ async def test_a_node_that_joins_is_used(cluster: Any) -> None:
     assert len({sample.index for sample in samples}) == 12
 
 
-async def test_an_actor_leaves_at_sigterm(cluster: Any, tmp_path: Path) -> None:
-    """It finishes its rollouts or hands them back: no attempt is lost, with one attempt for each."""
-    factory = functools.partial(games.leaving, tmp_path)
-    async with in_actors(factory, 2) as workers:
-        samples, manager = await games.batches(workers.config(factory()))
-    assert sorted(sample.index or 0 for sample in samples) == list(range(24))
-    assert (workers.deaths, workers.departures, manager.accounting.failed) == (0, 1, 0)
-
-
 async def test_a_message_contains_many_samples(cluster: Any) -> None:
     """At least 32, except the last message of each actor."""
     config = attrs.evolve(games.config(), batch_size=128)
