@@ -101,7 +101,7 @@ def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["--sft", "--distill", "--service", "--samplers", "--duel"])
 def test_learn_has_other_trainings(first: str, tmp_path: Path) -> None:
-    """Each is a module of its own, which gets the arguments that follow."""
+    """Each is another module, which gets the arguments that follow."""
     flag, module, *rest = learn_says(tmp_path, first, "--out", "folder")
     assert (flag, rest) == ("-m", ["--out", "folder"])
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()

@@ -2,8 +2,8 @@
 
     python -m training.duel --out runs/duel
 
-The seat ``solver`` is trained from the start model; the seat ``rival`` keeps the start model's weights, on an engine of
-its own. A rollout is worth 1 to the solver if only it is right, -1 if only the rival is, else 0: at most the share of
+The seat ``solver`` is trained from the start model; the seat ``rival`` keeps the start model's weights, on another
+engine. A rollout is worth 1 to the solver if only it is right, -1 if only the rival is, else 0: at most the share of
 problems that the rival does not solve, and 0 on average while both have the same weights.
 
 Invariant: no token of the rival is trained. Held-out problems have numbers from 60 on, which no training problem has.

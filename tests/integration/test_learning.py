@@ -281,7 +281,7 @@ async def test_a_lesson_through_a_service(request: pytest.FixtureRequest, tmp_pa
 
 
 async def test_a_seat_learns_against_a_frozen_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """A batch has no sample of the rival, whose engine keeps the weights; rewards are those of a difference."""
+    """A batch has no sample of the rival, whose engine keeps the weights; rewards are differences."""
     if not request.config.getoption("--long"):
         pytest.skip("three processes; scripts/test --long runs it")
     lesson = Lesson(
