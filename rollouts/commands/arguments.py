@@ -30,6 +30,7 @@ from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe.files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
+from rollouts.runs.info import read_info
 from rollouts.runs.layout import check_files
 
 __all__ = [
@@ -294,10 +295,12 @@ def check_run(path: Path, argument: str = "RUN") -> None:
     """Check that a folder contains a run whose files may be opened.
 
     Raises:
-        ConfigError: it does not, with the argument in the message; or it has a FIFO, a device or a sparse file.
+        ConfigError: it does not, with the argument in the message; its ``run.json`` is damaged or of another program;
+            or it has a FIFO, a device or a sparse file.
     """
     if not (path / "run.json").is_file():
         raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")
+    read_info(path)
     check_files(path)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ConfigError
+from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.reading import check_file, decoded_object, reading
 
 __all__ = ["batches_written", "is_growing", "note_of_calls", "read_info"]
@@ -23,7 +24,7 @@ def read_info(path: str | Path) -> dict[str, Any]:
     """Read ``run.json``.
 
     Raises:
-        ConfigError: the folder contains no run, or the file is damaged.
+        ConfigError: the folder contains no run, or the file is damaged or of another program.
     """
     file = Path(path) / "run.json"
     if not file.is_file():
@@ -32,7 +33,10 @@ def read_info(path: str | Path) -> dict[str, Any]:
     if file.stat().st_size > _MAX_INFO:
         raise ConfigError.of("run", f"{file} of {file.stat().st_size} bytes", f"at most {_MAX_INFO}")
     with reading(file):
-        return decoded_object(file.read_bytes(), str(file))
+        info = decoded_object(file.read_bytes(), str(file))
+        if CHECKSUM not in info and "rollouts" not in info.get("versions", ()):  # every writer stores both
+            raise ConfigError.of("run", str(file), "the run.json of a run, with the version of rollouts")
+        return info
 
 
 def batches_written(info: Mapping[str, Any]) -> int:
