@@ -191,7 +191,7 @@ class Trajectory:
         """
         self.images += [span.shifted(self._length) for span in images]
         self._append(tokens)
-        self._close_segment(len(tokens), None)
+        self._extend_segments(len(tokens), None)
         self.messages.extend(messages)
 
     def add_rewards(self, rewards: Sequence[float]) -> None:
@@ -218,7 +218,7 @@ class Trajectory:
         self._append(completion.tokens)
         self._replies.append((start, completion.logprobs))
         for span in completion.versions:
-            self._close_segment(span.stop - span.start, span.version)
+            self._extend_segments(span.stop - span.start, span.version)
         self.messages.append(message)
         self.completions.append(
             CompletionRecord(
@@ -265,7 +265,8 @@ class Trajectory:
         self._length = stop
         self._digest = digest(tokens, self._digest)
 
-    def _close_segment(self, length: int, version: str | None) -> None:
+    def _extend_segments(self, length: int, version: str | None) -> None:
+        """Count the next tokens in the last segment, if it is of the same version, or in a new one."""
         last = self.segments[-1] if self.segments else None
         start = stop = last.stop if last is not None else 0
         stop += length

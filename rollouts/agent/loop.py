@@ -187,10 +187,10 @@ def seal(episode: Episode) -> None:
     if failure is None and episode.prior is None and not too_long and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
         reason = StopReason.FAILED
-    _seal(episode, reason, failure)
+    _seal_branches(episode, reason, failure)
 
 
-def _seal(episode: Episode, stop_reason: StopReason, failure: Failure | None) -> None:
+def _seal_branches(episode: Episode, stop_reason: StopReason, failure: Failure | None) -> None:
     """Seal all branches. A last branch without a completion is removed; its messages go to the branch before it."""
     *earlier, last = episode.branches
     if episode.tools is not None:

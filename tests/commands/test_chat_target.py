@@ -180,6 +180,7 @@ def test_an_option_that_does_not_fit_is_refused_by_name(
 ) -> None:
     """Before a request is sent and before a folder is made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-none")
     assert main(arguments) == 2
     assert words in capsys.readouterr().err
 
