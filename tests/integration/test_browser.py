@@ -223,7 +223,7 @@ def test_the_overview_counts_what_the_files_count(page: str) -> None:
 
 
 def test_the_first_screen_has_numbers_and_both_ends(run: Path, page: str) -> None:
-    """The totals, a histogram, and one click to the best sample, the worst and a failed one; two batches are a table."""
+    """The totals, a histogram, and one click to the best, the worst and a failed sample; two batches are a table."""
     shown = opened(page)
     (tiles,) = shown.of("tiles")
     assert tiles.text.startswith("batches2groups kept4groups dropped1groups failed1samples18")
