@@ -45,6 +45,7 @@ from rollouts.inference.weights import update_weights
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe.files import absolute
 from rollouts.service import leased_run
+from rollouts.service.fed_buffer import FedBuffer, fed_recipe
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import NO_IDS
 
@@ -76,6 +77,9 @@ def add(verbs: Any) -> None:
     )
     parser.add_argument(
         "--max-staleness", type=at_least_0, metavar="N", help="drop groups that are more than N versions old"
+    )
+    parser.add_argument(
+        "--fed", action="store_true", help="play prompts that clients give, in place of the recipe's data"
     )
     parser.add_argument(
         "--allow-changes", action="store_true", help="continue the run of DIR with other settings, and record them"
@@ -128,7 +132,11 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         url = await stack.enter_async_context(serving(service, args.host, args.port, os.environ.get(KEY)))
         recipe, engine = await stack.enter_async_context(open_target(target, args.out / ENGINE_LOG, tell))
         recipe.check_spread()
+        _check_groups_in_work(args.groups_in_work, recipe.config.batch_size)
+        played = fed_recipe(recipe) if args.fed else recipe
         server = await preflight(recipe)
+        recipe = played
+        service.fed = recipe.data_buffer if isinstance(recipe.data_buffer, FedBuffer) else None
         description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
         service.publish = functools.partial(_publish, recipe.endpoint)
         on_ready(url)
@@ -155,6 +163,14 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         if engine is not None:
             raise await engine.death()
         await anyio.sleep_forever()
+
+
+def _check_groups_in_work(groups: int | None, batch_size: int) -> None:
+    """Refuse fewer groups than the lease of a whole batch needs, see :meth:`Leases.take`; raises ConfigError."""
+    least = 2 * batch_size - 1
+    if groups is not None and groups < least:
+        expected = f"at least {least}, 2 * batch_size - 1: with fewer, a batch of {batch_size} cannot be leased whole"
+        raise ConfigError.of("--groups-in-work", groups, expected)
 
 
 def _facts(target: RunTarget, recipe: Recipe, sha256: str) -> dict[str, Any]:

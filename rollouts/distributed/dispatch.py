@@ -34,9 +34,18 @@ from anyio.abc import TaskGroup
 from rollouts.agent.turn_log import TurnLog
 from rollouts.base.validators import is_int
 from rollouts.concurrency.fair_turns import FairTurns
-from rollouts.distributed.messages import PICKLED, OrderFormat, Request, received_sample, received_turn
+from rollouts.distributed.messages import (
+    PICKLED,
+    OrderFormat,
+    Request,
+    RunEnds,
+    received_error,
+    received_sample,
+    received_turn,
+)
 from rollouts.distributed.server_reports import ServerReports
 from rollouts.distributed.slots import (
+    OutageOfAll,
     PendingRequest,
     Record,
     Slot,
@@ -204,6 +213,7 @@ class Dispatcher:
         self._silent_seconds = silent_seconds
         self._turns = FairTurns()
         self._reports = ServerReports()
+        self._outage = OutageOfAll()
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
@@ -248,6 +258,7 @@ class Dispatcher:
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
+        self._outage.close()
 
     def drain(self, number: int) -> None:
         """Let a worker leave: it finishes its rollouts for at most :data:`LEAVE_SECONDS`, and others play the rest.
@@ -278,7 +289,8 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            EndpointAway: no server answered a worker for too long, and no other worker plays or may try.
+            EndpointAway: no server answered a worker for too long, and no other worker plays or may try; or its budget
+                is spent.
             TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
@@ -319,7 +331,7 @@ class Dispatcher:
             ended = True
         except EndpointAway as error:
             others = any(other.alive for other in self._slots if other is not slot)
-            if not others or not self._reports.may_try(slot.number):
+            if isinstance(error, RunEnds) or not others or not self._reports.may_try(slot.number):
                 raise
             self._cut_off(slot, str(error))
             raise WorkerLeft(f"worker {slot.number} is cut off: {error}") from error
@@ -421,6 +433,7 @@ class Dispatcher:
     def _set(self, slot: Slot, state: State) -> None:
         if slot.state is not state:
             slot.state = state
+            self._outage.look(self._slots, self._reports.reason)
             self._notify()
 
     def _notify(self) -> None:
@@ -546,11 +559,8 @@ async def _receive_samples(pending: PendingRequest, prompt: Prompt, log: TurnLog
             case "reset" if log is not None:
                 await log.claim()  # a second claim ends the logging of this rollout
             case "broken":
-                raise _BROKEN.get(fields["error"], TokenMismatchError)(fields["message"])
+                raise received_error(fields)
             case "sample" if columns is not None:
                 samples.append(received_sample(fields["sample"], columns, prompt))
                 if len(samples) == fields["branches"]:
                     return samples
-
-
-_BROKEN: dict[str, type[RolloutsError]] = {"ConfigError": ConfigError, "EndpointAway": EndpointAway}

@@ -21,7 +21,7 @@ import msgspec
 
 from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Image, LoadImage, Prompt, with_images
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EndpointAway, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, turn_of
 from rollouts.training.types import Sample
 
@@ -30,9 +30,11 @@ __all__ = [
     "PLAIN",
     "OrderFormat",
     "Request",
+    "RunEnds",
     "broken_record",
     "check_plain",
     "leaving_record",
+    "received_error",
     "received_sample",
     "received_turn",
     "reset_record",
@@ -187,8 +189,23 @@ def reset_record(number: int) -> bytes:
 
 
 def broken_record(number: int, error: Exception) -> bytes:
-    """The record of a broken law, or of a config error that fails every rollout."""
-    return framed({"number": number, "kind": "broken", "error": type(error).__name__, "message": str(error)}, None)
+    """The record of an error that ends the run: :func:`received_error` has its class, or the nearest of these."""
+    name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), "TokenMismatchError")
+    if name == "EndpointAway" and type(error) is not EndpointAway:
+        name = "RunEnds"
+    return framed({"number": number, "kind": "broken", "error": name, "message": str(error)}, None)
+
+
+class RunEnds(EndpointAway):
+    """A worker's reason to end the run that holds for all workers, such as a spent budget; never an outage."""
+
+
+_ERRORS: dict[str, type[RolloutsError]] = {kind.__name__: kind for kind in (ConfigError, EndpointAway, RunEnds)}
+
+
+def received_error(fields: Mapping[str, Any]) -> RolloutsError:
+    """The error of a record of :func:`broken_record`."""
+    return _ERRORS.get(fields["error"], TokenMismatchError)(fields["message"])
 
 
 def leaving_record() -> bytes:

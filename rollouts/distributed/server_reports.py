@@ -77,6 +77,10 @@ class ServerReports:
         """Whether requests of a worker wait for a server."""
         return worker in self._away
 
+    def reason(self, worker: int) -> str:
+        """Why requests of a worker wait; empty if none does."""
+        return self._away.get(worker, ("", 0.0))[0]
+
     def take(self, worker: int, fields: Mapping[str, Any]) -> None:
         """Take a report; one of other fields than :func:`servers_record` writes says nothing."""
         reason, now = str(fields.get("away") or "")[:_LONGEST_REASON], anyio.current_time()

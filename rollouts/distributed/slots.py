@@ -6,19 +6,23 @@ prompts; :mod:`dispatch` fills and empties the slots.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
 
 import anyio
 import attrs
 
+from rollouts.concurrency.deadlines import listed_pause
 from rollouts.errors import GenerateFailure, RolloutsError
 from rollouts.runs.record_bytes import Columns
 
 __all__ = [
     "MESSAGE_BYTES",
+    "OutageOfAll",
     "PendingRequest",
     "Record",
     "Slot",
@@ -173,3 +177,39 @@ def give_unsent(slots: Sequence[Slot]) -> None:
     for slot in slots:
         if slot.state in (State.STARTING, State.EMPTY, State.FAILED):
             slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+
+
+class OutageOfAll:
+    """Lists a pause while no worker is answered, so that no new group starts in the manager's process."""
+
+    def __init__(self) -> None:
+        self._listed: contextlib.ExitStack | None = None
+
+    def __repr__(self) -> str:
+        return f"<OutageOfAll: {'not ' if self._listed is None else ''}listed>"
+
+    def look(self, slots: Sequence[Slot], reason_of: Callable[[int], str]) -> None:
+        """Begin or end the pause: a new group would go to a worker that waits for a server.
+
+        Args:
+            slots: of all workers.
+            reason_of: returns why the worker with a number waits.
+        """
+        away = [slot for slot in slots if slot.state is State.AWAY]
+        if not away or any(slot.alive for slot in slots):
+            self.close()
+        elif self._listed is None:
+            self._listed = contextlib.ExitStack()
+            what = f"no worker is answered: {reason_of(away[0].number)}"
+            waiting = functools.partial(_pending, slots)
+            self._listed.enter_context(listed_pause(what, waiting, blocks_new_work=True))
+
+    def close(self) -> None:
+        """End the pause."""
+        if self._listed is not None:
+            self._listed.close()
+            self._listed = None
+
+
+def _pending(slots: Sequence[Slot]) -> int:
+    return sum(len(slot.pending) for slot in slots)

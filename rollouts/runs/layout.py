@@ -9,7 +9,7 @@
     journal/          the append-only log from which a stopped or killed run resumes
     recording/        server replies and environment results of a run with --record, for replay
     images/           the images that samples, turns and recordings name, <sha256>.png, each once
-    leases.log        acknowledgements of a run whose groups are leased
+    leases.log        acknowledgements of a run whose groups are leased; prompts.log: the prompts of its clients
     tools/            the tools that samples name, <sha256>.json, each list of schemas once
 
 This module writes none of them, and reads no content.
@@ -58,6 +58,7 @@ RUN_FILES = (
     "journal",
     "recording",
     "leases.log",
+    "prompts.log",
 )
 """Files and folders of a run but its images; any of them makes a folder a run."""
 
@@ -66,7 +67,6 @@ METRICS = "metrics.jsonl"
 METRICS_CRC = "metrics_crc32"
 """The entry of ``run.json`` with the CRC-32 of the lines of ``metrics.jsonl``, one for each batch."""
 RECORDING = "recording"
-"""The folder of a recorded run's tapes."""
 
 CHECKED = "checksums"
 """The entry of ``run.json`` that is true if every file of the run has checksums."""

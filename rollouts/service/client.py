@@ -255,6 +255,19 @@ class Rollouts:
             request["while_running"] = while_running
         self._send("POST", "/v1/versions", request, seconds=1800.0, retried=(503, 504))
 
+    def add_prompts(self, name: str, prompts: list[Any]) -> range:
+        """Give prompts to a service that was started with ``--fed``; returns the numbers of their groups.
+
+        Args:
+            name: identifies these prompts: giving them again under it changes nothing.
+            prompts: texts, lists of messages, or objects with ``prompt``, ``label`` and ``metadata``.
+
+        Raises:
+            ServiceError: a prompt is invalid (422), or the name stands for other prompts (409).
+        """
+        fed = json.loads(self._send("POST", "/v1/prompts", {"id": name, "prompts": prompts})[1])
+        return range(fed["first"], fed["first"] + fed["count"])
+
     def state(self) -> dict[str, Any]:
         """Numbers of groups and workers."""
         state: dict[str, Any] = json.loads(self._send("GET", "/v1/state")[1])

@@ -1,4 +1,4 @@
-"""The log of leases: an append-only file of acknowledgements, dropped groups and policy versions.
+"""The logs of a service: append-only files of acknowledgements and policy versions, and of prompts.
 
     frame = magic 2s · format u8 · length u32 · sequence u64 · crc u32 · MessagePack
 
@@ -56,7 +56,7 @@ class LeaseLog:
         try:
             file = take_lock(path)
             if file is None:
-                raise ConfigError.of("leases", str(path), "a log that no other process is writing to")
+                raise ConfigError.of("log", str(path), "a log that no other process is writing to")
             self._file: int | None = file
             try:
                 self._recover(file)
@@ -64,7 +64,7 @@ class LeaseLog:
                 os.close(file)
                 raise
         except OSError as error:
-            raise JournalError(f"{path}: the log of leases cannot be opened: {error}") from error
+            raise JournalError(f"{path}: the log cannot be opened: {error}") from error
 
     def __repr__(self) -> str:
         return f"<LeaseLog {self.path}: {self._sequence} records>"
@@ -85,7 +85,7 @@ class LeaseLog:
                     rest = rest[os.write(self._file, rest) :]
                 os.fdatasync(self._file)
             except OSError as error:
-                self._error = JournalError(f"{self.path}: the log of leases cannot be written: {error}")
+                self._error = JournalError(f"{self.path}: the log cannot be written: {error}")
                 raise self._error from error
             self._sequence += 1
 
@@ -127,7 +127,7 @@ class LeaseLog:
             if self._file is not None:
                 os.close(self._file)
             self._file = None
-            self._error = self._error or JournalError(f"{self.path}: the log of leases cannot be written: it is closed")
+            self._error = self._error or JournalError(f"{self.path}: the log cannot be written: it is closed")
 
     def _recover(self, file: int) -> None:
         """Read the records, and cut an incomplete last one."""

@@ -8,6 +8,7 @@ acknowledged nor dropped are ready again, from the journal, and everything else 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -22,14 +23,18 @@ from rollouts.runs.in_folder import open_in
 from rollouts.runs.info import read_info
 from rollouts.runs.run import Watch, run
 from rollouts.runs.run_history import RunHistory
+from rollouts.service.fed_buffer import FedBuffer
 from rollouts.service.leases import Leases
+from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import NO_IDS
 from rollouts.training.types import Sample
 
-__all__ = ["LEASES", "leased_run"]
+__all__ = ["LEASES", "PROMPTS", "leased_run"]
 
 LEASES = "leases.log"
 """The log of leases in a run's folder."""
+PROMPTS = "prompts.log"
+"""The log of prompts in the folder of a run whose buffer is a :class:`FedBuffer`."""
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +77,11 @@ async def leased_run(
     with (
         run_journal.journal,
         Leases(file, groups_in_work=most, max_staleness=max_staleness, batch_size=size, run=started) as leases,
+        contextlib.ExitStack() as stack,
     ):
+        if isinstance(buffer := recipe.data_buffer, FedBuffer):
+            stack.enter_context(buffer.opened(Path(path) / PROMPTS, started))
+            watch = functools.partial(_watch_fed, buffer, watch)
         await run_journal.journal.sync()  # a killed process may have left a seal that is not on disk
         if found is not None:
             leases.restore(await anyio.to_thread.run_sync(_unsettled, found.history, leases))
@@ -95,6 +104,13 @@ async def leased_run(
             tasks.start_soon(generate)
             yield leases
             tasks.cancel_scope.cancel()
+
+
+async def _watch_fed(buffer: FedBuffer, watch: Watch | None, manager: AsyncRolloutManager) -> None:
+    """Let new prompts start at once, also while a batch waits for other groups."""
+    buffer.on_fed = manager.wake
+    if watch is not None:
+        await watch(manager)
 
 
 def _unsettled(history: RunHistory, leases: Leases) -> dict[int, list[Sample]]:

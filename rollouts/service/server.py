@@ -6,12 +6,14 @@
     GET  /v1/leases/TOKEN                                          the message of such a lease again
     POST /v1/leases/TOKEN/ack {step} · /renew {lease_s} · /release 200; 409 the lease has ended, and nothing changed
     POST /v1/versions {name, path, while_running}                  200; 409 an earlier version; 502 servers refused it
+    POST /v1/prompts {id, prompts}                                 200; 409 the id stands for other prompts
     GET  /v1/state · /metrics · /health                            numbers; the same for Prometheus; alive
 
 Invariant: a request may be repeated: one whose answer was lost changes nothing the second time. A lease whose answer
 cannot be sent returns at once; one whose answer may have been sent is found again by ``request``, or returns at its
-time. Bodies of requests are JSON of known fields, at most :data:`MOST_BYTES` long and :data:`MOST_HELD` together;
-nothing is unpickled. Access is that of :mod:`rollouts.http.access`. Where groups come from is not known here.
+time. Bodies of requests are JSON of known fields, at most :data:`MOST_BYTES` long, with prompts
+:data:`MOST_OF_PROMPTS`, and together :data:`MOST_HELD`; nothing is unpickled. Access is that of
+:mod:`rollouts.http.access`. Where groups come from is not known here.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalEr
 from rollouts.http.access import guard
 from rollouts.http.bodies import Bodies
 from rollouts.http.server_log import server_log
+from rollouts.service.fed_buffer import FedBuffer, FedFull, NameTaken
 from rollouts.service.leases import Lease, LeaseLost, Leases
 from rollouts.service.wire import MEDIA_TYPE, lease_bytes
 
-__all__ = ["MOST_BYTES", "MOST_HELD", "Publish", "Route", "Service", "serving"]
+__all__ = ["MOST_BYTES", "MOST_HELD", "MOST_OF_PROMPTS", "Publish", "Route", "Service", "serving"]
 
 MOST_BYTES = 1 << 20
 MOST_HELD = 1 << 26
+MOST_OF_PROMPTS = 1 << 24
 _KEY = "ROLLOUTS_SERVICE_KEY"
 _LONGEST_WAIT = 60.0
 """Most seconds that a request waits for groups; the consumer asks again."""
@@ -71,6 +75,11 @@ class _Release(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+class _Prompts(msgspec.Struct, forbid_unknown_fields=True):
+    id: str
+    prompts: list[Any]
+
+
 class _Version(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     path: str | None = None
@@ -86,6 +95,7 @@ class Service:
         publish: loads weights into the servers; without it, only versions without a path are accepted.
         numbers: further gauges, such as those of workers, by name.
         routes: further routes, such as those of workers.
+        fed: the buffer of a run whose prompts clients give.
         facts: what ``GET /v1/state`` says in addition, such as the folder of the run.
     """
 
@@ -93,6 +103,7 @@ class Service:
     publish: Publish | None = None
     numbers: Callable[[], Mapping[str, float]] = dict
     routes: Sequence[Route] = ()
+    fed: FedBuffer | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
     _tokens: dict[str, int] = attrs.field(factory=dict)
     """The leases by the ``request`` that took them."""
@@ -115,6 +126,7 @@ class Service:
             ("POST", r"/v1/leases/{token:\d{1,19}}/renew", self._renew),
             ("POST", r"/v1/leases/{token:\d{1,19}}/release", self._release),
             ("POST", "/v1/versions", self._announce),
+            ("POST", "/v1/prompts", self._feed),
         )
         for method, path, handler in (*own, *self.routes):
             app.router.add_route(method, path, handler)
@@ -127,7 +139,8 @@ class Service:
         return self.leases
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        waits = self.fed is not None and self.fed.is_empty
+        return web.Response(text="ok: the run waits for prompts\n" if waits else "ok\n")
 
     async def _take(self, request: web.Request) -> web.Response:
         leases, body = self._open, await self._body(request, _Take)
@@ -208,8 +221,15 @@ class Service:
                     await self.publish(body.path, body.name, body.while_running)
         return _json({"version": body.name, "repeated": is_known})
 
-    async def _body(self, request: web.Request, kind: type[Body]) -> Body:
-        content = await self._bodies.read(request, MOST_BYTES)
+    async def _feed(self, request: web.Request) -> web.Response:
+        _ = self._open
+        body = await self._body(request, _Prompts, MOST_OF_PROMPTS)
+        if self.fed is None:
+            raise ConfigError.of("prompts", body.id, "none: this service plays the recipe's data (rollouts up --fed)")
+        return _json(attrs.asdict(await self.fed.feed(body.id, body.prompts)))
+
+    async def _body(self, request: web.Request, kind: type[Body], most: int = MOST_BYTES) -> Body:
+        content = await self._bodies.read(request, most)
         try:
             return msgspec.json.decode(content or b"{}", type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -219,7 +239,7 @@ class Service:
 
     async def _state(self, request: web.Request) -> web.Response:
         leases = self.leases
-        state: dict[str, Any] = {**self.facts, **self.numbers(), "begun": leases is not None}
+        state: dict[str, Any] = {**self.facts, **self._gauges(), "begun": leases is not None}
         if leases is not None:
             ended = leases.ended
             state |= {
@@ -231,8 +251,11 @@ class Service:
             }
         return _json(state)
 
+    def _gauges(self) -> dict[str, float]:
+        return {**self.numbers(), **({} if self.fed is None else self.fed.numbers())}
+
     async def _metrics(self, request: web.Request) -> web.Response:
-        numbers = {**self.numbers(), **({} if self.leases is None else _groups(self.leases))}
+        numbers = {**self._gauges(), **({} if self.leases is None else _groups(self.leases))}
         lines = [f"# TYPE rollouts_{name} gauge\nrollouts_{name} {value!r}\n" for name, value in numbers.items()]
         return web.Response(text="".join(lines), headers={"Content-Type": "text/plain; version=0.0.4"})
 
@@ -306,8 +329,12 @@ async def _errors_as_json(
         return await handler(request)
     except _NotReady:
         return _error(503, RolloutsError("the run has not begun, or the service stops"))
-    except LeaseLost as error:
+    except (LeaseLost, NameTaken) as error:
         return _error(409, error)
+    except FedFull as error:
+        answer = _error(503, error)
+        answer.headers["Retry-After"] = "1"
+        return answer
     except DataExhausted as error:
         return _error(410, error)
     except ConfigError as error:

@@ -235,6 +235,10 @@ class AsyncRolloutManager:
         if self._streaming and self._tasks is not None:
             self._top_up()
 
+    def wake(self) -> None:
+        """Let a batch that is being filled ask the buffer again, which has new prompts."""
+        self._running.wake()
+
     async def stream(
         self, *, max_staleness: int | None = None, policy: StalenessPolicy = "drop"
     ) -> AsyncGenerator[list[Sample], None]:
@@ -289,15 +293,15 @@ class AsyncRolloutManager:
         while self._choose_groups() is None or (finish_restarted and self._ledger.restarted):
             _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
             self._top_up()
-            if not self.accounting.in_flight and _is_blocked():
-                with boundary(RolloutsError, "no group starts while a server is away", kind="a_pause"):
+            if self.accounting.in_flight:
+                await self._running.next_end()
+                await self._drop_stale()
+            elif _is_blocked():
+                with boundary(RolloutsError, "no group starts during a pause", kind="a_pause"):
                     await anyio.sleep(_BLOCKED_SECONDS)
-                continue
-            if not self.accounting.in_flight:
+            else:
                 _raise(self._fail_fast.take_error())
                 raise self._fail_fast.out_of_data(self.accounting, self.data_buffer)
-            await self._running.next_end()
-            await self._drop_stale()
         _raise(self._fail_fast.take_error())
 
     def _choose_groups(self) -> list[Group] | None:
@@ -317,8 +321,7 @@ class AsyncRolloutManager:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        waited = seconds if self._streaming else None
-        numbers = self._report.of_samples(samples, waited)  # may raise: then the groups stay ready
+        numbers = self._report.of_samples(samples, seconds if self._streaming else None)  # may raise: they stay ready
         self._ledger.seal(groups)
         head = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4)}
         self.metrics = {**head, **numbers, **self._report.of_run()}
@@ -331,18 +334,15 @@ class AsyncRolloutManager:
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
-        if _is_blocked():
-            return
-        if self._fail_fast.all_failed and self.accounting.in_flight:
-            return  # no further prompt is spent before one of these groups succeeds
+        if _is_blocked() or (self._fail_fast.all_failed and self.accounting.in_flight):
+            return  # while all failed, no further prompt is spent before one of the groups in flight succeeds
         pending = self.accounting.ready + self.accounting.in_flight
         wanted = self.config.max_inflight_groups - pending - self._ledger.not_replaced
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
         for _ in range(wanted):
-            prompt = self._take() if self.slots.has_room() else None
-            if prompt is None:
+            if (prompt := self._take() if self.slots.has_room() else None) is None:
                 return
             finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
             self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))

@@ -26,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def up(out: Path, endpoint: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def up(out: Path, endpoint: str, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and its URL; killed at the end."""
     line = [sys.executable, "-m", "rollouts", "up", "calculator", "--endpoint", endpoint, "--model", str(DEMO_MODEL)]
     line += ["--set", "batch_size=2", "--set", "n_samples_per_prompt=2", "--batches", "3", "--set", "keep=all"]
-    line += ["--out", str(out), "--port", "0", "--stop-with-stdin"]
+    line += ["--out", str(out), "--port", "0", "--stop-with-stdin", *more]
     environment = {**os.environ, "ROLLOUTS_SERVICE_KEY": "secret"}
     with subprocess.Popen(
         line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -50,6 +50,34 @@ def test_a_chat_api_is_refused(tmp_path: Path) -> None:
     for more in ([], ["--workers", "2"], ["--remote-workers", "2"]):
         with pytest.raises(ConfigError, match=r"up --provider openai: .* needs token ids"):
             up_command._up(verbs.choices["up"].parse_args([*line, *more]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--groups-in-work", "6"], r"--groups-in-work: got 6; expected at least 7, 2 \* batch_size - 1"),
+        (["--fed", "--set", "epochs=2"], "epochs: got 2; expected None"),
+    ],
+)
+def test_options_that_no_trainer_could_use_are_refused_at_the_start(
+    options: list[str], match: str, tmp_path: Path
+) -> None:
+    """Before a server is asked and a folder exists: fewer groups than a leased batch needs, and counted epochs."""
+    verbs = argparse.ArgumentParser().add_subparsers()
+    up_command.add(verbs)
+    line = [
+        "calculator",
+        "--out",
+        str(tmp_path / "run"),
+        "--endpoint",
+        "http://127.0.0.1:9",
+        "--model",
+        str(DEMO_MODEL),
+    ]
+    line += ["--set", "batch_size=4", "--port", "0", *options]
+    with pytest.raises(ConfigError, match=match):
+        up_command._up(verbs.choices["up"].parse_args(line))
     assert not (tmp_path / "run").exists()
 
 
@@ -82,3 +110,29 @@ async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> No
     info = read_info(tmp_path / "run")
     assert info["settings"]["reward"]
     assert info["server"]["model"] == str(DEMO_MODEL)
+
+
+async def test_prompts_of_clients_survive_a_kill(tmp_path: Path) -> None:
+    """The service is killed after it answered; the same command plays the prompts and later ones, in their order.
+
+    A client that repeats its request changes nothing.
+    """
+    rows = [{"prompt": f"What is {number} + 1?", "label": str(number + 1)} for number in range(6)]
+
+    def train(url: str) -> None:
+        with up(tmp_path / "run", url, "--fed") as (_, address), Rollouts(address, key="secret") as service:
+            assert service.add_prompts("first", rows[:2]) == range(2)
+        labels = []
+        with up(tmp_path / "run", url, "--fed") as (process, address), Rollouts(address, key="secret") as service:
+            assert service.add_prompts("first", rows[:2]) == range(2)
+            assert service.add_prompts("second", rows[2:]) == range(2, 6)
+            for batch in service.batches(1):
+                batch.ack()
+                labels += [(sample.group_index, sample.fields["label"]) for sample in batch.samples]
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+        assert labels == [(number, str(number + 1)) for number in range(6) for _ in range(2)]
+
+    async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
+        await anyio.to_thread.run_sync(train, server.url)
+    assert verify_run(tmp_path / "run").violations == []

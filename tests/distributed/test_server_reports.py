@@ -11,6 +11,8 @@ import anyio
 import attrs
 import pytest
 
+from rollouts.chat_api import BudgetSpent
+from rollouts.concurrency.deadlines import pauses
 from rollouts.distributed import in_processes
 from rollouts.distributed.join import _Built, _wait_for_servers
 from rollouts.distributed.server_reports import CUT_OFF_SECONDS, ServerReports, report_servers
@@ -124,6 +126,67 @@ def test_an_outage_ends_the_run_although_a_worker_is_idle() -> None:
                     await manager.generate_batch()
             assert anyio.current_time() < CUT_OFF_SECONDS + 1800 + 10
         assert (manager.accounting.failed, workers.cut_off) == (0, 1)
+
+    on_virtual_clock(run)
+
+
+def test_no_group_starts_while_no_worker_is_answered() -> None:
+    """An outage for all is listed in the manager's process; it ends with the first answer, and with the workers."""
+
+    async def run() -> None:
+        servers = Servers({0, 1}, 1800.0)
+        waits = lambda: [pause.what for pause in pauses() if pause.blocks_new_work]  # noqa: E731
+        async with local_workers(config(), 2, servers=servers.seen_by, **BEAT) as (local, workers):
+            servers.give(local)
+            whole = workers.config(config())
+            async with (
+                AsyncRolloutManager(whole, DataBuffer(games.PROMPTS)) as manager,
+                anyio.create_task_group() as tasks,
+            ):
+                tasks.start_soon(manager.generate_batch)
+                await anyio.sleep(20)
+                assert waits() == [f"no worker is answered: {AWAY}"]
+                servers.waiting.clear()
+                await anyio.sleep(3)
+                assert waits() == []
+                servers.waiting |= {0, 1}
+                await anyio.sleep(3)
+                assert len(waits()) == 1
+                tasks.cancel_scope.cancel()
+        assert waits() == []
+
+    on_virtual_clock(run)
+
+
+def test_one_answered_worker_is_no_outage() -> None:
+    """New groups go to it."""
+
+    async def run() -> None:
+        servers = Servers({0}, 1800.0)
+        async with local_workers(config(), 2, servers=servers.seen_by, **BEAT) as (local, workers):
+            servers.give(local)
+            async with AsyncRolloutManager(workers.config(config()), DataBuffer(games.PROMPTS)) as manager:
+                with anyio.move_on_after(20):
+                    await manager.generate_batch()
+                assert workers.alive == (1,)
+                assert not [pause for pause in pauses() if pause.blocks_new_work]
+
+    on_virtual_clock(run)
+
+
+def test_a_worker_without_a_budget_ends_the_run() -> None:
+    """With the worker's message, as an outage does in one process: no worker is cut off, and no attempt is lost."""
+
+    async def spent(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.sleep(1)
+        raise BudgetSpent("--budget: $2 is spent")
+
+    async def run() -> None:
+        async with local_workers(config(spent), 2, **BEAT) as (_, workers):
+            async with AsyncRolloutManager(workers.config(config()), DataBuffer(games.PROMPTS)) as manager:
+                with pytest.raises(EndpointAway, match=r"--budget: \$2 is spent"):
+                    await manager.generate_batch()
+        assert (workers.cut_off, workers.deaths, manager.accounting.failed) == (0, 0, 0)
 
     on_virtual_clock(run)
 

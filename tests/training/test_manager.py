@@ -277,7 +277,7 @@ async def test_no_group_starts_while_a_server_is_away() -> None:
             tasks.start_soon(fill)
             await settled()
             assert manager.accounting.taken == 0
-            assert [wait.what for wait in waits()] == ["no group starts while a server is away"]
+            assert [wait.what for wait in waits()] == ["no group starts during a pause"]
         with listed_pause("another pause", lambda: 0), anyio.fail_after(30):
             while not sizes:  # noqa: ASYNC110 - the manager looks once a second
                 await anyio.sleep(0.01)
