@@ -202,14 +202,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
         self._broken: RolloutsError | None = None
-        self.rollouts = 0
-        self.messages = 0
-        self.bytes = 0
-        self.deaths = 0
-        self.departures = 0
-        self.cut_off = 0
-        self.given_away = 0
-        self.refused = 0
+        self.rollouts = self.messages = self.bytes = 0
+        self.deaths = self.departures = self.cut_off = self.given_away = self.refused = 0
         self._silent_seconds = silent_seconds
         self._turns = FairTurns()
         self._reports = ServerReports()
@@ -289,8 +283,7 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            EndpointAway: no server answered a worker for too long, and no other worker plays or may try; or its budget
-                is spent.
+            EndpointAway: no server answered for too long, and no other worker plays or may try; or a budget is spent.
             TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
@@ -330,7 +323,7 @@ class Dispatcher:
             samples = await _receive_samples(pending, prompt, log)
             ended = True
         except EndpointAway as error:
-            others = any(other.alive for other in self._slots if other is not slot)
+            others = {*self.alive} - {slot.number}
             if isinstance(error, RunEnds) or not others or not self._reports.may_try(slot.number):
                 raise
             self._cut_off(slot, str(error))
