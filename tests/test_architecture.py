@@ -666,11 +666,11 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (173, ("base",)),
     "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        7063,
+        7060,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23_726,
+        23_701,
         (
             "agent",
             "base",

@@ -80,18 +80,31 @@ def _installed(folder: Path, *, pip: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
-    """scripts/learn names no recipe itself, so that the recipe that follows is the only one."""
+def learn_says(folder: Path, *arguments: str) -> list[str]:
+    """The command line of Python that ``scripts/learn`` ends with."""
     stubs = {"scripts/install": "exit 0", ".venv/bin/python": 'echo "$@"'}
     for name, text in stubs.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    shutil.copy(ROOT / "scripts" / "learn", tmp_path / "scripts" / "learn")
-    line = ["scripts/learn", "calculator_program", "--steps", "2"]
-    said = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts" / "learn", folder / "scripts" / "learn")
+    line = ["scripts/learn", *arguments]
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
+    """scripts/learn names no recipe itself, so that the recipe that follows is the only one."""
+    said = learn_says(tmp_path, "calculator_program", "--steps", "2")
     assert said[:3] == ["-m", "training.learn", "--out"]
     assert said[-3:] == ["calculator_program", "--steps", "2"]
+
+
+@pytest.mark.parametrize("first", ["--sft", "--distill", "--service", "--samplers", "--duel"])
+def test_learn_has_other_trainings(first: str, tmp_path: Path) -> None:
+    """Each is another module, which gets the arguments that follow."""
+    flag, module, *rest = learn_says(tmp_path, first, "--out", "folder")
+    assert (flag, rest) == ("-m", ["--out", "folder"])
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 
 
 def test_a_newer_python_is_found_among_those_of_pyenv(tmp_path: Path) -> None:

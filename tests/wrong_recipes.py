@@ -171,7 +171,7 @@ WRONG = [
     Wrong("a dialect that is not known", "dialect: got 'nonsense'; expected one of …", changed(options="dialect='nonsense'")),
     Wrong("a sampler that is not known", "sampler: got 'best'; expected \"uniform\", …", changed(options="sampler='best'")),
     Wrong("a stop string without a character", "SamplingParams.stop: got ('',); expected a string or several, none empty, at most 32", changed(options="stop=['']")),
-    Wrong("more groups in flight than can be", "RolloutConfig.over_sampling_factor: got 1000000000.0; expected at most 31250 with batch_size=32: a million groups in flight", changed(options="over_sampling_factor=1e9")),
+    Wrong("more groups in flight than can be", "RolloutConfig: batch_size * over_sampling_factor: got 32000000000.0; expected at most 1000000 groups in flight", changed(options="over_sampling_factor=1e9")),
     Wrong("a chat template that is the name of a file", "chat_template: got 'none.jinja'; expected template text, in Jinja; a file is Path('none.jinja')", changed(options="chat_template='none.jinja'")),
     Wrong("a variable that the template does not read", "template_kwargs: got 'thinking'; expected a variable that … reads: none", changed(options="template_kwargs={'thinking': True}")),
     Wrong("a shuffle that is a text", "shuffled: got 'yes'; expected True or False", changed(options="shuffled='yes'")),
@@ -247,10 +247,10 @@ WRONG = [
 DOUBTFUL = [
     Wrong("a tool that sleeps", "the event loop is blocked, … s so far, and every rollout waits: DIR/mine.py:… in look; expected await, or anyio.to_thread.run_sync for a call that blocks", {**tool("time.sleep(globals().pop('ONCE', 0)); return at"), "prompts": "['What?']; ONCE = 0.5", "options": SMALL}),
     Wrong("an async reward that sleeps", "the event loop is blocked, … s so far, and every rollout waits: DIR/mine.py:… in reward; expected await, or …", changed(recipe=f"async def reward(sample):\n    time.sleep(0.5)\n    return 0.0\n\ndef recipe(endpoint):\n    return agent_recipe('toy', endpoint, World, PROMPTS, reward_fn=reward, {SMALL})")),
-    Wrong("a list of the class that rollouts fill", "World.seen: a rollout changed it, and it is one object for all rollouts; expected self.seen = ... in start, or a constant", {**world("seen = []\n" + _SOUND["world"].replace("return at", "self.seen.append(at); return at")), "options": SMALL}),
+    Wrong("a list of the class that rollouts fill", "World.seen: a rollout changed it, and it is one object for all rollouts; expected self.seen = ... in start, or ClassVar where they share it", {**world("seen = []\n" + _SOUND["world"].replace("return at", "self.seen.append(at); return at")), "options": SMALL}),
     Wrong("a batch larger than the data", "batch_size: got 2 with 1 prompts; expected at most that many: a batch now plays some prompt more than once", changed(prompts="['What?']", options=SMALL.replace("batch_size=1", "batch_size=2"))),
     Wrong("no labels for a reward that compares them", "prompts[0].label: got None, as 2 of 2 prompts; reward reads it", changed(prompts="['a', 'b']", reward="return float(sample.response == sample.label)", options=SMALL)),
-    Wrong("a prompt that ends with its answer", "prompts[0]: the last message is the assistant's; expected the user's: the model reads that answer before its own", changed(prompts="[[{'role': 'user', 'content': '1 + 1?'}, {'role': 'assistant', 'content': '2'}]]", options=SMALL)),
+    Wrong("a prompt that ends with its answer", "prompts[0]: the last message is the assistant's, with the answer, which the reply continues; expected the user's, or the begin of a reply", changed(prompts="[[{'role': 'user', 'content': '1 + 1?'}, {'role': 'assistant', 'content': '2'}]]", options=SMALL)),
     Wrong("a prompt that is rendered already", "prompts[0]: got text with '<|im_end|>'; expected text or messages without a chat template's tokens, which the run adds", changed(prompts="['<|im_start|>user\\nWhat?<|im_end|>\\n']", options=SMALL)),
 ]
 # fmt: on

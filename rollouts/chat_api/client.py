@@ -18,7 +18,6 @@ readable usage counts for the budget as the most that it can cost. This module d
 from __future__ import annotations
 
 import asyncio
-import re
 import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -44,12 +43,12 @@ from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable, without_password
 from rollouts.http.answers import message_of
 from rollouts.http.client import ConnectFailed, HttpClient
+from rollouts.http.keys import hiding
 from rollouts.http.pacing import RATE_LIMIT, Pacing, is_used_up, seconds_of
 
 __all__ = ["ChatClient", "client_of"]
 
 _END = (401, 403, 404)
-_SHOWN_OF_KEY = 8
 
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -72,11 +71,7 @@ class ChatClient:
         self._endpoint = endpoint
         self._http = HttpClient(connect_seconds=endpoint.connect_seconds)
         self._pacing = Pacing(endpoint.at_once, retries=endpoint.max_retries, wait_seconds=endpoint.outage_seconds)
-        key = endpoint.api_key or ""
-        # By its beginning, since an error that is shortened has no more of it.
-        self._key = re.compile(
-            re.escape(key) if len(key) <= _SHOWN_OF_KEY else rf"{re.escape(key[:_SHOWN_OF_KEY])}[\w*-]*"
-        )
+        self._hide = hiding(endpoint.api_key)
         self._headers = {"Content-Type": "application/json"}
         if endpoint.api_key:
             self._headers["Authorization"] = f"Bearer {endpoint.api_key}"
@@ -184,8 +179,7 @@ class ChatClient:
 
     def _without_key(self, error: _Error) -> _Error:
         """The error, which quotes the key of no request."""
-        if self._endpoint.api_key:
-            error.args = (self._key.sub("***", str(error)),)
+        error.args = (self._hide(str(error)),)
         return error
 
 

@@ -217,6 +217,8 @@ def answer_of(payload: bytes) -> tuple[Answer | EndpointError, Usage | None]:
 
 def _answer(value: Mapping[str, Any], choice: Mapping[str, Any], usage: Usage | None) -> Answer | EndpointError:
     message, reason = choice.get("message"), choice.get("finish_reason")
+    if message is None and reason in _WITHHELD_CODES:
+        message = {}  # the filter left nothing
     if not isinstance(message, dict):
         return _unreadable("choices[0].message", message, "an object")
     refusal = message.get("refusal") or _refusal_in(message.get("content"))

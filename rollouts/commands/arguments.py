@@ -30,6 +30,7 @@ from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.recipe.files import RecipeFunction, load_recipe, read_options, recipe_options, summary_of
 from rollouts.renderer import CallCheck, SpecialText
+from rollouts.runs.info import read_info
 from rollouts.runs.layout import check_files
 
 __all__ = [
@@ -252,15 +253,10 @@ def add_generate_options(verb: argparse.ArgumentParser) -> None:
         help="where the chat template rewrites the history: keep the ids, open a branch, or fail (default: append)",
     )
     verb.add_argument(
-        "--template-kwargs",
-        metavar="JSON",
-        help="variables of the chat template, e.g. '{\"enable_thinking\": false}'",
+        "--template-kwargs", metavar="JSON", help="variables of the chat template, e.g. '{\"enable_thinking\": false}'"
     )
     verb.add_argument(
-        "--chat-template",
-        type=Path,
-        metavar="FILE",
-        help="chat template to use instead of the model's own",
+        "--chat-template", type=Path, metavar="FILE", help="chat template to use instead of the model's own"
     )
     verb.add_argument("--dialect", metavar="NAME", help="notation of tool calls (default: the template's)")
     verb.add_argument(
@@ -294,10 +290,9 @@ def check_run(path: Path, argument: str = "RUN") -> None:
     """Check that a folder contains a run whose files may be opened.
 
     Raises:
-        ConfigError: it does not, with the argument in the message; or it has a FIFO, a device or a sparse file.
+        ConfigError: as :func:`read_info`, with the argument; or it has a FIFO, a device or a sparse file.
     """
-    if not (path / "run.json").is_file():
-        raise ConfigError.of(argument, str(path), "the folder of a run, with run.json")
+    read_info(path, argument)
     check_files(path)
 
 

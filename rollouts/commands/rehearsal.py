@@ -66,12 +66,14 @@ async def rehearse(recipe: Recipe) -> list[str]:
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
     prompts = list(itertools.islice(itertools.cycle(recipe.data_buffer.prompts), len(_SHARE_OF_CALLS)))
     read = ReadNames()
+    sound = None
     with anyio.move_on_after(_SECONDS), at("the rehearsal"):
         sound = await _played_one(recipe, prompts, functools.partial(_with_random_replies, generate_fn, renderer, read))
         if sound is not None:
             await _check_labels(recipe, sound)
         await check_tools(factory, prompts, generate_fn.keywords.get("limits"))
-    return [*read.doubts(), *doubts_of(recipe, renderer.stop_texts, shared, shared_lengths(factory))]
+    played = None if sound is None else sound[0]
+    return [*read.doubts(), *doubts_of(recipe, played, renderer.stop_texts, shared, shared_lengths(factory))]
 
 
 async def _played_one(

@@ -267,7 +267,8 @@ def _abandoning(recipe: Recipe, writer: RunWriter, state: ManagerState | None) -
 
 def recorded_server(target: RunTarget, server: ServerInfo) -> dict[str, Any]:
     """The server as ``run.json`` records it; the embedded engine reports the version whose protocol it has."""
-    version = server.version if target.urls else f"embedded {__version__} (protocol of SGLang {server.version})"
+    spoken = (server.version or "").partition(" ")[0]
+    version = server.version if target.urls else f"embedded {__version__} (protocol of SGLang {spoken})"
     return attrs.asdict(attrs.evolve(server, version=version))
 
 

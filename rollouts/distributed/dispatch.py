@@ -289,7 +289,8 @@ class Dispatcher:
         Raises:
             GenerateFailure: the worker died.
             ConfigError: a worker reported a config error, or workers cannot start.
-            EndpointAway: no server answered a worker for too long, and no other worker plays; or its budget is spent.
+            EndpointAway: no server answered a worker for too long, and no other worker plays or may try; or its budget
+                is spent.
             TokenMismatchError: a law was broken in a worker.
         """
         return [sample for prompt in prompts for sample in await self._play(prompt)]
@@ -329,7 +330,8 @@ class Dispatcher:
             samples = await _receive_samples(pending, prompt, log)
             ended = True
         except EndpointAway as error:
-            if isinstance(error, RunEnds) or not any(other.alive for other in self._slots if other is not slot):
+            others = any(other.alive for other in self._slots if other is not slot)
+            if isinstance(error, RunEnds) or not others or not self._reports.may_try(slot.number):
                 raise
             self._cut_off(slot, str(error))
             raise WorkerLeft(f"worker {slot.number} is cut off: {error}") from error
@@ -469,9 +471,10 @@ class Dispatcher:
 
     def _report(self, slot: Slot, fields: Mapping[str, Any]) -> None:
         """Take a worker's report of the inference servers."""
-        if slot.state in (State.ALIVE, State.AWAY):
+        if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
             self._reports.take(slot.number, fields)
-            self._set(slot, State.AWAY if self._reports.is_away(slot.number) else State.ALIVE)
+            if slot.state is not State.SILENT:
+                self._set(slot, _present(slot, self._reports))
             idle = any(other.alive and not other.pending for other in self._slots)
             for number, reason in self._reports.over(idle).items():
                 self._cut_off(self._slots[number], reason)
@@ -508,7 +511,7 @@ async def _watch(workers: Dispatcher, stay: _Stay) -> None:
         if await stay.beats(workers._silent_seconds / _TICKS):
             waits = 0
             if slot.state is State.SILENT:
-                workers._set(slot, State.ALIVE)
+                workers._set(slot, _present(slot, workers._reports))
             continue
         waits += 1
         others = any(other.alive for other in workers._slots if other is not slot)
@@ -519,6 +522,11 @@ async def _watch(workers: Dispatcher, stay: _Stay) -> None:
     workers._set(slot, State.STARTING)
     seconds = workers._silent_seconds * _REPLACED_AFTER
     stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
+
+
+def _present(slot: Slot, reports: ServerReports) -> State:
+    """The state of a slot whose worker gives signs of life."""
+    return State.AWAY if reports.is_away(slot.number) else State.ALIVE
 
 
 def _next(records: Iterator[Record], worker: int) -> Record | None:

@@ -264,7 +264,7 @@ class _Service:
             else:
                 if status == 410:
                     raise _Gone
-                if status in (502, 503, 504):
+                if status in (408, 502, 503, 504):
                     failure = f"status {status}: {answer[:200].decode('utf-8', 'replace')}"
                 elif status >= 400:
                     text = answer[:500].decode("utf-8", "replace")

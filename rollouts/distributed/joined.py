@@ -152,11 +152,11 @@ class JoinedWorkers:
         worker = self._workers.get(request.match_info["id"])
         if worker is None:
             return _gone()
+        worker.beats()  # first: a request for which there is no room is a sign of life, too
         try:
             after = msgspec.json.decode(await self._read_small(request), type=_After).after
         except msgspec.DecodeError as error:
             raise ConfigError(f"body of {request.path}: {error}") from None
-        worker.beats()
         with anyio.move_on_after(_POLL_SECONDS):
             if (orders := await worker.orders(after)) is None:
                 return _gone()

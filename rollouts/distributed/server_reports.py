@@ -1,8 +1,8 @@
 """Workers that get no answer from the inference servers while other workers do.
 
-Invariant: a worker is cut off only if another worker was answered meanwhile, or has no rollouts and may try. While
-every worker waits, nothing is decided here: it is an outage, and the rule of :mod:`rollouts.inference.outages` holds in
-each worker.
+Invariant: a worker is cut off only if another worker was answered meanwhile, or has no rollouts and may try. One try
+is all until a server answers a worker: a worker that waits since the try, too, is not cut off. While every worker
+waits, nothing is decided here: it is an outage, and the rule of :mod:`rollouts.inference.outages` holds in each worker.
 
 A worker reports that its requests wait for a server, or that servers answered it. The manager's side compares the
 reports. This module does not know transports, rollouts or requests.
@@ -64,6 +64,10 @@ class ServerReports:
     def __init__(self) -> None:
         self._away: dict[int, tuple[str, float]] = {}
         self._answered: dict[int, float] = {}
+        self._waits: dict[int, float] = {}
+        """The begin of each worker's wait, until it is answered."""
+        self._tried = math.inf
+        """The time of the first cut since the last answer to a worker."""
         self._times_cut_off: dict[int, int] = {}
 
     def __repr__(self) -> str:
@@ -82,11 +86,17 @@ class ServerReports:
         reason, now = str(fields.get("away") or "")[:_LONGEST_REASON], anyio.current_time()
         if reason:
             self._away[worker] = reason, self._away.get(worker, ("", now))[1]
+            self._waits.setdefault(worker, now)
             return
         self._away.pop(worker, None)
         if fields.get("answered") is True:
-            self._answered[worker] = now
+            self._answered[worker], self._tried = now, math.inf
+            self._waits.pop(worker, None)
             self._times_cut_off.pop(worker, None)
+
+    def may_try(self, worker: int) -> bool:
+        """Whether another worker, of which it is not known that servers answer it, may get this one's rollouts."""
+        return self._waits.get(worker, -math.inf) <= self._tried
 
     def over(self, idle: bool) -> dict[int, str]:
         """The workers that are cut off, each with its reason.
@@ -97,12 +107,16 @@ class ServerReports:
         now = anyio.current_time()
         last = max(self._answered.values(), default=-math.inf) - _OLDEST_ANSWER
         over = {number: away for number, away in self._away.items() if now - away[1] >= CUT_OFF_SECONDS}
-        return {number: reason for number, (reason, since) in over.items() if last > since or idle}
+        return {
+            number: reason
+            for number, (reason, since) in over.items()
+            if last > since or (idle and self.may_try(number))
+        }
 
     def forget(self, worker: int) -> None:
         """The worker with this number has ended."""
-        self._away.pop(worker, None)
-        self._answered.pop(worker, None)
+        for reports in (self._away, self._answered, self._waits):
+            reports.pop(worker, None)
 
     def cut_off(self, worker: int) -> float:
         """Count a worker that was cut off; returns the seconds before another one should have its place.
@@ -110,5 +124,6 @@ class ServerReports:
         The pause grows while the workers in one place are cut off one after another, without an answer to any.
         """
         self.forget(worker)
+        self._tried = min(self._tried, anyio.current_time())
         times = self._times_cut_off[worker] = self._times_cut_off.get(worker, 0) + 1
         return float(min(_LONGEST_PAUSE, _PAUSE_SECONDS * 2 ** min(times - 1, 10)))

@@ -359,7 +359,8 @@ def with_system_prompt(messages: Sequence[Message], system_prompt: str) -> Seque
     return messages
 
 
-_CALLED_BY_EPISODES = frozenset({"start", "step", "answer", "close", "snapshot", "restore"})
+_CALLED_BY_EPISODES = frozenset({"start", "step", "answer", "close"})
+_CALLED_AS_A_PAIR = frozenset({"snapshot", "restore"})
 
 
 class ToolEnvironment:
@@ -377,9 +378,11 @@ class ToolEnvironment:
         if isinstance(shadow, list | tuple) and marked:
             expected = f"no such attribute: it hides the methods marked with tool ({', '.join(marked)})"
             raise ConfigError.of(f"{cls.__name__}.tools", shadow, expected)
-        for name in _CALLED_BY_EPISODES.intersection(marked):
+        called = _CALLED_BY_EPISODES | _CALLED_AS_A_PAIR if is_resumable(cls) else _CALLED_BY_EPISODES
+        for name in called.intersection(marked):
             raise ConfigError(f"{cls.__name__}.{name}: got a tool; expected another name: the episode calls {name}")
-        if inspect.isroutine(inspect.getattr_static(cls, "system_prompt")):
+        prompt = inspect.getattr_static(cls, "system_prompt")
+        if inspect.isfunction(prompt) or isinstance(prompt, staticmethod | classmethod):
             expected = "a string, or a property that returns one"
             raise ConfigError(f"{cls.__name__}.system_prompt: got a method; expected {expected}")
 

@@ -59,8 +59,9 @@ _REASONS: Mapping[str, Reason] = {
     "RungError": "box",
 }
 _LOG = logging.getLogger(__name__)
-_SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S)|PASSWORD|CREDENTIAL|AUTH(?!OR(_|S|$))", re.IGNORECASE)
-"""Names of variables with secrets; ``GIT_AUTHOR_NAME`` is none, and stands in the files of many tasks."""
+_SECRET = re.compile(r"KEY|SECRET|TOKEN(?!S|IZER)|PASSWORD|CREDENTIAL|AUTH(?!OR(_|S|$))", re.IGNORECASE)
+"""Names of variables with secrets. ``GIT_AUTHOR_NAME`` is none, and stands in the files of many tasks, and
+``TOKENIZERS_PARALLELISM`` is none."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _LEAST_SECRET = 8
 """Characters of a secret with letters and other characters; a shorter value occurs anywhere."""

@@ -1,13 +1,15 @@
 """The pace of requests to one API: which failures are repeated, when, and how many requests run at once.
 
 Invariant: a rate limit (429) is waited for as long as ``Retry-After`` says, by all requests to the API, and halves how
-many run at once; it counts as no failure of the request. Any other transient failure is repeated after a pause that
+many run at once; it counts as no failure of the request, and ends it when no request was answered for
+``wait_seconds``. Any other transient failure is repeated after a pause that
 doubles, at least as long as ``Retry-After`` says, a limited number of times. This module sends nothing.
 """
 
 from __future__ import annotations
 
 import email.utils
+import math
 import random
 import time
 
@@ -65,7 +67,7 @@ class Pacing:
     Args:
         at_once: the most requests in flight.
         retries: of a request that fails, not counting rate limits.
-        wait_seconds: the longest wait of one request for rate limits in all.
+        wait_seconds: the longest wait of one request for its rate limits in all, and of all without an answer to any.
         first_pause: seconds after the first failure.
     """
 
@@ -73,7 +75,8 @@ class Pacing:
         self._at_once, self._retries, self._wait_seconds = at_once, retries, wait_seconds
         self._first_pause = first_pause
         self._limit = anyio.CapacityLimiter(at_once)
-        self._not_before = 0.0
+        self._not_before = self._limited_since = -math.inf
+        self._limited = ""
         self._random = random.Random()
 
     def __str__(self) -> str:
@@ -82,11 +85,21 @@ class Pacing:
     @property
     def paused(self) -> bool:
         """Whether a rate limit holds requests back."""
-        return time.monotonic() < self._not_before
+        return anyio.current_time() < self._not_before
 
-    async def pause(self) -> None:
-        """Wait for the end of a rate limit."""
-        await anyio.sleep(max(0.0, self._not_before - time.monotonic()))
+    async def pause(self, held: float = 0.0) -> float:
+        """Wait for the end of a rate limit; returns the seconds.
+
+        ``held``: how long rate limits have held this request back so far, if the sum is bounded.
+
+        Raises:
+            EndpointAway: this request would wait too long in all.
+        """
+        seconds = max(0.0, self._not_before - anyio.current_time())
+        if held and seconds:
+            self._check_wait(held + seconds)
+        await anyio.sleep(seconds)
+        return seconds
 
     async def acquire(self) -> None:
         """Wait until a request may begin; :meth:`release` ends it."""
@@ -97,6 +110,7 @@ class Pacing:
 
     def recover(self) -> None:
         """Allow more requests at once after a reply, up to the limit."""
+        self._limited_since = anyio.current_time()
         if self._limit.total_tokens < self._at_once:
             self._limit.total_tokens += 1
 
@@ -121,11 +135,17 @@ class Pacing:
         Raises:
             EndpointAway: this request would wait too long in all.
         """
+        now, self._limited = anyio.current_time(), str(error)
+        if now - self._not_before > _LONGEST_PAUSE:
+            self._limited_since = now  # the first for a while
         seconds = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, limited)) if retry_after is None else retry_after
-        if limited + seconds > self._wait_seconds:
-            longest = f"{self._wait_seconds:g} seconds, the longest wait for a rate limit"
-            raise EndpointAway(f"{error}; its wait of {limited + seconds:g} seconds is over {longest}")
+        self._check_wait(max(limited, now - self._limited_since) + seconds)
         seconds = max(seconds, _SHORTEST_PAUSE) * self._random.uniform(1.0, 1.1)
-        self._not_before = max(self._not_before, time.monotonic() + seconds)
+        self._not_before = max(self._not_before, now + seconds)
         self._limit.total_tokens = max(1, int(self._limit.total_tokens / 2))
         return max(seconds, _FIRST_PAUSE)
+
+    def _check_wait(self, seconds: float) -> None:
+        if seconds > self._wait_seconds:
+            longest = f"{self._wait_seconds:g} seconds, the longest wait for a rate limit"
+            raise EndpointAway(f"{self._limited}; its wait of {seconds:.4g} seconds is over {longest}")

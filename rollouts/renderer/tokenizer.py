@@ -6,7 +6,6 @@ serves all threads. This module does not know messages or templates.
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
 import zlib
@@ -38,9 +37,6 @@ RESPONSE_TEMPLATE = "response_template"
 """The entry of tokenizer_config.json with the publisher's way to read replies, and the name of that dialect."""
 
 _IMPORTING = threading.Lock()
-_HUB_SECONDS = 10.0
-_CACHED = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""Files of a tokenizer; one of them in the cache says that it was loaded before."""
 _NO_OWN_CODE = (
     "a tokenizer without code of the model (auto_map in tokenizer_config.json), which is not run. Load it once with"
     " trust_remote_code=True, if you trust the code, and save a folder with tokenizer.json and without auto_map"
@@ -68,6 +64,8 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
     if is_path and not Path(path_or_name).is_dir():
         raise ConfigError.of("tokenizer", str(path_or_name), expected)
     if not local_files_only and not is_path and not Path(path_or_name).is_dir():
+        from rollouts.renderer.hub import check_hub  # here: most models are folders
+
         check_hub(str(path_or_name), expected)
     try:
         # Without a value, transformers asks on a terminal whether to run the code of a model.
@@ -78,29 +76,6 @@ def load_tokenizer(path_or_name: str | Path, *, local_files_only: bool = False) 
             expected = _NO_OWN_CODE
         raise ConfigError(
             f"tokenizer: {str(path_or_name)!r} does not load ({_first_line(error)}); expected {expected}"
-        ) from error
-
-
-def check_hub(name: str, expected: str, *, endpoint: str | None = None) -> None:
-    """Ask the hub once for a model that is not in the local cache: transformers asks for each file, again and again.
-
-    Args:
-        name: of the model.
-        expected: in place of the name, for the message.
-        endpoint: URL of the hub; ``None`` for its own.
-
-    Raises:
-        ConfigError: the hub does not answer, or does not have it.
-    """
-    hub: Any = importlib.import_module("huggingface_hub")  # transformers brings it
-    try:
-        if hub.is_offline_mode() or any(isinstance(hub.try_to_load_from_cache(name, file), str) for file in _CACHED):
-            return
-        hub.HfApi(endpoint=endpoint).model_info(name, timeout=_HUB_SECONDS)
-    except Exception as error:  # of its HTTP client, which changes with its version
-        raise ConfigError(
-            f"tokenizer: got {name!r}, which is not a folder here, and the hub does not give it "
-            f"({_first_line(error)}); expected {expected}"
         ) from error
 
 

@@ -28,6 +28,7 @@ from rollouts.errors import (
 )
 from rollouts.http.answers import UNREADABLE, message_of
 from rollouts.http.client import HttpClient
+from rollouts.http.keys import hiding
 from rollouts.http.pacing import RATE_LIMIT, Pacing, is_repeated, is_used_up, seconds_of
 
 __all__ = ["Poster"]
@@ -55,7 +56,7 @@ class Poster:
 
     Args:
         url: starts with ``http://`` or ``https://``.
-        api_key: sent as a bearer token; never printed.
+        api_key: sent as a bearer token; never printed, nor quoted from an answer.
         attempts: maximum attempts of one call.
         backoff_seconds: pause after the first failed attempt; doubles after each further one. ``Retry-After`` of the
             server makes it longer.
@@ -95,7 +96,7 @@ class Poster:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._url = url
+        self._url, self._hide = url, hiding(api_key)
         self._seconds, self._repeats_unreadable = seconds, repeats_unreadable
         self._pacing = Pacing(
             at_once, retries=attempts - 1, wait_seconds=rate_limit_seconds, first_pause=backoff_seconds
@@ -115,11 +116,11 @@ class Poster:
             return await self._post_with_retries(payload, what)
 
     async def _post_with_retries(self, payload: bytes, what: str) -> Any:
-        faults, limited, pacing = 0, 0.0, self._pacing
+        faults, limited, held, pacing = 0, 0.0, 0.0, self._pacing
         try:
             while True:
                 with paused_deadlines():  # the server asks for the wait
-                    await pacing.pause()
+                    held += await pacing.pause(held)
                 await pacing.acquire()
                 try:
                     if pacing.paused:
@@ -151,18 +152,16 @@ class Poster:
                 retry_after = seconds_of(response.headers.get("Retry-After"))
         except EndpointUnavailable as error:
             return _Failed(error)
-        text = f"status {status}: {message_of(content)}"
-        if is_repeated(status) and not is_used_up(status, content):
+        problem, repeats = "", is_repeated(status) and not is_used_up(status, content)
+        if status == 200:
+            try:
+                return _Answer(msgspec.json.decode(content))
+            except UNREADABLE:
+                problem, repeats = ", but the body is not JSON", self._repeats_unreadable
+        text = f"status {status}{problem}: {self._hide(message_of(content))}"
+        if repeats:
             return _Failed(EndpointUnavailable(text), status, retry_after)
-        if status != 200:
-            raise EndpointRefused(text)
-        try:
-            return _Answer(msgspec.json.decode(content))
-        except UNREADABLE:
-            text = f"status 200, but the body is not JSON: {message_of(content)}"
-            if self._repeats_unreadable:
-                return _Failed(EndpointUnavailable(text))
-            raise EndpointRefused(text) from None
+        raise EndpointRefused(text)
 
 
 _TRANSPORT: RunVar[HttpClient] = RunVar("rollouts_reward_transport")

@@ -67,8 +67,7 @@ def _read_sglang(reply: Any, ids: list[int], start: int, top_k: int) -> Scores:
     logprobs = teacher_logprobs(reply, ids, width)
     if not top_k:
         return _scores(logprobs, [[]] * width, 0)
-    rows = _meta(reply, "input_top_logprobs", width)
-    return _scores(logprobs, [[(one[1], one[0]) for one in row] for row in rows], top_k)
+    return _scores(logprobs, _meta(reply, "input_top_logprobs", width), top_k)
 
 
 def teacher_logprobs(reply: Any, ids: Sequence[int], width: int) -> npt.NDArray[np.float32]:
@@ -109,16 +108,21 @@ def logprobs_of_ids(reply: Any, ids: list[int], start: int, at: npt.NDArray[Any]
         float32 ``[n, K]``
 
     Raises:
-        RewardFailure: one is missing or not finite, or they are of other ids than were sent.
+        RewardFailure: one is missing or not finite, or they are of other ids than were sent, or of another position:
+            a sampled id that is among them has another logprob than the reply has of it.
     """
-    teacher_logprobs(reply, ids, len(ids) - start)
+    own = teacher_logprobs(reply, ids, len(ids) - start)[at]
     rows = _meta(reply, "input_token_ids_logprobs", len(ids) - start)
     try:
         found = [{one[1]: one[0] for one in rows[position]} for position in at]
         column = [[row[one] for one in wanted] for row, wanted in zip(found, asked.tolist(), strict=True)]
-        return _sound(np.array(column, np.float32))
+        logprobs = _sound(np.array(column, np.float32))
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise RewardFailure(f"student: got no logprob of an id of the teacher ({error!r}); expected each") from None
+    among = asked == np.array(ids, np.int32)[start + at][:, None]
+    if (among & ~np.isclose(logprobs, own[:, None], rtol=0, atol=TOLERANCE)).any():
+        raise RewardFailure("student: got another logprob of the sampled id among those of the teacher's ids")
+    return logprobs
 
 
 def _meta(reply: Any, name: str, width: int) -> Any:
@@ -152,7 +156,7 @@ def _read_vllm(reply: Any, ids: list[int], start: int, top_k: int) -> Scores:
         rows = reply["prompt_logprobs"][-width:]
         logprobs = [row[str(token)]["logprob"] for row, token in zip(rows, ids[start:], strict=True)]
         tops = [
-            sorted(((int(token), one["logprob"]) for token, one in row.items()), key=lambda pair: -pair[1])[:top_k]
+            sorted(((one["logprob"], int(token)) for token, one in row.items()), key=lambda pair: -pair[0])[:top_k]
             for row in rows
         ]
         found = np.array(logprobs, np.float32)
@@ -171,14 +175,17 @@ def _sound(logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _scores(logprobs: npt.NDArray[np.float32], tops: Sequence[Sequence[Any]], top_k: int) -> Scores:
-    """Logprobs with the pairs of id and logprob at each position."""
+    """Logprobs with the pairs of logprob and id at each position."""
     counts = {len(row) for row in tops}
     if counts - {top_k}:
         raise RewardFailure(f"teacher: got {sorted(counts)} most probable ids at a position; expected {top_k}")
     shape = len(tops), top_k
     try:
-        ids = np.array([[pair[0] for pair in row] for row in tops], np.int32).reshape(shape)
-        values = np.array([[pair[1] for pair in row] for row in tops], np.float32).reshape(shape)
+        found = [pair[1] for row in tops for pair in row]
+        if not all(type(one) is int for one in found):
+            raise TypeError("ids are integers")
+        ids = np.array(found, np.int32).reshape(shape)
+        values = np.array([pair[0] for row in tops for pair in row], np.float32).reshape(shape)
     except (IndexError, TypeError, ValueError, OverflowError) as error:
         raise RewardFailure(f"teacher: got most probable ids without pairs of logprob and id ({error!r})") from None
     return Scores(logprobs, ids, values)

@@ -15,6 +15,7 @@ import ctypes
 import io
 import os
 import posixpath
+import re
 import secrets
 import shlex
 import socket
@@ -68,8 +69,8 @@ _ROOT_CAPABILITIES = (
 """Those of Docker's default (moby 27, oci/caps/defaults.go), for a program that is root and installs packages."""
 _OF_RUNTIME = "unable to start container process"
 _SHOWN, _SHOWN_PROCESSES = 80, 5
-_DIGITS = 10
-"""Of a process number, at most."""
+_BEFORE = 4096
+"""Bytes before the line with the number of a process, at most."""
 _WAITS = "sleep 3600"
 """The command that process 1 waits for."""
 _COLUMNS = "user,pid,ppid,args"
@@ -272,26 +273,38 @@ def _archive_of(name: str, data: bytes, mode: int, user: str) -> bytes:
 
 
 class NumberedTail(Tail):
-    """The last bytes of an output, without its first line if that is a number."""
+    """The last bytes of an output, without the first line ``MARK NUMBER``.
+
+    A loader or a shell may write before it, as of a locale that the image does not have.
+    """
 
     number: int | None = None
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, mark: str) -> None:
         super().__init__(max_bytes)
-        self._first: bytes | None = b""
+        self._line = re.compile(rb"%s (\d{1,10})\n" % re.escape(mark.encode()))
+        self._before: bytes | None = b""
 
     def add(self, data: bytes) -> None:
-        """Take the first line apart, and keep the rest."""
-        if self._first is not None:
-            data = self._first + data
-            line, end, rest = data.partition(b"\n")
-            if line.isdigit() and len(line) <= _DIGITS and not end:
-                self._first = line
+        """Keep the bytes, without the line."""
+        if self._before is not None:
+            data = self._before + data
+            found = self._line.search(data)
+            if found is None and len(data) <= _BEFORE:
+                self._before = data
                 return
-            self._first = None
-            if line.isdigit() and len(line) <= _DIGITS:
-                self.number, data = int(line), rest
+            self._before = None
+            if found is not None:
+                self.number, data = int(found[1]), data[: found.start()] + data[found.end() :]
         super().add(data)
+
+    @property
+    def text(self) -> str:
+        """The text; what came without the line is part of it."""
+        if self._before is not None:
+            super().add(self._before)
+            self._before = None
+        return super().text
 
 
 def _shell(script: str, seconds: float) -> Command:
@@ -361,11 +374,13 @@ class RunningContainer(Running):
     async def _among_others(self, command: Command, user: str) -> Exit:
         """Run a command whose group of processes is killed at its deadline, and no other process.
 
-        Its shell writes the number of the group before the command starts, to the stream of errors: a file would be
-        in reach of the program. A command that has not written it is killed with all processes.
+        Its shell writes the number of the group before the command starts, to the stream of errors, behind a mark that
+        the command cannot know: a file would be in reach of the program. A command that has not written it is killed
+        with all processes.
         """
-        argv = ["sh", "-c", 'echo "$$" >&2; exec "$@"', "sh", *command.argv]
-        errors = NumberedTail(self._kind.limits.output_bytes)
+        mark = secrets.token_hex(8)
+        argv = ["sh", "-c", 'echo "$1 $$" >&2; shift; exec "$@"', "sh", mark, *command.argv]
+        errors = NumberedTail(self._kind.limits.output_bytes, mark)
         over = False
         try:
             end = await self._exec(attrs.evolve(command, argv=argv), user, errors)

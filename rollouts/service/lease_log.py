@@ -12,14 +12,18 @@ This module does not know what the records mean.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import msgspec
 
 from rollouts.base.durable import sync
@@ -85,6 +89,38 @@ class LeaseLog:
                 raise self._error from error
             self._sequence += 1
 
+    async def store(
+        self,
+        record: Mapping[str, Any],
+        then: Callable[[], None] = lambda: None,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a record in another thread, and call ``then`` in the loop when it is on disk.
+
+        A write that has begun cannot be cancelled. ``Task.cancel`` ends the wait all the same, and ``then`` is called
+        later. Before the write begins, ``Task.cancel`` prevents it, and ``undo`` is called.
+
+        Raises:
+            JournalError: as :meth:`append`.
+        """
+        loop = asyncio.get_running_loop()
+        claim = [record]
+        """Taken by the thread that writes or by the cancellation, whichever is first; ``list.pop`` is atomic."""
+
+        def append() -> None:
+            if taken := _popped(claim):
+                self.append(taken)
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
+                    loop.call_soon_threadsafe(then)
+
+        with anyio.CancelScope(shield=True):
+            try:
+                await anyio.to_thread.run_sync(append)
+            except asyncio.CancelledError:
+                if _popped(claim):
+                    undo()
+                raise
+
     def close(self) -> None:
         """Release the file; later appends raise."""
         with self._writing:
@@ -131,3 +167,10 @@ def _read(data: bytes, start: int, sequence: int | None) -> Iterator[tuple[dict[
             return
         yield msgspec.msgpack.decode(payload), stop
         start, sequence = stop, number + 1
+
+
+def _popped(claim: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    try:
+        return claim.pop()
+    except IndexError:
+        return None

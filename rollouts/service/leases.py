@@ -17,12 +17,10 @@ from, and how they are stored, is not known here.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -296,7 +294,8 @@ class Leases:
             held.is_written = True
             groups = held.lease.groups
             record = {"kind": "acknowledged", "token": token, "groups": groups, "step": step}
-            await self._write(record, functools.partial(self._settle, token, groups))
+            settle, keep = functools.partial(self._settle, token, groups), functools.partial(self._keep, held)
+            await self._log.store(record, settle, keep)
 
     def renew(self, token: int, *, lease_seconds: float = _LEASE_SECONDS) -> None:
         """Let a lease end some seconds from now.
@@ -343,7 +342,7 @@ class Leases:
                 self._versions.append(version)
                 self._version_is_stored = False
             if not self._version_is_stored:
-                await self._write({"kind": "version", "name": version}, functools.partial(self._stored, version))
+                await self._log.store({"kind": "version", "name": version}, functools.partial(self._stored, version))
 
     # -- inside --
 
@@ -382,7 +381,7 @@ class Leases:
         self.dropped["too old"] += len(stale)
         self._notify()
         async with self._writing:
-            await self._write({"kind": "dropped", "groups": stale, "reason": "too old"})
+            await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
 
     def _is_stale(self, samples: Iterable[Sample]) -> bool:
         return self._staleness.drops and self._staleness.too_old(self._staleness.age_of(_versions(samples)))
@@ -393,24 +392,12 @@ class Leases:
         self._held.pop(token, None)
         self._notify()
 
+    def _keep(self, held: _Held) -> None:
+        held.is_written = False
+        self._notify()
+
     def _stored(self, version: str) -> None:
         self._version_is_stored = version == self.version
-
-    async def _write(self, record: Mapping[str, Any], then: Callable[[], None] = lambda: None) -> None:
-        """Write a record, and apply it when it is on disk.
-
-        A write that has begun cannot be cancelled. ``Task.cancel`` ends the wait all the same, so that the record is
-        applied by the thread that wrote it.
-        """
-        loop = asyncio.get_running_loop()
-
-        def append() -> None:
-            self._log.append(record)
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
-                loop.call_soon_threadsafe(then)
-
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(append)
 
     def _notify(self) -> None:
         self._changed.set()

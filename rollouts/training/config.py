@@ -109,13 +109,9 @@ class RolloutConfig:
             if policy.min_sound > self.n_samples_per_prompt:
                 expected = f"at most n_samples_per_prompt={self.n_samples_per_prompt}"
                 raise ConfigError.of(f"RolloutConfig.failures[{cause!r}].min_sound", policy.min_sound, expected)
-        if self.batch_size * self.over_sampling_factor > _MOST_GROUPS:
-            most = max(1, _MOST_GROUPS // self.batch_size)
-            raise ConfigError.of(
-                "RolloutConfig.over_sampling_factor",
-                self.over_sampling_factor,
-                f"at most {most} with batch_size={self.batch_size}: a million groups in flight",
-            )
+        if (groups := self.batch_size * self.over_sampling_factor) > _MOST_GROUPS:
+            name = "RolloutConfig: batch_size * over_sampling_factor"
+            raise ConfigError.of(name, groups, f"at most {_MOST_GROUPS} groups in flight")
         name = function_name(self.filter_fn)  # a partial has the name of its function
         if self.n_samples_per_prompt == 1 and name in NEED_SPREAD:
             expected = (

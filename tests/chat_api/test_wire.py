@@ -46,6 +46,7 @@ def test_a_reply_is_read(message: Any, finish: str, text: str, calls: int, reaso
         ({"role": "assistant", "content": None, "refusal": "no"}, "stop", "no"),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "stop", "no"),
         ({"role": "assistant", "content": "ye"}, "content_filter", "ye"),
+        (None, "content_filter", ""),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "content_filter", ""),
     ],
 )

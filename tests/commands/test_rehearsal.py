@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import pytest
@@ -245,6 +245,61 @@ async def test_a_metric_that_nothing_counts_is_doubted(fields: dict[str, Any], n
     doubts = [doubt for doubt in await rehearse(recipe_of(**fields)) if doubt.startswith("sample.metrics")]
     assert len(doubts) == 1
     assert doubts[0].startswith(f"sample.metrics[{name!r}] is read (did you mean {near}")
+
+
+class Asks(CalculatorEnvironment):
+    """A world that asks about what it is given."""
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        return [*await super().start(prompt), Message("user", "Is that right?")]
+
+
+class Own(CalculatorEnvironment):
+    """A world that keeps what it is given to itself."""
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        return [Message("user", "Guess.")]
+
+
+@pytest.mark.parametrize(("world", "answered", "rendered"), [(CalculatorEnvironment, 1, 1), (Asks, 0, 1), (Own, 0, 0)])
+async def test_a_prompt_is_doubted_only_as_the_model_sees_it(world: Any, answered: int, rendered: int) -> None:
+    """An environment may put a question behind an answer, or show the model another text than the prompt's."""
+    chat = [Message("user", "1 + 1?"), Message("assistant", "3")]
+    for prompt, count in ((chat, answered), ("<|im_start|>user\n1 + 1?<|im_end|>\n", rendered)):
+        recipe = attrs.evolve(recipe_of(world, batch_size=1), data_buffer=DataBuffer([prompt]))
+        assert [doubt.partition(":")[0] for doubt in await rehearse(recipe)] == ["prompts[0]"] * count
+
+
+@pytest.mark.parametrize(
+    ("begun", "label", "doubted"), [("Let me think", "2", 0), ("So it is 2.", "2", 1), ("2", None, 1)]
+)
+async def test_the_begin_of_a_reply_is_not_doubted(begun: str, label: str | None, doubted: int) -> None:
+    """A reply continues it; a prompt that ends with the answer, or with some text and no label, is doubted."""
+    prompt = Prompt([Message("user", "1 + 1?"), Message("assistant", begun)], label=label)
+    assert len(await rehearse(attrs.evolve(recipe_of(batch_size=1), data_buffer=DataBuffer([prompt])))) == doubted
+
+
+async def test_a_prompt_of_metadata_alone_has_no_last_message() -> None:
+    """Its environment begins the conversation."""
+    recipe = recipe_of(Own, batch_size=1)
+    assert await rehearse(attrs.evolve(recipe, data_buffer=DataBuffer([Prompt([], metadata={"x": 1})]))) == []
+
+
+@pytest.mark.parametrize("declared", [False, True])
+async def test_what_rollouts_share_on_purpose_is_not_doubted(declared: bool) -> None:
+    """``ClassVar`` says so; without it, the line names both ways."""
+
+    class World(CalculatorEnvironment):
+        seen: ClassVar[list[str]] = []
+
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            self.seen.append("x")
+            return await super().start(prompt)
+
+    if not declared:
+        del World.__annotations__["seen"]
+    doubts = await rehearse(recipe_of(World, batch_size=1))
+    assert [doubt.partition(":")[0] for doubt in doubts] == ([] if declared else ["World.seen"])
 
 
 async def test_a_metric_that_is_needed_and_missing_is_refused() -> None:

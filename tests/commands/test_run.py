@@ -399,6 +399,8 @@ async def test_the_engine_of_an_embedded_run_is_recorded_as_embedded(target: Run
         await play(attrs.evolve(target, urls=(stub.url,)), tmp_path / "run")
         assert not str(read_info(tmp_path / "run")["server"]["version"]).startswith("embedded")
     assert recorded_server(target, server)["version"] == f"embedded {__version__} (protocol of SGLang 0.5.23)"
+    described = attrs.evolve(server, version="0.5.23 (protocol of the embedded engine)")
+    assert recorded_server(target, described) == recorded_server(target, server)
     assert recorded_server(attrs.evolve(target, urls=("http://host",)), server)["version"] == "0.5.23"
 
 

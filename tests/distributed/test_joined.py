@@ -29,6 +29,7 @@ from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe.files import file_of
 from rollouts.runs.record_bytes import framed
 from rollouts.service.server import Service, serving
+from rollouts.testing.json_server import JsonServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
 from tests.distributed import games
 from tests.processors import picture
@@ -288,6 +289,20 @@ async def test_records_are_refused_while_there_is_no_room_for_them() -> None:
             await transport.aclose()
         assert joined.bodies.held == 0
         assert joined.numbers()["worker_bodies_refused"] >= 1
+
+
+async def test_a_request_without_room_is_a_sign_of_life_and_a_slow_body_is_sent_again() -> None:
+    """A worker that only asks for orders is not silent while the records of others fill the memory."""
+    async with joining(1) as (joined, entering, url), worker(url, config()), entering:
+        transport = HttpClient(connect_seconds=5)
+        (identity, joined_worker), joined.bodies.most = next(iter(joined._workers.items())), 1
+        beat = joined_worker._beat
+        status, _ = await transport.post(f"{url}/v1/workers/{identity}/orders", b'{"after": 0}', {})
+        assert (status, beat.is_set()) == (503, True)
+        joined.bodies.most = 1 << 30
+        async with JsonServer(lambda asked: (408 if len(server.asked) == 1 else 200, {})) as server:
+            assert (await _Service(transport, server.url, None, 5.0).ask("POST", "/", b"{}"))[0] == 200
+        await transport.aclose()
 
 
 async def _enter(entering: Dispatcher) -> None:

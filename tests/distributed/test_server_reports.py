@@ -105,6 +105,31 @@ def test_an_outage_for_all_workers_ends_the_run_after_its_patience(unanswered: s
     on_virtual_clock(run)
 
 
+def test_an_outage_ends_the_run_although_a_worker_is_idle() -> None:
+    """The idle worker tries once; workers that start again do not pass the rollouts on for ever, and none fails."""
+
+    async def run() -> None:
+        servers, started = Servers({0, 1}, 1800.0), list[Local]()
+
+        def starts(number: int) -> bool:
+            for local in started:
+                servers.waiting.discard(number)
+                local.config = config(functools.partial(servers.generate, number))
+            return True
+
+        one_group = attrs.evolve(config(), batch_size=1)
+        async with local_workers(one_group, 2, servers=servers.seen_by, room=starts, **BEAT) as (local, workers):
+            started.append(local)
+            servers.give(local)
+            async with AsyncRolloutManager(workers.config(one_group), DataBuffer(games.PROMPTS)) as manager:
+                with pytest.raises(EndpointAway, match="no request was answered for"):
+                    await manager.generate_batch()
+            assert anyio.current_time() < CUT_OFF_SECONDS + 1800 + 10
+        assert (manager.accounting.failed, workers.cut_off) == (0, 1)
+
+    on_virtual_clock(run)
+
+
 def test_no_group_starts_while_no_worker_is_answered() -> None:
     """An outage for all is listed in the manager's process; it ends with the first answer, and with the workers."""
 
@@ -188,6 +213,29 @@ def test_a_wait_that_ends_is_no_cut() -> None:
         reports.take(1, {"away": "", "answered": True})
         assert reports.over(idle=False) == {0: AWAY}
         assert [reports.cut_off(0) for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
+
+    on_virtual_clock(run)
+
+
+def test_a_report_of_a_silent_worker_counts() -> None:
+    """A wait that ends while a worker is silent is not held against it later."""
+
+    async def run() -> None:
+        state = {0: (AWAY, 0), 1: ("", 0)}
+        async with local_workers(config(), 2, servers=lambda number: state[number], **BEAT) as (local, workers):
+            await anyio.sleep(3)
+            assert workers.alive == (1,)
+            local.links[0].stop()
+            await anyio.sleep(7)
+            state[0] = ("", 0)
+            await anyio.sleep(3)
+            local.links[0].running.set()
+            await anyio.sleep(2)
+            assert workers.alive == (0, 1)
+            for answers in range(1, 8):
+                state[1] = ("", answers)
+                await anyio.sleep(CUT_OFF_SECONDS / 5)
+            assert (workers.alive, workers.cut_off) == ((0, 1), 0)
 
     on_virtual_clock(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +130,38 @@ async def test_the_system_prompt_opens_once() -> None:
     own = Prompt([Message("system", "Be long."), Message("user", "hi")])
     assert [message.content for message in await Shop().start(Prompt("hi"))] == ["Be brief.", "hi"]
     assert await Shop().start(own) == own.messages
+
+
+async def test_a_system_prompt_may_be_computed_by_a_descriptor() -> None:
+    """A cached property has no setter, as a method; only a function is taken for a property that was forgotten."""
+
+    class Cached(ToolEnvironment):
+        @functools.cached_property
+        def system_prompt(self) -> str:
+            return "Go."
+
+    assert (await Cached().start(Prompt("why?")))[0].content == "Go."
+    for kind in (lambda function: function, staticmethod, classmethod):
+        with pytest.raises(ConfigError, match=r"Wrong\.system_prompt: got a method; expected a string, or a property"):
+            type("Wrong", (ToolEnvironment,), {"system_prompt": kind(lambda self: "Go.")})
+
+
+@pytest.mark.parametrize("name", ["snapshot", "restore"])
+def test_a_tool_may_have_the_name_of_half_a_pair(name: str) -> None:
+    """An episode calls ``snapshot`` and ``restore`` only of an environment that has both."""
+
+    def named(self: Any) -> str:
+        """Do it."""
+        return "done"
+
+    named.__name__ = name
+    browser = type("Browser", (ToolEnvironment,), {name: tool(named)})
+    assert [each.name for each in browser().tools] == [name]
+    other = "restore" if name == "snapshot" else "snapshot"
+    with pytest.raises(
+        ConfigError, match=rf"Kept\.{name}: got a tool; expected another name: the episode calls {name}"
+    ):
+        type("Kept", (browser,), {other: lambda self, *rest: None})
 
 
 def test_an_argument_without_a_type_is_refused() -> None:

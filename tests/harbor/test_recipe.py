@@ -119,3 +119,9 @@ def test_a_weak_secret_is_named_and_not_searched_for() -> None:
     strong = {"OTHER_KEY": "abcdefghijklmnopqrst", "SHORT_KEY": "sk-12345"}
     assert secrets_of(weak | strong) == {value: name for name, value in strong.items()}
     assert weak_secrets_of(weak | strong) == [*weak]
+
+
+def test_a_setting_of_tokenizers_is_no_secret() -> None:
+    """Trainers set it for every process: a warning would name it in each run."""
+    named = {"TOKENIZERS_PARALLELISM": "false", "TOKENIZER_PATH": "/models/one"}
+    assert (secrets_of(named), weak_secrets_of(named)) == ({}, [])

@@ -223,13 +223,15 @@ def test_the_overview_counts_what_the_files_count(page: str) -> None:
 
 
 def test_the_first_screen_has_numbers_and_both_ends(run: Path, page: str) -> None:
-    """The totals, a histogram, and one click to the best and to the worst sample; two batches are a table."""
+    """The totals, a histogram, and one click to the best, the worst and a failed sample; two batches are a table."""
     shown = opened(page)
     (tiles,) = shown.of("tiles")
     assert tiles.text.startswith("batches2groups kept4groups dropped1groups failed1samples18")
     (ends,) = shown.of("extremes")
     assert re.search(r"best sample: reward 1 .*worst sample: reward 0 ", ends.text)
+    assert "most frequent failure: 1 × environment_step group 5, sample 1" in ends.text
     links = [element.attributes["href"] for element in shown.elements if element.tag == "a"]
+    assert links[2].endswith("&group=5&sample=1")
     found = [dict(part.split("=") for part in link[1:].split("&")) for link in links[:2]]
     stored = load_run(run, "all")
     assert [stored.group(int(one["group"]))[int(one["sample"])].reward for one in found] == [1.0, 0.0]
@@ -237,6 +239,9 @@ def test_the_first_screen_has_numbers_and_both_ends(run: Path, page: str) -> Non
     (numbers,) = shown.of("numbers")
     assert "batch 1" in numbers.text
     assert "reward of a batch" not in "".join(element.text for element in shown.of("chart"))
+    (verdict,) = shown.of("verdict")
+    listed = re.split(r"\d+ more", verdict.text)[0]
+    assert listed.count("; expected ") == 3, "the others are folded"
 
 
 def test_three_batches_are_lines_and_sources_are_rows(tmp_path: Path) -> None:

@@ -204,6 +204,21 @@ def test_a_hostile_folder_is_a_line_of_error(
             assert (verb, code, len(lines)) == (verb, 2, 1) if verb in failing else (verb, 0, 0), lines
 
 
+@pytest.mark.parametrize("content", [b"", b'{"status', b"[1]", b"{}", b'{"name": "other", "status": "finished"}'])
+def test_a_run_json_of_something_else_is_a_line_of_error(
+    tmp_path: Path, content: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With exit code 2 for each verb, and no page, table or list of laws: there is no run to judge."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_bytes(content)
+    for verb in VERBS:
+        code = main(command(verb, tmp_path / "other", tmp_path))
+        output = capfd.readouterr()
+        assert (verb, code, output.out, len(output.err.splitlines())) == (verb, 2, "", 1), output.err
+        assert "run.json" in output.err
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
 def command(verb: str, run: Path, folder: Path) -> list[str]:
     return {
         "show": ["show", str(run)],

@@ -32,13 +32,16 @@ from rollouts.runs.verify import verify_run
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, generate_rollout_batch
 from rollouts.training.credit import returns_to_go
 from rollouts.training.evaluation import TaskScore
+from rollouts.views.terminal.console import SafeConsole
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from training.board import draw_curve, read_steps  # noqa: E402 - the guests need torch
+from training import duel as duels  # noqa: E402 - the guests need torch
+from training.board import draw_curve, read_steps  # noqa: E402
 from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
 from training.learn import START_MODEL, Lesson, held_out_prompts, learn, lesson_of  # noqa: E402
+from training.samplers import compare_samplers  # noqa: E402
 from training.through_service import learn_through_service  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -275,6 +278,51 @@ async def test_a_lesson_through_a_service(request: pytest.FixtureRequest, tmp_pa
     assert len(samples) == 8
     assert verify_run(tmp_path / "run").ok
     assert {version for sample in samples for version in sample.weight_versions} <= {"default", "step-1", "step-2"}
+
+
+async def test_a_seat_learns_against_a_frozen_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A batch has no sample of the rival, whose engine keeps the weights; rewards are differences."""
+    if not request.config.getoption("--long"):
+        pytest.skip("three processes; scripts/test --long runs it")
+    lesson = Lesson(
+        recipe=Path(duels.__file__),
+        out=tmp_path,
+        options={"batch_size": "2", "n_samples_per_prompt": "8", "prompts": "20"},
+        steps=1,
+        held_out=4,
+        held_out_rollouts=1,
+        keep_weights=True,
+        slots=8,
+    )
+    result = await duels.duel(lesson, SafeConsole(quiet=True))
+    lines = (tmp_path / "weights/1/batch.jsonl").read_bytes().splitlines()
+    samples = [msgspec.json.decode(line) for line in lines]
+    assert len(samples) == 16
+    assert {sample["seat"] for sample in samples} == {"solver"}
+    assert {sample["reward"] for sample in samples} <= {-1.0, 0.0, 1.0}
+    assert set(result["before"]) == {"as trained"}
+
+
+def test_samplers_are_compared_by_seed(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Each trains with the same seed, until the score; a row has the tokens that were sampled until then."""
+    if not request.config.getoption("--long"):
+        pytest.skip("two trainings; scripts/test --long runs it")
+    lesson = Lesson(
+        recipe=Path("calculator_grpo"),
+        out=tmp_path,
+        options={"kind": "mislabelled", "keep": "spread", "prompts": "30", "batch_size": "2"},
+        steps=4,
+        until=0.0,
+        check_every=1,
+        held_out=2,
+        held_out_rollouts=1,
+        kinds=("one_step_60_99",),
+        slots=8,
+    )
+    rows = compare_samplers(lesson, [1], SafeConsole(quiet=True))
+    assert [(row["seed"], row["sampler"], row["steps"]) for row in rows] == [(1, "uniform", 1), (1, "pass_rate", 1)]
+    assert all(row["sampled_tokens"] > 0 and row["started_groups"] >= 2 for row in rows)
+    assert msgspec.json.decode((tmp_path / "result.json").read_bytes()) == rows
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,18 @@ def test_slime_gets_a_reward_under_its_key() -> None:
     assert [sample.reward for sample in group] == [{"score": sample.reward} for sample in batch.samples]
 
 
+def test_a_teachers_logprobs_of_a_lease_are_not_trained_as_advantages() -> None:
+    """slime carries both in one column, so that the flag of advantages is refused with leases."""
+    args = types.SimpleNamespace(rollout_batch_size=1, n_samples_per_prompt=4, use_opd=False)
+    args.custom_advantage_function_path = "rollouts.integrations.slime.sample_advantages"
+    batch = OneBatch()
+    for sample in batch.samples:
+        sample.teacher_log_probs = [-0.5] * len(sample)
+    with pytest.raises(ConfigError, match=r"custom_advantage_function_path: got .*expected none with leases"):
+        LeasedRollout([batch])(args, 0, None)
+    assert batch.steps == []
+
+
 def test_a_batch_that_slime_refuses_is_never_acknowledged() -> None:
     """It was not trained: its lease ends, and it returns. So is one of another temperature than the launch's."""
     args = types.SimpleNamespace(rollout_batch_size=1, n_samples_per_prompt=4, reward_key=None, rollout_temperature=1.0)

@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+import anyio
 import pytest
 
 from rollouts.errors import ConfigError, RewardFailure
@@ -165,6 +166,25 @@ async def test_a_rate_limit_that_lasts_too_long_is_a_failure() -> None:
         with pytest.raises(RewardFailure, match=r"status 429: Rate limit.*over 60 seconds, the longest wait"):
             await referee(server, rate_limit_seconds=60.0)(Sample(**SAMPLE))
         assert len(server.asked) == 1
+
+
+async def test_a_call_is_not_held_back_for_ever_by_the_rate_limits_of_others() -> None:
+    """One of sixty asks at a time, and all wait: each fails after ``rate_limit_seconds``, not sixty times that."""
+    began, failures = time.monotonic(), list[str]()
+    async with ChatServer(fair, key=None, fault=lambda number: "rate_limit", retry_after=0.1) as server:
+        judge = referee(server, rate_limit_seconds=1.0)
+
+        async def one() -> None:
+            with pytest.raises(RewardFailure) as raised:
+                await judge(Sample(**SAMPLE))
+            failures.append(str(raised.value))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(60):
+                tasks.start_soon(one)
+    assert time.monotonic() - began < 5
+    assert len(failures) == 60
+    assert all("status 429: Rate limit" in text and "over 1 seconds, the longest wait" in text for text in failures)
 
 
 async def test_a_used_quota_of_a_judge_is_not_waited_for() -> None:

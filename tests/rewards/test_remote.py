@@ -47,6 +47,18 @@ async def test_samples_travel_together_and_get_their_own_reward() -> None:
         assert "secret" not in repr(reward)
 
 
+async def test_an_error_that_quotes_the_key_is_shown_without_it() -> None:
+    """APIs quote the key that they refuse; a message may be shortened in the middle of it."""
+    key = "sk-abcdefgh-0123456789"
+    for quoted in (key, "x" * 150 + key):
+        refusal = {"error": {"message": f"Incorrect API key provided: {quoted}"}}
+        for status in (401, 503):
+            async with JsonServer(lambda asked, status=status, refusal=refusal: (status, refusal)) as server:
+                (text,) = await scored(RemoteReward(server.url, api_key=key, attempts=1), some(1))
+            assert f"status {status}: Incorrect API key provided: " in str(text)
+            assert key[:8] not in str(text)
+
+
 async def test_a_group_is_one_request() -> None:
     """For ``group_rm=True``, however small the batches are."""
     async with JsonServer(lengths) as server:

@@ -50,15 +50,16 @@ def sglang(asked: Asked) -> dict[str, Any]:
     ids, start = asked.body["input_ids"], asked.body["logprob_start_len"]
     assert asked.body["sampling_params"]["max_new_tokens"] == 0
     meta: dict[str, list[Any]] = {"input_token_logprobs": [], "input_top_logprobs": [], "input_token_ids_logprobs": []}
+    of_student = "token_ids_logprob" in asked.body
     for position in range(start, len(ids)):
-        every = logprobs_of(position)
+        every = [logprob / (2 if of_student else 1) for logprob in logprobs_of(position)]
         if position == start:
             own, tops, wanted = None, None, None
         else:
             own = every[ids[position]]
             order = sorted(range(VOCAB), key=lambda token: -every[token])
             tops = [[every[token], token, None] for token in order[: asked.body.get("top_logprobs_num", 0)]]
-            wanted = [[every[token] / 2, token, None] for token in asked.body.get("token_ids_logprob", ())]
+            wanted = [[every[token], token, None] for token in asked.body.get("token_ids_logprob", ())]
         meta["input_token_logprobs"].append([own, ids[position], None])
         meta["input_top_logprobs"].append(tops)
         meta["input_token_ids_logprobs"].append(wanted)
@@ -156,6 +157,8 @@ def _edit(place: int, value: Any) -> Edit:
         (lambda row: [[-0.1 - 0.01 * at, one[1], None] for at, one in enumerate(row)], "probabilities above 1"),
         (lambda row: [[one[0] - 1.0, one[1], None] for one in row], "another logprob of the sampled id"),
         (lambda row: [["a", one[1], None] for one in row], "without pairs of logprob and id"),
+        (lambda row: [[one[0], one[1] + 0.25, None] for one in row], "without pairs of logprob and id"),
+        (lambda row: [None, *row[1:]], "without pairs of logprob and id"),
     ],
 )
 async def test_a_wrong_row_fails_the_sample(edit: Edit, words: str) -> None:
@@ -215,6 +218,21 @@ async def test_the_student_is_asked_for_the_ids_of_the_teacher() -> None:
         teacher = Teacher(f"{server.url}/generate", top_k=VOCAB, student=f"{server.url}/generate", attempts=1)
         with pytest.raises(RewardFailure, match="student: got no logprob of an id of the teacher"):
             await teacher.score(next(one for one in samples() if one.mask_column[-1]))
+
+
+async def test_the_students_rows_of_other_tokens_are_a_failure() -> None:
+    """Rows that are moved by one have the ids that were sent, but another logprob of the sampled id."""
+
+    def moved(asked: Asked) -> Any:
+        reply = sglang(asked)
+        rows = reply["meta_info"]["input_token_ids_logprobs"]
+        rows[:] = [None, *rows[2:], rows[1]]
+        return reply
+
+    async with JsonServer(moved) as server:
+        teacher = Teacher(f"{server.url}/generate", top_k=VOCAB, student=f"{server.url}/generate", attempts=1)
+        with pytest.raises(RewardFailure, match="student: got another logprob of the sampled id"):
+            await teacher.score(next(one for one in samples() if one.sampled_tokens > 2))
 
 
 def with_top(count: int = 2, *, student: bool = True) -> list[Sample]:

@@ -104,6 +104,22 @@ async def test_a_container_whose_opening_is_cancelled_is_removed(engine: Engine)
     assert engine.containers() == []
 
 
+LOCALE = "sh: warning: setlocale: LC_ALL: cannot change locale\n"
+
+
+@pytest.mark.containers
+async def test_the_words_of_a_shell_before_the_number_of_its_command_are_kept(engine: Engine) -> None:
+    """A loader that complains of a variable writes first: the group is known nevertheless, and no other is killed."""
+    env = {"LD_PRELOAD": "/none.so"}
+    async with opened(ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)) as sandbox:
+        await sandbox.exec(["sh", "-c", "sleep 74.5 >/dev/null 2>&1 &"])
+        end = await sandbox.exec(["sh", "-c", "sleep 75.5"], env=env, seconds=2)
+        assert end.timed_out
+        assert all("/none.so" in line for line in end.stderr.splitlines())
+        left = (await sandbox.exec(["ps", "-eo", "args"])).stdout
+        assert ("sleep 74.5" in left, "sleep 75.5" in left) == (True, False)
+
+
 @pytest.mark.containers
 async def test_no_program_hides_from_the_deadline_of_its_command(engine: Engine) -> None:
     """It removes what is in /tmp and writes another number there; its group is killed, and no other process."""
@@ -121,20 +137,21 @@ async def test_no_program_hides_from_the_deadline_of_its_command(engine: Engine)
 @pytest.mark.parametrize(
     ("parts", "number", "text"),
     [
-        ([b"12\n", b"3\n"], 12, "3\n"),
-        ([b"1", b"2", b"\nfirst ", b"line\n"], 12, "first line\n"),
-        ([b"12"], None, ""),
-        ([b"1", b"2 files\n"], None, "12 files\n"),
-        ([b"\n12\n"], None, "\n12\n"),
-        ([b"12345678901\n"], None, "12345678901\n"),
+        ([b"mark 12\n", b"3\n"], 12, "3\n"),
+        ([b"mar", b"k 1", b"2", b"\nfirst ", b"line\n"], 12, "first line\n"),
+        ([b"mark 12"], None, "mark 12"),
+        ([b"sh: warning: setlocale: LC_ALL: cannot ", b"change locale\nmark 12\nx"], 12, LOCALE + "x"),
+        ([b"mark 12\nmark 13\n"], 12, "mark 13\n"),
+        ([b"\xff\n12\n"], None, "\N{REPLACEMENT CHARACTER}\n12\n"),
+        ([b"a" * 70_000, b"mark 12\n"], None, "a" * 92 + "mark 12\n"),
     ],
 )
-def test_only_the_first_line_is_the_number_of_a_command(parts: list[bytes], number: int | None, text: str) -> None:
-    """However the daemon cuts the stream; another first line is the program's or the daemon's."""
-    tail = NumberedTail(100)
+def test_only_the_line_with_the_mark_is_the_number_of_a_command(parts: list[bytes], number: int, text: str) -> None:
+    """However the daemon cuts the stream, and also behind what a loader or the shell itself says before it."""
+    tail = NumberedTail(100, "mark")
     for part in parts:
         tail.add(part)
-    assert (tail.number, tail.text) == (number, text)
+    assert (tail.number, tail.text, tail.text) == (number, text, text)
 
 
 @pytest.mark.containers

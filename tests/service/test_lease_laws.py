@@ -83,6 +83,38 @@ async def test_a_task_that_is_cancelled_from_outside_leaves_no_half_write(what: 
     assert len([record for record in log.records if record["kind"] != "opened"]) == 1
 
 
+@pytest.mark.parametrize("turns", range(9))
+async def test_a_lease_whose_acknowledgement_was_cancelled_before_its_write_is_as_before(
+    turns: int, tmp_path: Path
+) -> None:
+    """After any number of turns of the loop it is acknowledged, or it can be released; it is never held for ever."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0, 1))
+        token = (await taken(leases, 2)).token
+        begun: list[asyncio.Task[Any]] = []
+
+        async def acknowledge() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            begun.append(task)
+            await leases.acknowledge(token, step=3)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(acknowledge)
+            for _ in range(turns + 1):
+                await anyio.lowlevel.checkpoint()
+            begun[0].cancel()
+        with anyio.fail_after(5):
+            while leases.leased:
+                with contextlib.suppress(LeaseLost):
+                    leases.release(token)
+                await anyio.lowlevel.checkpoint()
+        ended = leases.ready, sorted(leases.acknowledged)
+    assert ended in ((2, []), (0, [0, 1]))
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        assert sorted(leases.acknowledged) == ended[1]
+
+
 async def test_a_group_is_in_one_lease_at_a_time(tmp_path: Path) -> None:
     """Leases have whole groups, the oldest first; acknowledged groups do not return, nor can they be added again."""
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
@@ -245,6 +277,8 @@ async def test_a_full_disk_never_returns_a_group_that_may_be_acknowledged(tmp_pa
 
 class _SlowLog:
     """A disk that answers when the test lets it."""
+
+    store = LeaseLog.store
 
     def __init__(self, log: LeaseLog) -> None:
         self._log = log

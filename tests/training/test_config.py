@@ -86,6 +86,14 @@ def test_groups_in_work(size: int, factor: float, groups: int) -> None:
     assert config(batch_size=size, over_sampling_factor=factor).max_inflight_groups == groups
 
 
+def test_groups_in_flight_are_bounded() -> None:
+    """By the product; a batch beyond the bound has no factor that would do, and none is named."""
+    assert config(batch_size=800_000, over_sampling_factor=1.25).max_inflight_groups == 1_000_000
+    for size, factor in ((800_000, 1.26), (2_000_000, 1.0)):
+        with pytest.raises(ConfigError, match=r"over_sampling_factor: got \d+\.0; expected at most 1000000 groups in"):
+            config(batch_size=size, over_sampling_factor=factor)
+
+
 def test_patience_has_a_default() -> None:
     """Eight batches, at least 64 groups."""
     assert [config(batch_size=size).rejections_allowed for size in (1, 8, 100)] == [64, 64, 800]

@@ -19,6 +19,7 @@ from rollouts.integrations.leases import LeasedBatch
 from rollouts.integrations.slime.convert import Reading, check_trainable, check_training_batch, to_slime
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import records
+from rollouts.integrations.slime.settings import ADVANTAGES
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import Sample
 
@@ -45,8 +46,9 @@ class LeasedRollout:
         """Acknowledge what slime has trained, and return the next batch as ``RolloutFnTrainOutput``.
 
         Raises:
-            ConfigError: an evaluation, for which ``--eval-function-path`` names another function; a batch of another
-                size than the launch's; a sample that slime cannot train, or of another temperature.
+            ConfigError: an evaluation, for which ``--eval-function-path`` names another function; slime's flag of our
+                advantages; a batch of another size than the launch's; a sample that slime cannot train, or of another
+                temperature.
             DataExhausted: every group was trained.
         """
         if evaluation:
@@ -54,6 +56,9 @@ class LeasedRollout:
                 "--eval-function-path rollouts.integrations.slime.generate_rollout_batch: leases have no evaluation"
             )
             raise ConfigError.of("evaluation", evaluation, expected)
+        if getattr(args, "custom_advantage_function_path", None) == ADVANTAGES:
+            expected = "none with leases, which pass no advantages to slime"
+            raise ConfigError.of("args.custom_advantage_function_path", ADVANTAGES, expected)
         while len(self._untrained) > self._calls_ahead:
             step, batch = self._untrained[0]
             batch.ack(step)

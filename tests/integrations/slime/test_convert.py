@@ -53,6 +53,15 @@ def test_the_fields_of_the_template_are_copied() -> None:
     assert (template.tokens, template.metadata, template.reward) == ([], {}, None)
 
 
+def test_a_teachers_column_of_a_template_is_not_copied() -> None:
+    """It is of the tokens of an earlier rollout, whose group is played again."""
+    template = records().sample(prompt="asked", teacher_log_probs=[-1.0] * 10)
+    template.opd_reverse_kl = [0.5] * 10
+    made = to_slime(placed(), template=template)
+    assert (made.teacher_log_probs, made.opd_reverse_kl) == (None, None)
+    assert template.teacher_log_probs == [-1.0] * 10
+
+
 def test_fields_for_trainers_reach_slime_or_are_refused() -> None:
     """A multiplier of 0 removes the sample, a teacher's logprobs are as wide as the response; others have no field."""
     made = to_slime(placed(loss_multiplier=0, teacher_log_probs=[-0.25] * 13))

@@ -62,7 +62,7 @@ function countChart(title, rows) {
   return el("figure.chart", {}, el("figcaption", {}, title), el("div.counts", {}, rows.map(([name, count]) => {
     const bar = el("i", {});
     bar.style.width = `${(100 * count) / most}%`;
-    return [el("span", { title: name }, name), el("div", {}, bar), el("b", {}, String(count))];
+    return [el("span", { title: name }, name), el("div", {}, bar), el("b", {}, count.toLocaleString("en"))];
   })));
 }
 

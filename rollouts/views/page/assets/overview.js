@@ -16,7 +16,7 @@ function batches(runs) {
 function runSummary(run, several) {
   const { info } = run;
   const endpoint = info.endpoint || {};
-  const facts = [info.recipe, info.status, info.started && `started ${info.started}`, endpoint.model || info.model, info.server && info.server.version].filter(Boolean);
+  const facts = [info.recipe, info.status, info.started && `started ${info.started}`, fileName(endpoint.model || info.model), info.server && info.server.version].filter(Boolean);
   const estimates = Object.entries(info.estimates || {});
   return el("section.summary", {},
     several ? el("h2", {}, visibleText(run.title)) : null,
@@ -28,6 +28,9 @@ function runSummary(run, several) {
     el("section.charts.first", {}, accountingChart(run), histogram("rewards", run.samples.reward), extremes(run)));
 }
 
+/** The last part of a folder's path; another name as it is. */
+const fileName = (name) => (name && name.startsWith("/") ? name.split("/").filter(Boolean).at(-1) : name);
+
 function tiles(run) {
   const outcomes = run.groups.outcome.map((number) => run.name("outcome", number));
   const count = (outcome) => outcomes.filter((other) => other === outcome).length;
@@ -37,7 +40,7 @@ function tiles(run) {
     ["groups kept", count("kept")],
     ["groups dropped", count("dropped")],
     ["groups failed", count("failed")],
-    ["samples", run.last],
+    ["samples", run.last.toLocaleString("en")],
     ["reward, mean ± std", rewards.length ? `${shown(mean(rewards))} ± ${shown(deviation(rewards))}` : "-"],
     ["trained tokens", run.samples.trained.reduce((sum, tokens) => sum + tokens, 0).toLocaleString("en")],
     ["turns, mean", shown(mean(run.samples.turns))],
@@ -45,15 +48,27 @@ function tiles(run) {
   return el("dl.tiles", {}, numbers.filter(([name, value]) => value || !name.startsWith("groups ")).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value)))));
 }
 
-/** The best and the worst sample, each with its last reply; of equal rewards the most and the least probable replies. */
+/** The best and the worst sample, each with its last reply, and the most frequent failure; of equal rewards the most and the least probable replies. */
 function extremes(run) {
   const rows = run.samples.reward.map((_, row) => row).filter((row) => isNumber(run.samples.reward[row]) && run.samples.failure[row] === null);
-  if (!rows.length) return null;
+  if (!rows.length && !run.failures.length) return null;
   const order = (a, b) => run.samples.reward[a] - run.samples.reward[b] || (run.samples.logprob[a] ?? 0) - (run.samples.logprob[b] ?? 0);
   const sorted = rows.sort(order);
-  const ends = [["best sample", sorted.at(-1)], ["worst sample", sorted[0]]];
-  return el("figure.chart.extremes", {}, ends.map(([title, row]) => sampleCard(run, title, row)));
+  const ends = rows.length ? [["best sample", sorted.at(-1)], ["worst sample", sorted[0]]] : [];
+  return el("figure.chart.extremes", {}, ends.map(([title, row]) => sampleCard(run, title, row)), failureCard(run));
 }
+
+function failureCard(run) {
+  if (!run.failures.length) return null;
+  const failures = byCount(run.failures);
+  const [most] = failures;
+  const others = failures.length - 1;
+  return el("article.broke", {}, el("h3", {}, `most frequent failure: ${most.count} × ${visibleText(most.cause)} `, failureLink(run, most)),
+    el("p.prompt", {}, visibleText(most.message.slice(0, 240))), others ? el("p", {}, `and ${others} other ${others === 1 ? "kind" : "kinds"}, at the end of this page`) : null);
+}
+
+const byCount = (failures) => [...failures].sort((a, b) => b.count - a.count);
+const failureLink = (run, failure) => el("a", { href: `#run=${run.number}&group=${failure.group}&sample=${failure.sample}` }, `group ${failure.group}, sample ${failure.sample}`);
 
 function sampleCard(run, title, row) {
   let position = run.groups.first.length - 1;
@@ -115,8 +130,17 @@ function verdicts(runs) {
   return runs.filter((run) => run.report).map(({ report, title }) => el(report.ok ? "section.verdict.good" : "section.verdict.bad", {},
     el("h3", {}, runs.length > 1 ? `${visibleText(title)}: ` : "", report.ok ? "laws 1 to 5 hold" : "a law is broken"),
     el("p", {}, report.laws.map(([law, name, broken]) => `${law} ${name}${broken ? ` (${broken} violations)` : ""}`).join(" · ")),
-    report.violations.length ? el("ul", {}, report.violations.map(([law, place, got, expected]) => el("li", {}, visibleText(`law ${law}: ${place}: got ${got}; expected ${expected}`)))) : null,
+    violationList(report.violations),
     report.notes.length ? el("details", {}, el("summary", {}, `${report.notes.length} checks were not made`), el("ul", {}, report.notes.map((note) => el("li", {}, visibleText(note))))) : null));
+}
+
+/** Violations that are open; the others are folded, so that the charts stay near. */
+const OPEN_VIOLATIONS = 3;
+
+function violationList(violations) {
+  const items = violations.map(([law, place, got, expected]) => el("li", {}, visibleText(`law ${law}: ${place}: got ${got}; expected ${expected}`)));
+  const folded = items.splice(OPEN_VIOLATIONS);
+  return [items.length ? el("ul", {}, items) : null, folded.length ? el("details", {}, el("summary", {}, `${folded.length} more`), el("ul", {}, folded)) : null];
 }
 
 const BATCH_CHARTS = [
@@ -217,16 +241,20 @@ function histogram(title, values) {
   const distinct = [...new Set(present)].sort((a, b) => a - b);
   if (distinct.length <= 1) return null;
   if (distinct.length <= 12) return countChart(title, distinct.map((value) => [shown(value), present.filter((other) => other === value).length]));
-  const [low, high, bins] = [distinct[0], distinct[distinct.length - 1], 12];
+  const [low, high] = [distinct[0], distinct[distinct.length - 1]];
+  const whole = distinct.every(Number.isInteger);
+  const width = whole ? Math.ceil((high - low + 1) / 12) : (high - low) / 12;
+  const bins = whole ? Math.ceil((high - low + 1) / width) : 12;
   const counts = new Array(bins).fill(0);
-  for (const value of present) counts[Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins))]++;
-  return countChart(title, counts.map((count, bin) => [`${shown(low + ((high - low) * bin) / bins)} …`, count]));
+  for (const value of present) counts[Math.min(bins - 1, Math.floor((value - low) / width))]++;
+  const label = (bin) => (whole && width === 1 ? shown(low + bin) : `${shown(low + width * bin)} to ${shown(whole ? low + width * (bin + 1) - 1 : low + width * (bin + 1))}`);
+  return countChart(title, counts.map((count, bin) => [label(bin), count]));
 }
 
 function failureTable(run, go) {
   if (!run.failures.length) return null;
-  return el("section.failures", {}, el("h3", {}, "failures"), [...run.failures].sort((a, b) => b.count - a.count).map((failure) => el("details", {},
+  return el("section.failures", {}, el("h3", {}, "failures"), byCount(run.failures).map((failure) => el("details", {},
     el("summary", {}, el("b", {}, String(failure.count)), ` × ${visibleText(failure.cause)}: ${visibleText(failure.message)} `,
-      el("a", { href: `#group=${failure.group}&sample=${failure.sample}` }, `group ${failure.group}, sample ${failure.sample}`)),
+      failureLink(run, failure)),
     el("pre", {}, visibleText(failure.traceback)))));
 }

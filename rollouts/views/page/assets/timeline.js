@@ -71,7 +71,9 @@ async function timelineView(run, go) {
     context.font = "11px system-ui";
     for (const [batch, at] of seals) {
       context.fillRect(x(at), 0, 1, height);
-      context.fillText(`batch ${batch}`, x(at) + 3, 11);
+      const label = `batch ${batch}`;
+      const wide = context.measureText(label).width;
+      context.fillText(label, x(at) + 3 + wide > width ? x(at) - 3 - wide : x(at) + 3, 11);
     }
   };
   const at = (event) => {
