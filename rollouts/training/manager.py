@@ -363,8 +363,7 @@ class AsyncRolloutManager:
 
     def _take(self) -> Prompt | None:
         """Take a prompt and record it in the same step, so that draws and outcomes have one order in the log."""
-        prompt = self._ledger.take(self.staleness.current)
-        if prompt is not None:
+        if (prompt := self._ledger.take(self.staleness.current)) is not None:
             try:
                 self._recorder.taken(prompt, self.data_buffer)
             except Exception as error:  # noqa: BLE001 - generate_batch raises it

@@ -112,11 +112,13 @@ async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> No
     assert info["server"]["model"] == str(DEMO_MODEL)
 
 
-async def test_prompts_of_clients_survive_a_kill(tmp_path: Path) -> None:
+async def test_prompts_of_clients_survive_a_kill(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The service is killed after it answered; the same command plays the prompts and later ones, in their order.
 
     A client that repeats its request changes nothing.
     """
+    if not request.config.getoption("--long"):
+        pytest.skip("two processes: with --long; tests/service/test_fed_buffer.py has the law in one")
     rows = [{"prompt": f"What is {number} + 1?", "label": str(number + 1)} for number in range(6)]
 
     def train(url: str) -> None:
