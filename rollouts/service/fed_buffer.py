@@ -179,12 +179,10 @@ class FedBuffer(DataBuffer):
         loop = asyncio.get_running_loop()
 
         def append() -> None:
-            with (
-                self._in_order,
-                contextlib.suppress(RuntimeError),
-            ):  # the loop is closed: nothing takes prompts any more
+            with self._in_order:
                 log.append(record)
-                loop.call_soon_threadsafe(then)
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing takes prompts any more
+                    loop.call_soon_threadsafe(then)
 
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(append)

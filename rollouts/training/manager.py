@@ -342,7 +342,8 @@ class AsyncRolloutManager:
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
         for _ in range(wanted):
-            if (prompt := self._take() if self.slots.has_room() else None) is None:
+            prompt = self._take() if self.slots.has_room() else None
+            if prompt is None:
                 return
             finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
             self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))

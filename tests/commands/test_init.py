@@ -489,6 +489,7 @@ OPTIONS = {
     "--endpoint": "URL of a server",
     "--factors": "over-sampling factors",
     "--failures": "kinds of failures",
+    "--fed": "prompts come from clients",
     "--format": "file format of batches",
     "--group": "a group of a run",
     "--groups-in-work": "most groups that are ready or leased",
