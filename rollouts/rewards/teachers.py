@@ -12,6 +12,7 @@ filter drops are not sent. ``metadata["scored_by"]`` names the teacher. This mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
@@ -45,6 +46,8 @@ class Teacher:
             that takes their divergence, such as miles. SGLang only.
         route: which samples it scores; ``None``: all, where it is the only teacher.
         temperature: 1, that of prompt logprobs whatever the request says; the rollouts have to be sampled at it.
+        tokenizers: those of the teacher and of the policy, by folder or name, to compare every id; ``None`` leaves that
+            to the caller.
         options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``, ``seconds``, ``at_once``.
 
     Raises:
@@ -59,6 +62,7 @@ class Teacher:
         student: str | Endpoint | None = None,
         route: Route | None = None,
         temperature: float = 1.0,
+        tokenizers: tuple[str | Path, str | Path] | None = None,
         **options: Any,
     ) -> None:
         if not is_number(temperature) or temperature != 1:
@@ -66,6 +70,8 @@ class Teacher:
             raise ConfigError.of("Teacher.temperature", temperature, expected)
         if not is_int(top_k, 0):
             raise ConfigError.of("Teacher.top_k", top_k, "an integer >= 0")
+        if tokenizers is not None:
+            _check_same_ids(*tokenizers)
         self._name, self._value = _parts_of(route) if isinstance(route, str) else ("", "")
         self.route, self.top_k = route, top_k
         self._protocol, self._post = _client(url, options)
@@ -124,6 +130,21 @@ class Teacher:
         body = request_of_ids(ids, start, np.unique(top.ids).tolist())
         reply = await self._student(body, "logprobs of the student")
         return attrs.evolve(top, student=logprobs_of_ids(reply, ids, start, at, top.ids))
+
+
+def _check_same_ids(teacher: str | Path, policy: str | Path) -> None:
+    """Check that every id is the same token for the teacher and for the policy.
+
+    Raises:
+        ConfigError: one is not, or a tokenizer does not load.
+    """
+    from rollouts.renderer.tokenizer import load_tokenizer  # here: a teacher of which this is not asked needs none
+
+    ours, theirs = ({i: token for token, i in load_tokenizer(one).get_vocab().items()} for one in (policy, teacher))
+    for number in sorted(ours.keys() | theirs.keys()):
+        if ours.get(number) != theirs.get(number):
+            got = f"{teacher}, whose id {number} is {theirs.get(number)!r}"
+            raise ConfigError.of("Teacher.tokenizers", got, f"{ours.get(number)!r}, as in {policy}")
 
 
 def _client(server: str | Endpoint, options: Mapping[str, Any]) -> tuple[Protocol, Poster]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio.lowlevel
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from rollouts.dtypes import Prompt
+from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, DataExhausted, GenerateFailure
 from rollouts.integrations.prime_rl import training_columns
 from rollouts.integrations.tinker import datum_columns
@@ -151,6 +155,20 @@ def scored() -> Sample:
     sample.teacher_log_probs = np.where(sample.mask_column, np.float32(-0.25), np.float32(0))
     sample.completions = [type(one)(**{**one.to_dict(), "temperature": 1.0}) for one in sample.completions]
     return sample.pack()
+
+
+def test_a_teacher_of_other_ids_is_refused(tmp_path: Path) -> None:
+    """By the first id that is another token; equal tokenizers in two folders pass."""
+    same, other = (Path(shutil.copytree(DEMO_MODEL, tmp_path / name)) for name in ("same", "other"))
+    file = other / "tokenizer.json"
+    model = json.loads(file.read_bytes())
+    vocab = model["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.__getitem__)[7:9]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    file.write_text(json.dumps(model), encoding="utf-8")
+    Teacher("http://x", tokenizers=(same, DEMO_MODEL))
+    with pytest.raises(ConfigError, match=r"Teacher\.tokenizers: got .*other, whose id 7 is .*; expected .*demo_model"):
+        Teacher("http://x", tokenizers=(other, DEMO_MODEL))
 
 
 async def test_a_sample_of_another_temperature_is_not_scored() -> None:
