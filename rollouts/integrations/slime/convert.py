@@ -143,9 +143,10 @@ def to_slime(
     setattr(record, family().session, getattr(record, family().session) or session or None)
     if sample.loss_multiplier == 0:
         record.remove_sample = True
-    for name in ("teacher_log_probs", "opd_reverse_kl"):  # a template of a group that is played again has old ones
-        if getattr(record, name, None) is not None:
-            setattr(record, name, None)
+    if template is not None and template.response_length and template.teacher_log_probs is not None:
+        record.teacher_log_probs = None  # of the tokens of an earlier rollout: the group is played again
+        if family().takes_divergences:
+            record.opd_reverse_kl = None
     add_teacher(record, sample, kl_weights)
     if sample.images:
         import torch

@@ -54,12 +54,12 @@ def test_the_fields_of_the_template_are_copied() -> None:
 
 
 def test_a_teachers_column_of_a_template_is_not_copied() -> None:
-    """It is of the tokens of an earlier rollout, whose group is played again."""
-    template = records().sample(prompt="asked", teacher_log_probs=[-1.0] * 10)
-    template.opd_reverse_kl = [0.5] * 10
-    made = to_slime(placed(), template=template)
-    assert (made.teacher_log_probs, made.opd_reverse_kl) == (None, None)
-    assert template.teacher_log_probs == [-1.0] * 10
+    """It is of the tokens of an earlier rollout, whose group is played again. The data source's stays, as in slime."""
+    played = records().sample(prompt="asked", response_length=10, teacher_log_probs=[-1.0] * 10)
+    assert to_slime(placed(), template=played).teacher_log_probs is None
+    assert played.teacher_log_probs == [-1.0] * 10
+    given = records().sample(prompt="asked", teacher_log_probs=[-0.5])
+    assert to_slime(placed(), template=given).teacher_log_probs == [-0.5]
 
 
 def test_fields_for_trainers_reach_slime_or_are_refused() -> None:
