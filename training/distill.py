@@ -30,13 +30,12 @@ from rollouts.curation import Selection, curate, write_folder
 from rollouts.errors import RolloutsError
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import START_MODEL, Lesson, learn
+from training.learn import HELD_OUT_KINDS, START_MODEL, Lesson, learn
 from training.sft import Job, run_verb, scores_of, train
 
 __all__ = ["distill"]
 
 _RECIPE = "calculator_grpo"
-_KINDS = ("one_step_60_99", "unseen_pairs_60_99")
 """Kinds of problems to evaluate with; no student trains on them."""
 
 
@@ -93,7 +92,7 @@ def _learn(lesson: Lesson, console: SafeConsole) -> dict[str, Any]:
 def _evaluated(name: str, model: Path, out: Path, sizes: _Sizes) -> dict[str, Any]:
     """The greedy and the sampled score of each kind."""
     found: dict[str, Any] = {"model": name}
-    for kind in _KINDS:
+    for kind in HELD_OUT_KINDS:
         folder = out / f"eval-{name.replace(' ', '-')}-{kind}"
         size = ["--tasks", str(sizes.tasks), "--rollouts", "1", "--seed", str(sizes.seed), "--set", f"kind={kind}"]
         run_verb("eval", _RECIPE, "--model", str(model), *size, "--limit", "1", "--overwrite", "--out", str(folder))
@@ -102,10 +101,10 @@ def _evaluated(name: str, model: Path, out: Path, sizes: _Sizes) -> dict[str, An
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    heads = [f"{kind}, {name}" for kind in _KINDS for name in ("T=1", "greedy")]
+    heads = [f"{kind}, {name}" for kind in HELD_OUT_KINDS for name in ("T=1", "greedy")]
     table = Table("model", "rollouts", "seconds", *heads)
     for row in rows:
-        scores = [f"{row[kind][name]:.3f}" for kind in _KINDS for name in ("sampled", "greedy")]
+        scores = [f"{row[kind][name]:.3f}" for kind in HELD_OUT_KINDS for name in ("sampled", "greedy")]
         played = "–" if "rollouts" not in row else str(row["rollouts"])
         table.add_row(row["model"], played, "–" if "seconds" not in row else f"{row['seconds']:.0f}", *scores)
     return table

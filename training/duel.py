@@ -32,7 +32,7 @@ from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.seats import Seat, Seats, gather, play_recipe
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import Lesson, learn
+from training.learn import HELD_OUT_KINDS, Lesson, learn
 
 __all__ = ["duel", "play", "recipe"]
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         grpo=GrpoConfig(lr=5e-4, seed=args.seed),
         steps=args.steps,
         held_out=args.held_out,
-        kinds=("one_step_60_99", "unseen_pairs_60_99"),
+        kinds=HELD_OUT_KINDS,
     )
     console = SafeConsole()
     try:

@@ -70,6 +70,7 @@ from training.board import WINDOW, Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
 
 __all__ = [
+    "HELD_OUT_KINDS",
     "START_MODEL",
     "Ablation",
     "HeldOutScores",
@@ -94,6 +95,9 @@ CREDIT = ("grpo", "dr_grpo", "rloo", "maxrl", "returns_to_go")
 
 Ablation = Literal["mask", "advantages"]
 """Deliberate errors in the data: ``mask`` trains every token, ``advantages`` shuffles the rewards."""
+
+HELD_OUT_KINDS = ("one_step_60_99", "unseen_pairs_60_99")
+"""Kinds of the calculator's problems with numbers from 60 on, which no training problem has."""
 
 
 @attrs.frozen(kw_only=True)

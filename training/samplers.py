@@ -26,11 +26,10 @@ from rich.table import Table
 from rollouts.errors import RolloutsError
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import Lesson, learn
+from training.learn import HELD_OUT_KINDS, Lesson, learn
 
 __all__ = ["compare_samplers"]
 
-_KINDS = ("one_step_60_99", "unseen_pairs_60_99")
 _SAMPLERS = ("uniform", "pass_rate")
 
 
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
         check_every=1,
         held_out=args.held_out,
         held_out_rollouts=1,
-        kinds=_KINDS,
+        kinds=HELD_OUT_KINDS,
     )
     console = SafeConsole()
     try:

@@ -32,11 +32,9 @@ from rollouts.service.batches import SampleBatch, sample_batches
 from rollouts.views.terminal.transcript import visible
 from training.board import Board
 from training.grpo import GrpoConfig
-from training.learn import Lesson, changes, endpoint_of, evaluate, spend, trainer_of
+from training.learn import HELD_OUT_KINDS, Lesson, changes, endpoint_of, evaluate, spend, trainer_of
 
 __all__ = ["learn_through_service"]
-
-_KINDS = ("one_step_60_99", "unseen_pairs_60_99")
 
 
 async def learn_through_service(lesson: Lesson, groups: int, console: Console) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def main(arguments: list[str]) -> int:
         steps=args.steps,
         held_out=args.held_out,
         held_out_rollouts=1,
-        kinds=_KINDS,
+        kinds=HELD_OUT_KINDS,
     )
     try:
         anyio.run(learn_through_service, lesson, args.groups, Console())

@@ -372,11 +372,11 @@ class Dispatcher:
                     error = ConfigError(f"{deaths} workers in a row died before they returned a rollout: {lost}")
                     await self._pause(slot, error, needs=self._minimum)
         except RolloutsError as error:
-            _break(self, error)
+            self._break(error)
         except Exception as error:  # noqa: BLE001 - a bug of ours: raised to the callers, not by the task group
             broken = TokenMismatchError(f"supervising worker {slot.number} raised {type(error).__name__}: {error}")
             broken.__cause__ = error
-            _break(self, broken)
+            self._break(broken)
 
     async def _connected(self, slot: Slot) -> Link | None:
         """Start a worker for this slot; ``None``, after a pause, if that fails and others can do its work."""
@@ -432,6 +432,13 @@ class Dispatcher:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+    def _break(self, error: RolloutsError) -> None:
+        """Fail the rollouts of all workers, now and later."""
+        self._broken = self._broken or error
+        for slot in self._slots:
+            slot.fail(self._broken)
+        self._notify()
 
     async def _serve(self, slot: Slot, link: Link) -> LinkLost | None:
         """Send and receive until the worker has ended; return the reason, ``None`` if it left."""
@@ -489,14 +496,6 @@ class Dispatcher:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
-
-
-def _break(workers: Dispatcher, error: RolloutsError) -> None:
-    """Fail the rollouts of all workers, now and later."""
-    workers._broken = workers._broken or error
-    for slot in workers._slots:
-        slot.fail(workers._broken)
-    workers._notify()
 
 
 async def _watch(workers: Dispatcher, stay: _Stay) -> None:

@@ -1,9 +1,9 @@
 """The pace of requests to one API: which failures are repeated, when, and how many requests run at once.
 
 Invariant: a rate limit (429) is waited for as long as ``Retry-After`` says, by all requests to the API, and halves how
-many run at once; it counts as no failure of the request, and ends it when no request was answered for
-``wait_seconds``. Any other transient failure is repeated after a pause that
-doubles, at least as long as ``Retry-After`` says, a limited number of times. This module sends nothing.
+many run at once. It counts as no failure of the request, and ends it when no request was answered for ``wait_seconds``.
+Any other transient failure is repeated after a pause that doubles, at least as long as ``Retry-After`` says, a limited
+number of times. This module sends nothing.
 """
 
 from __future__ import annotations

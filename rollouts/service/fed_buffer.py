@@ -9,11 +9,9 @@ Without a prompt, no group starts and the run waits: the buffer lists a pause. T
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import hashlib
-import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -87,8 +85,6 @@ class FedBuffer(DataBuffer):
         self._fed: dict[str, tuple[Fed, bytes]] = {}
         self._log: LeaseLog | None = None
         self._writing = anyio.Lock()
-        self._in_order = threading.Lock()
-        """Records are applied in the order of the log, also where a wait for the first was cancelled."""
         self._pause: contextlib.ExitStack | None = None
 
     def __repr__(self) -> str:
@@ -168,24 +164,11 @@ class FedBuffer(DataBuffer):
                 if self._log is None:
                     raise RuntimeError("FedBuffer.feed: prompts are accepted only while the log is open")
                 record = {"kind": "prompts", "id": name, "prompts": request.rows}
-                await self._write(self._log, record, functools.partial(self._keep, name, request))
+                await self._log.store(record, functools.partial(self._keep, name, request))
             fed, digest = self._fed[name]
             if digest != request.digest:
                 raise NameTaken(f"the id {name!r} stands for other prompts: those of the groups from {fed.first}")
             return attrs.evolve(fed, repeated=repeated)
-
-    async def _write(self, log: LeaseLog, record: Mapping[str, Any], then: Callable[[], None]) -> None:
-        """Write a record, and apply it from the thread that wrote it: ``Task.cancel`` ends the wait all the same."""
-        loop = asyncio.get_running_loop()
-
-        def append() -> None:
-            with self._in_order:
-                log.append(record)
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nothing takes prompts any more
-                    loop.call_soon_threadsafe(then)
-
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(append)
 
     def _keep(self, name: str, request: _Request) -> None:
         if name in self._fed:  # a wait was cancelled, and the request repeated before its record was applied

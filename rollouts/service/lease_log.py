@@ -53,6 +53,8 @@ class LeaseLog:
         self.path = path
         self._error: JournalError | None = None
         self._writing = threading.Lock()
+        self._in_order = threading.Lock()
+        """Held from a write until the loop has its callback."""
         try:
             file = take_lock(path)
             if file is None:
@@ -98,7 +100,7 @@ class LeaseLog:
         """Write a record in another thread, and call ``then`` in the loop when it is on disk.
 
         A write that has begun cannot be cancelled. ``Task.cancel`` ends the wait all the same, and ``then`` is called
-        later. Before the write begins, ``Task.cancel`` prevents it, and ``undo`` is called.
+        later, in the order of the log. Before the write begins, ``Task.cancel`` prevents it, and ``undo`` is called.
 
         Raises:
             JournalError: as :meth:`append`.
@@ -109,9 +111,10 @@ class LeaseLog:
 
         def append() -> None:
             if taken := _popped(claim):
-                self.append(taken)
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for leases any more
-                    loop.call_soon_threadsafe(then)
+                with self._in_order:
+                    self.append(taken)
+                    with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing asks for the log any more
+                        loop.call_soon_threadsafe(then)
 
         with anyio.CancelScope(shield=True):
             try:

@@ -111,7 +111,7 @@ async def test_a_repeated_request_after_a_cancelled_task_adds_nothing(tmp_path: 
         assert buffer._log is not None
         buffer._log._writing.acquire()
         task = asyncio.get_running_loop().create_task(buffer.feed("a", rows(0)))
-        while not buffer._in_order.locked():
+        while not buffer._log._in_order.locked():
             await anyio.lowlevel.checkpoint()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
