@@ -282,6 +282,7 @@ class _SlowLog:
 
     def __init__(self, log: LeaseLog) -> None:
         self._log = log
+        self._in_order = threading.Lock()
         self.answers = threading.Event()
 
     def append(self, record: Mapping[str, Any]) -> None:
