@@ -127,7 +127,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def spoken_in(message: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a stored message: its thought, its content, and a text for each call, of its name and arguments."""
+    """The texts of a stored message: its thought, its content, and the name and arguments of each call."""
     for text in (message.get("reasoning_content"), text_of(message)):
         if text:
             yield str(text)

@@ -213,7 +213,7 @@ def _compare_tokenizers(run: Path, report: TeacherReport) -> None:
 
 
 def _rivals(teachers: Mapping[str, VersionReport], folders: list[Path]) -> dict[str, list[Path]]:
-    """The folders that may have given the logprobs of each teacher instead of its own."""
+    """The folders that may have given the logprobs of each teacher in its place."""
     return {
         name: [folder for folder in dict.fromkeys(folders) if folder != teacher.folder]
         for name, teacher in teachers.items()

@@ -499,14 +499,14 @@ def test_what_cannot_be_compared_is_named(taught: Taught, capsys: pytest.Capture
     for number in (number for number, kind in enumerate(kinds) if kind == "even"):
         edit_line(batch, number, lambda row: row.update(teacher_log_probs=None, metadata={"kind": "even"}))
     edit_line(batch, kinds.index("odd"), lambda row: row["metadata"].pop("scored_by"))
-    edit_info(taught.run, lambda info: info.update(tokenizer="somebody/model"))
+    edit_info(taught.run, lambda info: info.update(tokenizer="other/model"))
     (taught.run / "unbatched.jsonl").unlink()
     report = check_teachers(taught.run, {None: DEMO_MODEL})
     assert report.ok
     assert report.notes == [
         f"{kinds.count('even')} of 8 samples in batches have no logprobs of a teacher",
         'the columns of 1 samples name no teacher (metadata["scored_by"])',
-        f"the tokenizers of {DEMO_MODEL} and of the policy, somebody/model, are not both on this machine",
+        f"the tokenizers of {DEMO_MODEL} and of the policy, other/model, are not both on this machine",
     ]
 
 
