@@ -52,7 +52,7 @@ def _rollouts(tokens: int) -> list[tuple[list[int], list[int], list[float]]]:
     codec, rng = Codec(load_tokenizer(DEMO_MODEL)), random.Random(0)
     found: list[tuple[list[int], list[int], list[float]]] = []
     total = 0
-    while total < tokens:
+    while total < tokens or len(found) % 8:  # whole groups
         ids: list[int] = []
         mask: list[int] = []
         for turn in range(4):

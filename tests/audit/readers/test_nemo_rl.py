@@ -275,6 +275,6 @@ def test_a_defect_in_a_file_of_its_own_code_is_found(name: str, source: Path, tm
     plant(lines[5])
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = judged(path, weights=True)
-    found = {finding.check for finding in report.findings if "line 6" in finding.violation.place}
+    found = {finding.check for finding in report.findings if "jsonl:6" in finding.violation.place}
     assert found & checks, report
-    assert all("line 6" in finding.violation.place for finding in report.findings)
+    assert all("jsonl:6" in finding.violation.place for finding in report.findings)
