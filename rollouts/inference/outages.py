@@ -71,8 +71,8 @@ class Outage:
                 self._unlist()
 
     def explain(self, reason: str) -> None:
-        """Set the reason that is listed."""
-        if self._listed is not None and reason == self._reason:
+        """Set the reason that is listed while requests wait."""
+        if not self._waiting or (self._listed is not None and reason == self._reason):
             return
         self._unlist()
         self._reason = reason

@@ -109,7 +109,7 @@ class Reachability:
         2. Any server may get the call, and another one serves: no wait.
         3. Only one server may get the call, and others serve: the call waits for that server. This is not an outage,
            so new groups start.
-        4. No server serves: the call waits for all that may get it. This is an outage.
+        4. No server serves: the call waits for all that may get it. This is an outage, until any server serves.
 
         Returns:
             The worker for the next attempt; ``None`` if the wait was interrupted.
@@ -149,6 +149,8 @@ class Reachability:
                 back = await self._first_reachable(wanted)
                 if back is not None:
                     return bound or self._workers.move(back, call.route)
+                if is_outage and bound is not None and self._servers.any_reachable:
+                    return bound  # the outage is over: if this server is still away, the next wait is case 3
 
     async def wait_for_any(self, error: EndpointUnavailable) -> None:
         """Wait until a server answers, after the error of a request that no server answered.

@@ -423,6 +423,69 @@ async def test_a_request_whose_server_died_alone_with_it_goes_to_no_other(client
     await deadly.stop()
 
 
+async def deadly_server(**options: Any) -> Restartable:
+    """A server that dies with each request."""
+
+    async def die(request: Any) -> None:
+        await server.die()
+
+    server = Restartable(latency=die, faults=["reset"], **options)
+    await server.start()
+    return server
+
+
+async def test_a_request_does_not_wait_for_its_dead_server_for_ever_once_others_serve_again(client: Client) -> None:
+    """Its wait began in an outage of all servers, which another server ended."""
+    deadly, other = await deadly_server(), Restartable()
+    await other.start()
+    async with policy_of(deadly.url, other.url, outage_seconds=0.5) as policy:
+        await policy.describe()
+        await other.stop()
+        policy.servers.workers.all[1].unreachable = True  # as after a request that was refused meanwhile
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+
+                async def ask() -> None:
+                    with pytest.raises(EndpointRefused, match=r"is not back after 0\.5 s"):
+                        await client.complete(policy, session="deadly")
+
+                tasks.start_soon(ask)
+                await until_paused()
+                await deadly.stop()
+                await other.start()
+                assert len((await client.complete(policy, session="innocent")).tokens) == 3
+        assert pauses() == []
+    await other.stop()
+
+
+async def test_a_server_back_with_other_weights_stops_no_new_groups_while_others_serve(client: Client) -> None:
+    """The request that waits for it is refused, and nothing stays listed."""
+    info = {"model_path": "m", "weight_version": "v1"}
+    deadly = await deadly_server(model_info=info)
+    async with (
+        StubServer(model_info=info) as other,
+        policy_of(deadly.url, other.url, outage_seconds=0.3) as policy,
+    ):
+        await policy.describe()
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                with pytest.raises(EndpointRefused, match=r"is not back after 0\.3 s"):
+                    await client.complete(policy, session="deadly")
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(ask)
+            while not policy.servers.workers.all[0].unreachable:
+                await anyio.lowlevel.checkpoint()
+            await deadly.stop()
+            await deadly.start(model_info={**info, "weight_version": "default"})
+            while True:
+                assert not any(pause.blocks_new_work for pause in pauses())
+                await anyio.lowlevel.checkpoint()
+        assert pauses() == []
+    await deadly.stop()
+
+
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
