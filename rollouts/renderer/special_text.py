@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from rollouts.dtypes import Message
+import attrs
+
+from rollouts.dtypes import Image, Message
 from rollouts.errors import ConfigError
 
 __all__ = ["GUARD", "Marks", "SpecialText", "plain_encoder"]
@@ -49,6 +51,8 @@ class Marks:
     def _guard(self, message: Message) -> Message:
         if message.role not in ("user", "tool"):
             return message
+        if not isinstance(message.content, str):
+            message = attrs.evolve(message, content=_joined(message.content))
         return message.with_texts(lambda text: self.guarded_text(text, f"content of a {message.role} message"))
 
     def guarded_text(self, text: str, what: str) -> str:
@@ -77,6 +81,18 @@ class Marks:
             yield found[0].replace(GUARD, ""), True
             at = found.end()
         yield text[at:].replace(GUARD, ""), False
+
+
+def _joined(content: Sequence[str | Image]) -> list[str | Image]:
+    """Content with adjacent texts as one: a mark may begin in one text and end in the next."""
+    parts: list[str | Image] = []
+    for part in content:
+        last = parts[-1] if parts else None
+        if isinstance(part, str) and isinstance(last, str):
+            parts[-1] = last + part
+        else:
+            parts.append(part)
+    return parts
 
 
 def plain_encoder(raw: object) -> Callable[[str], list[int]]:
