@@ -88,6 +88,7 @@ class Sender:
         worker.in_flight += 1
         self.running[rid] = worker
         worker.unanswered[rid] = sent = time.monotonic()
+        call.sole_request = False
         clocks = worker.pause.entered()
         try:
             await self._protocol.check_server(worker, request.sampling)

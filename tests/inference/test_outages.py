@@ -486,6 +486,23 @@ async def test_a_server_back_with_other_weights_stops_no_new_groups_while_others
     await deadly.stop()
 
 
+async def test_a_server_that_dies_later_is_not_blamed_on_a_request_that_was_lost_elsewhere(client: Client) -> None:
+    """The request goes to another server: it was the only one at the server that lost it, which did not die."""
+
+    async def die(request: Any) -> None:
+        await dying.die()
+
+    dying = Restartable(latency=die, faults=["error_500"])
+    await dying.start()
+    async with (
+        StubServer(faults=["reset"]) as losing,
+        policy_of(losing.url, dying.url, outage_seconds=0.3, max_retries=2) as policy,
+    ):
+        assert len((await client.complete(policy, session="lost")).tokens) == 3
+        assert [len(losing.requests), len(dying.stub.requests)] == [2, 1]
+    await dying.stop()
+
+
 # -- the manager ------------------------------------------------------------------------------------------------------
 
 
