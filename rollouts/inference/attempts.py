@@ -122,13 +122,17 @@ class Attempts:
 
     def _is_outage(self, error: EndpointUnavailable) -> bool:
         """Whether an error shows that no server can serve the call now."""
-        if self._call.running is not None and self._sender.servers.any_reachable:
-            return False  # its abort failed at one server, and others serve
+        if self._call.running is not None:  # its abort failed
+            return not self._sender.servers.any_reachable
         return isinstance(error, ConnectFailed | ServerUnreachable | Overloaded)
 
     async def _abort(self, worker: Worker, rid: str) -> None:
         """Abort the generation of this call; raises EndpointUnavailable if it may still be running."""
-        listens = await self._sender.servers.abort(worker, rid)
+        try:
+            listens = await self._sender.servers.abort(worker, rid)
+        except ConnectFailed:
+            worker.unreachable = True
+            raise
         self._call.running = None
         self._sender.totals.aborts += 1
         if not listens:

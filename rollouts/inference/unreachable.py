@@ -1,7 +1,7 @@
 """Servers that are unreachable: the waits for them, their return, and the requests that crash them.
 
 Invariant: a worker that is unreachable does not get requests before it has described itself with the expected weights.
-It becomes unreachable when it refuses a connection, when an abort shows that it died, or when it is missing from a
+It becomes unreachable when no connection to it opens, when an abort shows that it died, or when it is missing from a
 description of all servers; only :meth:`Reachability.check_return` makes it reachable again.
 
 This module does not send requests for tokens and does not count attempts.
@@ -206,9 +206,10 @@ class Reachability:
                 raise
             worker.suspect()
             raise ServerUnreachable(str(error)) from error
-        worker.unreachable, worker.suspect_until = False, 0.0
-        worker.unanswered.clear()  # of its former process
-        self._servers.protocol.forget(worker)
+        if worker.unreachable:  # else a concurrent call was first, and may have sent its request
+            worker.unreachable, worker.suspect_until = False, 0.0
+            worker.unanswered.clear()  # of its former process
+            self._servers.protocol.forget(worker)
 
     async def _first_reachable(self, workers: Iterable[Worker]) -> Worker | None:
         """Return the first worker that is reachable, or is back; concurrent calls poll once for all."""

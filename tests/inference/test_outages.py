@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, generat
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Status
 from tests.inference.client import Client
+from tests.raw_server import Visit, answer, full_backlog, raw_server
 
 POLL = 0.01
 
@@ -385,6 +387,27 @@ def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message:
             weights.check("http://there", back)
 
 
+async def test_a_request_waits_for_a_server_that_vanishes_with_it(client: Client) -> None:
+    """Its abort reaches no server, and no process there refuses it: that is an outage, not a failed attempt."""
+    with contextlib.ExitStack() as vanished:
+
+        async def vanish(request: Any) -> None:
+            await server.die()
+            vanished.enter_context(full_backlog(int(server.url.rpartition(":")[2])))
+
+        server = Restartable()
+        await server.start(latency=vanish, faults=["reset"])
+        async with policy_of(server.url, connect_seconds=0.1) as policy:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.complete, policy)
+                assert "no server answers" in await until_paused()
+                vanished.close()
+                await server.stop()
+                await server.start()
+            assert policy.totals.completions == 1
+        await server.stop()
+
+
 # -- requests that may have killed their server -----------------------------------------------------------------------
 
 
@@ -501,6 +524,29 @@ async def test_a_server_that_dies_later_is_not_blamed_on_a_request_that_was_lost
         assert len((await client.complete(policy, session="lost")).tokens) == 3
         assert [len(losing.requests), len(dying.stub.requests)] == [2, 1]
     await dying.stop()
+
+
+async def test_a_request_sent_since_a_server_is_back_stays_suspected(client: Client) -> None:
+    """Two calls find at the same time that the server is back; the slower one does not clear what the other sent."""
+    visits, release = itertools.count(), anyio.Event()
+
+    async def serve(visit: Visit) -> None:
+        await visit.request()
+        if not next(visits):
+            await release.wait()
+        await visit.say(answer(b'{"model_path": "m"}'))
+
+    async with raw_server(serve) as port, policy_of(f"http://127.0.0.1:{port}") as policy:
+        (worker,) = policy.servers.workers.all
+        worker.unreachable, worker.unanswered = True, {"of its former process": 1.0}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(policy._reachability.check_return, worker)
+            await anyio.lowlevel.checkpoint()
+            await policy._reachability.check_return(worker)
+            assert not worker.unanswered
+            worker.unanswered["sent"] = 2.0
+            release.set()
+        assert worker.unanswered == {"sent": 2.0}
 
 
 # -- the manager ------------------------------------------------------------------------------------------------------
