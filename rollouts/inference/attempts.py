@@ -128,11 +128,7 @@ class Attempts:
 
     async def _abort(self, worker: Worker, rid: str) -> None:
         """Abort the generation of this call; raises EndpointUnavailable if it may still be running."""
-        try:
-            listens = await self._sender.servers.abort(worker, rid)
-        except ConnectFailed:
-            worker.unreachable = True
-            raise
+        listens = await self._sender.servers.abort(worker, rid)
         self._call.running = None
         self._sender.totals.aborts += 1
         if not listens:

@@ -62,10 +62,6 @@ class Reachability:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def answered(self) -> None:
-        """Record that a server answered a request for tokens."""
-        self.outage.answered()
-
     def served(self, completion: Completion) -> None:
         """Record the versions that a server reported."""
         if completion.versions:

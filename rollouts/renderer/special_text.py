@@ -7,6 +7,7 @@ plain text. This module does not know conversations.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
@@ -85,14 +86,8 @@ class Marks:
 
 def _joined(content: Sequence[str | Image]) -> list[str | Image]:
     """Content with adjacent texts as one: a mark may begin in one text and end in the next."""
-    parts: list[str | Image] = []
-    for part in content:
-        last = parts[-1] if parts else None
-        if isinstance(part, str) and isinstance(last, str):
-            parts[-1] = last + part
-        else:
-            parts.append(part)
-    return parts
+    runs = itertools.groupby(content, lambda part: isinstance(part, str))
+    return [part for are_texts, run in runs for part in (["".join(map(str, run))] if are_texts else run)]
 
 
 def plain_encoder(raw: object) -> Callable[[str], list[int]]:

@@ -115,8 +115,7 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
     """Return the rewards of scored samples; raise if one is not a number, since filters run after rewards."""
     rewards = []
     for sample in samples:
-        reward = finite(sample.reward)
-        if reward is None:
+        if (reward := finite(sample.reward)) is None:
             raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a number: filters run on scored samples")
         rewards.append(reward)
     return rewards
