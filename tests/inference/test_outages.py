@@ -392,20 +392,20 @@ async def test_a_request_waits_for_a_server_that_vanishes_with_it(client: Client
     with contextlib.ExitStack() as vanished:
 
         async def vanish(request: Any) -> None:
-            await server.die()
-            vanished.enter_context(full_backlog(int(server.url.rpartition(":")[2])))
+            await vanishing.die()
+            vanished.enter_context(full_backlog(int(vanishing.url.rpartition(":")[2])))
 
-        server = Restartable()
-        await server.start(latency=vanish, faults=["reset"])
-        async with policy_of(server.url, connect_seconds=0.1) as policy:
+        vanishing = Restartable()
+        await vanishing.start(latency=vanish, faults=["reset"])
+        async with policy_of(vanishing.url, connect_seconds=0.1) as policy:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(client.complete, policy)
                 assert "no server answers" in await until_paused()
                 vanished.close()
-                await server.stop()
-                await server.start()
+                await vanishing.stop()
+                await vanishing.start()
             assert policy.totals.completions == 1
-        await server.stop()
+        await vanishing.stop()
 
 
 # -- requests that may have killed their server -----------------------------------------------------------------------
@@ -450,11 +450,11 @@ async def deadly_server(**options: Any) -> Restartable:
     """A server that dies with each request."""
 
     async def die(request: Any) -> None:
-        await server.die()
+        await deadly.die()
 
-    server = Restartable(latency=die, faults=["reset"], **options)
-    await server.start()
-    return server
+    deadly = Restartable(latency=die, faults=["reset"], **options)
+    await deadly.start()
+    return deadly
 
 
 async def test_a_request_does_not_wait_for_its_dead_server_for_ever_once_others_serve_again(client: Client) -> None:
