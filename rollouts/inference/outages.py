@@ -129,7 +129,7 @@ class ServedWeights:
     def check(self, name: str, info: ServerInfo) -> None:
         """Check the weights of a server that was unreachable.
 
-        The version must be the last new one that any server has reported. One never seen before is accepted after an
+        The version must be the last new version that a server reported. One never seen before is accepted after an
         update, since another process may update the weights; before any update it means another model.
 
         Raises:
