@@ -74,13 +74,17 @@ def _write_nemo(folder: Path, rollouts: list[tuple[list[int], list[int], list[fl
     with path.open("w", encoding="utf-8") as file:
         for number, (tokens, mask, logprobs) in enumerate(rollouts):
             pad = [0] * (_WIDTH - len(tokens))
-            line = {"token_ids": [tokens + pad], "token_loss_mask": [mask + pad], "input_lengths": [len(tokens)]}
-            line |= {
-                "generation_logprobs": [logprobs + pad],
-                "prev_logprobs": [logprobs + pad],
+            padded = [*logprobs, *pad]
+            line = {
+                "token_ids": [tokens + pad],
+                "token_loss_mask": [mask + pad],
+                "input_lengths": [len(tokens)],
+                "generation_logprobs": [padded],
+                "prev_logprobs": [padded],
                 "sample_loss_mask": [1.0],
+                "rewards": [float(number % 2)],
+                "idx": number,
             }
-            line |= {"rewards": [float(number % 2)], "idx": number}
             file.write(json.dumps(line) + "\n")
     return path
 
