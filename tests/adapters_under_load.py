@@ -49,7 +49,7 @@ class Judged:
 def judged(
     prompt: Any, completion: Completion, judges: Mapping[str, Teacher], temperature: float = 1.0
 ) -> list[Judged]:
-    """Each token of a reply beside the forward pass of the adapter that it names."""
+    """Each token of a reply with the forward pass of the adapter that it names."""
     tokens = np.concatenate([prompt, completion.tokens])
     rows = []
     for span in completion.versions:
@@ -114,6 +114,6 @@ class Load:
         return max(worst(tokens, reply, judges) for tokens, reply in self.replies)
 
     def judged(self, judges: Mapping[str, Teacher]) -> list[Judged]:
-        """Every sampled token beside its judge, the largest difference first."""
+        """Every sampled token with its judge, the largest difference first."""
         rows = [row for tokens, reply in self.replies for row in judged(tokens, reply, judges)]
         return sorted(rows, key=lambda row: -abs(row.found - row.exact))
