@@ -31,6 +31,7 @@ from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
 from rollouts.runs.teacher_logprobs import check_teachers
 from rollouts.runs.verify import verify_run
+from tests.engine_requests import control, read, until_it_samples
 from tests.peft_folders import write_adapter
 from tests.stored_runs import edit_info, edit_line, store_run
 from tests.vllm_server import vllm_server
@@ -84,13 +85,13 @@ async def play(out: Path, *, resume: bool = False, **target: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def busy(url: str) -> AsyncIterator[None]:
-    """A long request runs, so that an update in place cannot flush."""
+    """A request is in the middle of its reply, and the server is paused, so that an update in place cannot flush."""
+    long = SamplingParams(max_new_tokens=900, min_new_tokens=900)
     async with SGLangPolicy(Endpoint(base_url=url)) as policy, anyio.create_task_group() as tasks:
-        long = SamplingParams(max_new_tokens=900)
         tasks.start_soon(lambda: policy.complete(CompletionRequest(packed_tokens([5, 6, 7]), long)))
-        with anyio.fail_after(10):
-            while not policy.totals.requests:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
+        await until_it_samples(policy, long)
+        await control(url, "/pause_generation", mode="in_place")
+        assert b'"num_running_reqs":1' in await read(f"{url}/v1/loads")
         yield
         tasks.cancel_scope.cancel()
 
