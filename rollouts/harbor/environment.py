@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import FOLDERS, is_in, new_folders, sanitize, way_to
+from rollouts.harbor.grading import FOLDERS, folders_again, is_in, new_folders, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -214,6 +214,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 await way_to(self.place, posixpath.dirname(source), self._root, way)
                 await self._must(f"if [ -d '{source}' ]; then find '{source}' -mindepth 1 -delete; fi")
                 await self.place.unpack(archive, posixpath.dirname(source))
+            await self._must(folders_again(self._workdir))
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
