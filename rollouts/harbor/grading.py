@@ -237,7 +237,7 @@ async def grade(
 
 
 def new_folders(workdir: str) -> str:
-    """The command that makes new folders of the tests, and those that :func:`folders_again` makes."""
+    """The command that makes new folders of the tests, after those of :func:`folders_again`."""
     return f"{folders_again(workdir)} && rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS}"
 
 

@@ -27,6 +27,7 @@ from rollouts.sandboxes import (
     require_abilities,
 )
 from rollouts.sandboxes.containers import RunningContainer
+from rollouts.sandboxes.removal import remove_tree
 from tests.sandboxes.kinds import KINDS, KINDS_THAT_KEEP, requested_kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -204,6 +205,7 @@ def test_a_deep_tree_is_unpacked_soon(tmp_path: Path) -> None:
         archive.seek(0)
         archives.unpack(archive, f"{tmp_path}/new", 1 << 30)
     assert os.path.isdir(f"{tmp_path}/new/{'/'.join('d' * 999)}")
+    remove_tree(f"{tmp_path}/new")  # pytest's own removal has no stack for it
 
 
 async def test_a_packed_tree_uses_no_program_of_the_sandbox(sandbox: RunningSandbox, tmp_path: Path) -> None:
