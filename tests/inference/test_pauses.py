@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
+import anyio.from_thread
 import anyio.to_thread
 import msgspec
 import pytest
@@ -140,6 +143,32 @@ async def test_a_pause_by_another_thread_is_known() -> None:
         states.append(pause.is_on)
     pause.left(clocks)
     assert states == [False, True, False]
+
+
+async def test_a_turn_that_starts_as_a_pause_ends_has_its_deadline() -> None:
+    """Another thread has ended the pause, and the event loop has not heard of it yet."""
+    pause = Pause("http://there", "there")
+    first = pause.entered()
+    started, finish = anyio.Event(), threading.Event()
+
+    def order() -> None:
+        with ordered("http://there"):
+            anyio.from_thread.run_sync(started.set)
+            finish.wait()
+        ended.set()
+
+    ended = threading.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, order)
+        await started.wait()
+        assert pause.is_on
+        finish.set()
+        ended.wait(20)  # blocks the loop, which therefore does not run what the thread scheduled
+        with deadline(60) as limit:
+            second = pause.entered()
+            assert limit.ends < float("inf")
+            pause.left(second)
+    pause.left(first)
 
 
 async def test_a_detected_pause_expires() -> None:
