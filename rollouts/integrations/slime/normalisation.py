@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime.rollout import generate_rollout_batch
 from rollouts.integrations.slime.scoring import plain_reward
-from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES
+from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES, load_function
 from rollouts.training.comparisons import comparison_keys, seat_of
 
 __all__ = ["normalise_rewards", "sample_advantages"]
@@ -86,9 +87,9 @@ def sample_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     MegatronTrainRayActor._get_rollout_data).
 
     Raises:
-        ConfigError: the launch has a teacher, or the batch has no column.
+        ConfigError: the launch has a teacher or another rollout function, or the batch has no column.
     """
     column = rollout_data.get("teacher_log_probs")
-    if column is None or args.use_opd:
+    if column is None or args.use_opd or load_function(args.rollout_function_path) is not generate_rollout_batch:
         raise ConfigError.of("args.custom_advantage_function_path", ADVANTAGES, NEEDS_ADVANTAGES)
     rollout_data["advantages"] = rollout_data["returns"] = column

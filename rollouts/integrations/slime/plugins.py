@@ -15,6 +15,8 @@ import weakref
 from asyncio import AbstractEventLoop, get_running_loop
 from typing import Any
 
+import attrs
+
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.inference.policy import ServerPolicy
@@ -133,7 +135,8 @@ def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
         from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
         args = demo.args(args)
-    settings = Settings.from_args(args)
+    # This function is that of the launch, and plays its data sets, too.
+    settings = attrs.evolve(Settings.from_args(args), custom_generate=None, eval_sets=())
     pipelines = _PIPELINES.setdefault(get_running_loop(), [])
     pipeline = next((made for made in pipelines if made.settings == settings), None)
     if pipeline is None:

@@ -38,7 +38,10 @@ __all__ = [
 
 RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 ADVANTAGES = "rollouts.integrations.slime.sample_advantages"
-NEEDS_ADVANTAGES = "Sample.advantages of our rollouts, without --use-opd: the column of a teacher carries them"
+NEEDS_ADVANTAGES = (
+    "Sample.advantages, with --rollout-function-path rollouts.integrations.slime.generate_rollout_batch and without"
+    " --use-opd: the column of a teacher carries them"
+)
 
 OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
@@ -72,10 +75,11 @@ _NOT_SAMPLING |= {"stop_token_ids", "custom_params"}
 policy, the others concern text."""
 
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+_OPD_SCORES = "slime.rollout.on_policy_distillation.post_process_rewards"
 _TEACHER = (
     "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, rollouts_recipe_filter with a filter of"
-    " rewards.scored_by_teachers, or --custom-reward-post-process-path"
-    f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
+    f" rewards.scored_by_teachers, or --custom-reward-post-process-path {_OPD_SCORES} with --custom-rm-path"
+    f" {OPD_REWARD}"
 )
 NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
 """The expected value of ``--group-rm`` in an evaluation."""
@@ -337,7 +341,8 @@ def _refuse(args: Any, get: Any) -> None:
             (closest,) = difflib.get_close_matches(name, OWN_KEYS, 1, 0.0)
             raise ConfigError.of(f"args.{name}", value, f"no such key; the closest is {closest}")
     fully_async = get("rollouts_fully_async", False)
-    distils = get("use_opd", False) and get("opd_type") == "sglang"
+    distils, scores = get("use_opd", False) and get("opd_type") == "sglang", get("custom_reward_post_process_path")
+    by_token = get("custom_advantage_function_path") == ADVANTAGES
     refusals = {
         "opd_type": (distils and not any(map(get, _TEACHERS)), _TEACHER),
         "dynamic_sampling_filter_path": (
@@ -352,7 +357,8 @@ def _refuse(args: Any, get: Any) -> None:
             fully_async and get("buffer_filter_path"),
             "none with rollouts_fully_async: its groups never wait between calls",
         ),
-        "use_opd": (get("use_opd") and get("custom_advantage_function_path") == ADVANTAGES, NEEDS_ADVANTAGES),
+        "use_opd": (by_token and get("use_opd"), NEEDS_ADVANTAGES),
+        "custom_reward_post_process_path": (by_token and scores == _OPD_SCORES, NEEDS_ADVANTAGES),
         "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -26,10 +27,12 @@ def asked(**fields: Any) -> Any:
 
 
 async def test_the_sample_is_filled_in_place() -> None:
-    """Tokens, mask, logprobs and the recipe's reward; what slime had put on it stays."""
+    """Tokens, mask, logprobs and the recipe's reward; what slime had put on it stays. Its flag names the function."""
     launch = Launch(play=_alone, reward=lambda sample: 0.5)
-    sample = asked(session_id="s", metadata={"a": 1})
-    made = await generate(launch.args(), sample, dict(SAMPLING))
+    sample, flag = asked(session_id="s", metadata={"a": 1}), "rollouts.integrations.slime.generate"
+    sets = [Namespace(name="one", path="", custom_generate_function_path=flag)]
+    args = launch.args(custom_generate_function_path=flag, eval_datasets=sets)
+    made = await generate(args, sample, dict(SAMPLING))
     assert made is sample
     assert (made.response_length, made.reward, made.session_id, made.metadata) == (10, 0.5, "s", {"a": 1})
     assert made.status is records().sample.Status.COMPLETED
