@@ -36,21 +36,23 @@ from rollouts.integrations.slime.convert import Reading, add_teacher, check_trai
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.given_samples import check_given, check_media, check_prompt_ids, has_images, is_begun
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
-from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, Teacher, refuse_groups_of_one
+from rollouts.integrations.slime.returned_samples import SlimeRecord, hooked, slime_sample_of
+from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, refuse_groups_of_one, score_by
 from rollouts.integrations.slime.settings import EvalSet, Settings, load_function, stop_ids_of_params
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
 from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe.files import build, built_in, load_recipe
+from rollouts.rewards.teachers import Teacher
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
-__all__ = ["Pipeline", "find_recipe", "policy_of_launch"]
+__all__ = ["Pipeline", "find_recipe", "generator_of", "policy_of_launch"]
 
 PROBE = (0, 0)
 """The prompt of the request that tests the server."""
+_SIZES = ("batch_size", "n_samples_per_prompt", "over_sampling_factor", "in_flight")
 _LOST = (Status.FAILED, Status.ABORTED)
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
@@ -83,6 +85,27 @@ def find_recipe(settings: Settings) -> Recipe | None:
     return recipe.with_options(template_kwargs={**before, **settings.template_kwargs})
 
 
+def generator_of(
+    recipe: Recipe, args: Any, sampling: SamplingParams, policy: Policy, *, evaluation: bool
+) -> GenerateFn:
+    """A recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
+    generate_fn = recipe.config.generate_fn
+    if not _is_agent_loop(generate_fn):
+        return generate_fn
+    options: dict[str, Any] = {"policy": policy, "sampling": sampling}
+    context = getattr(args, "eval_max_context_len", None) if evaluation else None
+    context = getattr(args, "rollout_max_context_len", None) if context is None else context
+    if context is not None:
+        bound = generate_fn.keywords
+        if generate_fn.func in (generate_program_batch, generate_function_batch):
+            window = min(context, bound.get("context_window") or context)
+            return functools.partial(generate_fn, **options, context_window=window)
+        turns = bound.get("max_turns")
+        limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
+        options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
+    return functools.partial(generate_fn, **options)
+
+
 def policy_of_launch(settings: Settings, client: ServerPolicy) -> ResumablePolicy:
     """The policy of the rollouts of a launch, over a client of its router."""
     return ResumablePolicy(
@@ -109,7 +132,10 @@ class Pipeline:
         self.policy = policy
         self.calls = calls
         self.recipe = find_recipe(settings)
-        self.teacher = None if settings.teacher_url is None else Teacher(settings)
+        try:
+            self.teacher = None if settings.teacher_url is None else Teacher(settings.teacher_url)
+        except ConfigError as error:
+            raise ConfigError(f"args.rollouts_teacher_url: {error}") from None
         self.rollout_id = 0
         self.data: EvalSet | None = None
         """The data set of an evaluation; ``None`` in training."""
@@ -126,21 +152,7 @@ class Pipeline:
             expected = "none with a recipe, which plays every prompt"
             raise ConfigError.of("args.custom_generate_function_path", settings.custom_generate, expected)
         for data in settings.eval_sets:
-            self._check_data_set(data)
-
-    def _check_data_set(self, data: EvalSet) -> None:
-        """Refuse what this package's own rollouts would ignore; a custom generate function gets it."""
-        function = data.function("generate_function_path")
-        given: tuple[str, Any, str] | None = None
-        if self.recipe is not None and function is not None:
-            given = "custom_generate_function_path", function, "none with a recipe, which plays every prompt"
-        elif self.recipe is not None and data.apply_chat_template and data.chat_template_kwargs:
-            expected = "nothing with a recipe: its prompts are messages"
-            given = "apply_chat_template_kwargs", data.chat_template_kwargs, expected
-        elif not (function or self.settings.custom_generate or data.params["no_stop_trim"]):
-            given = "no_stop_trim", False, "true: the response keeps the text that ends it, as its tokens do"
-        if given is not None:
-            raise ConfigError.of(f"eval data set {data.name}.{given[0]}", *given[1:])
+            data.check(recipe=self.recipe is not None, custom_generate=settings.custom_generate)
 
     async def check(self) -> None:
         """Test the recipe's environment, template, tools and dialect, and the server's replies; once.
@@ -197,15 +209,8 @@ class Pipeline:
         """The config of training rollouts."""
         settings = self.settings
         base = self.recipe.config if self.recipe is not None else None
-        options: dict[str, Any] = {
-            "batch_size": settings.batch_size,
-            "n_samples_per_prompt": settings.n_samples_per_prompt,
-            "over_sampling_factor": settings.over_sampling_factor,
-            "generate_fn": self.generate,
-        }
-        if settings.in_flight is not None:
-            options["in_flight"] = settings.in_flight
-        options |= self._limits()
+        sizes = {name: value for name in _SIZES if (value := getattr(settings, name)) is not None}
+        options: dict[str, Any] = {**sizes, "generate_fn": self.generate, **self._limits()}
         if settings.group_rm and not settings.scored_by_slime and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.scored_by_slime or base is None:
@@ -278,15 +283,17 @@ class Pipeline:
         if any(sample.status in _LOST for sample in samples):
             return samples
         for branch, sample in enumerate(samples):
+            sample.group_index, sample.index = prompt.group_index, prompt.index  # as the manager does later
             try:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
                     if self.data is None:
                         check_temperature(sample, "slime", self.params["temperature"])
                 if self.settings.sample_hooks:
-                    samples[branch] = await self._hooked(sample, prompt, branch)
+                    self.record_of(sample)
+                    samples[branch] = await hooked(sample, prompt, branch, self.reading, self._call_hooks)
                 if self.teacher is not None:
-                    await self.teacher.score(self._numbered_record(samples[branch], prompt))
+                    await score_by(self.teacher, samples[branch], self.record_of(samples[branch]))
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
         return samples
@@ -299,7 +306,7 @@ class Pipeline:
             seed = settings.seed + (prompt.index or 0) % size
             params, sampling = {**params, "sampling_seed": seed}, attrs.evolve(sampling, seed=seed)
         if self.recipe is not None:
-            generate = self.recipe_generator(sampling, policy, evaluation=self.data is not None)
+            generate = generator_of(self.recipe, self.args, sampling, policy, evaluation=self.data is not None)
             return list(await generate([prompt]))
         path, images = self._custom(record), has_images(record)
         if not (path or images or is_begun(record)):
@@ -327,25 +334,6 @@ class Pipeline:
             for sample in samples:
                 check_prompt_ids(slime_sample_of(sample))
         return samples
-
-    def recipe_generator(self, sampling: SamplingParams, policy: Policy, *, evaluation: bool) -> GenerateFn:
-        """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
-        assert self.recipe is not None
-        generate_fn = self.recipe.config.generate_fn
-        if not _is_agent_loop(generate_fn):
-            return generate_fn
-        options: dict[str, Any] = {"policy": policy, "sampling": sampling}
-        context = getattr(self.args, "eval_max_context_len", None) if evaluation else None
-        context = getattr(self.args, "rollout_max_context_len", None) if context is None else context
-        if context is not None:
-            bound = generate_fn.keywords
-            if generate_fn.func in (generate_program_batch, generate_function_batch):
-                window = min(context, bound.get("context_window") or context)
-                return functools.partial(generate_fn, **options, context_window=window)
-            turns = bound.get("max_turns")
-            limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
-            options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
-        return functools.partial(generate_fn, **options)
 
     def _custom(self, record: Any) -> str | None:
         """The path of the custom generate function: that of slime's sample, or of the launch."""
@@ -383,7 +371,9 @@ class Pipeline:
             checked=sample.status not in _LOST,  # by generate
             kl_weights=settings.kl_weights,
         )
-        record.reward = self._given_reward(taken.group[number])
+        given = taken.group[number]  # a recipe's reward replaces that of the data source, slime does not
+        is_open = getattr(given.status, "value", "") in ("pending", "aborted")  # (as its generate_and_rm, above)
+        record.reward = given.reward if is_open and (self.recipe is None or settings.scored_by_slime) else None
         if evaluation:
             record.group_index = None  # as in slime; the rows of a data set are in order
         if self.params["skip_special_tokens"]:
@@ -392,15 +382,6 @@ class Pipeline:
         sample.metadata = record.metadata  # shared: both sides see later changes
         sample.trainer_record = SlimeRecord(record)
         return record
-
-    def _given_reward(self, given: Any) -> Any:
-        """The reward that the data source set: a recipe's reward replaces it, slime does not.
-
-        (slime 0.3.1, rollout/sglang_rollout.py: generate_and_rm)
-        """
-        if self.recipe is not None and not self.settings.scored_by_slime:
-            return None
-        return given.reward if getattr(given.status, "value", "") in ("pending", "aborted") else None
 
     def finished(self, sample: Sample, taken: Taken | None = None) -> Any:
         """slime's sample of ours, with the reward; after a filter of slime it stays as the filter left it."""
@@ -452,16 +433,8 @@ class Pipeline:
             record.reward = link.unfiltered
         return record
 
-    def _numbered_record(self, sample: Sample, prompt: Prompt) -> Any:
-        """slime's sample of ours, before the manager has numbered it."""
-        sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
-        sample.index = prompt.index if sample.index is None else sample.index
-        return self.record_of(sample)
-
-    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int) -> Sample:
-        """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
-        record = self._numbered_record(sample, prompt)
-        rollout, before = sample.trainer_record.rollout, _columns(record)
+    async def _call_hooks(self, record: Any) -> Any:
+        """Call the sample hooks in order; return slime's sample, or that of a hook in its place."""
         for path in self.settings.sample_hooks:
             hook = load_function(path)
             options = {"rollout_id": self.rollout_id, "evaluation": self.data is not None}
@@ -473,22 +446,7 @@ class Pipeline:
             record = record if result is None else result
             if not isinstance(record, records().sample):
                 raise GenerateFailure(f"sample hook {function_name(hook)}: got {record!r}; expected a Sample or None")
-        if rollout is not None:
-            rollout[branch] = record
-        changed = view(record, prompt, self.reading, rollout)
-        if before != _columns(record):
-            return changed
-        sample.trainer_record = changed.trainer_record
-        sample.metadata = changed.metadata if record.metadata is None else record.metadata
-        sample.response, sample.label, sample.status = record.response, record.label, changed.status
-        sample.reward = sample.reward if record.reward is None else changed.reward
-        return sample
-
-
-def _columns(record: Any) -> tuple[list[Any], ...]:
-    """A copy of the columns of slime's sample."""
-    columns = (record.tokens, record.loss_mask, record.rollout_log_probs)
-    return tuple([] if column is None else list(column) for column in columns)
+        return record
 
 
 def _is_agent_loop(generate_fn: GenerateFn) -> TypeGuard[functools.partial[Any]]:

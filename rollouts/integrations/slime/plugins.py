@@ -25,11 +25,11 @@ from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.given_samples import check_given
-from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
+from rollouts.integrations.slime.pipeline import Pipeline, generator_of, policy_of_launch
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, sampling_of
+from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
-from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import ends, share_rewards
 from rollouts.training.rows import check_fields
 from rollouts.training.types import Status
@@ -54,7 +54,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     Raises:
         ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids.
     """
-    pipeline, config = _pipeline(args)
+    pipeline, recipe = _pipeline(args)
+    config = recipe.config
     check_given(sample, recipe=True)
     await pipeline.check()
     prompt = Prompt(
@@ -69,7 +70,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
     for _ in range(_ATTEMPTS):
         try:
             sampling = sampling_of({**pipeline.settings.params, **sampling_params})
-            play = pipeline.recipe_generator(sampling, pipeline.policy, evaluation=evaluation)
+            play = generator_of(recipe, pipeline.args, sampling, pipeline.policy, evaluation=evaluation)
             samples = list(await play([prompt]))
             lost = [entry for entry in samples if entry.status is Status.FAILED]
             if lost:
@@ -114,7 +115,7 @@ async def reward(args: Any, sample: Any, **_: Any) -> Any:
 
 async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
     """The recipe's rewards for a group of slime's samples."""
-    config = _pipeline(args)[1]
+    config = _pipeline(args)[1].config
     ours = [from_slime(sample) for sample in samples]
     if config.reward_fn is None:
         raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path names the recipe's reward")
@@ -129,8 +130,8 @@ async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
 _PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakref.WeakKeyDictionary()
 
 
-def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
-    """The pipeline of the launch, created once per event loop and set of flags, and the config of its recipe."""
+def _pipeline(args: Any) -> tuple[Pipeline, Recipe]:
+    """The pipeline of the launch, created once per event loop and set of flags, and its recipe."""
     if not hasattr(args, "sglang_router_ip"):
         from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
@@ -146,7 +147,7 @@ def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
         pipelines.append(pipeline)
     if pipeline.recipe is None:
         raise ConfigError.of("args.rollouts_recipe", None, f"a recipe there, or in {RECIPE_VARIABLE}")
-    return pipeline, pipeline.recipe.config
+    return pipeline, pipeline.recipe
 
 
 def removed_sample(sample: Any, failure: Failure | None) -> Any:

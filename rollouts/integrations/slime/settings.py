@@ -123,6 +123,24 @@ class EvalSet:
         path: str | None = getattr(self.source, name, None)
         return path
 
+    def check(self, *, recipe: bool, custom_generate: str | None) -> None:
+        """Refuse what this package's own rollouts would ignore; a custom generate function gets it.
+
+        Raises:
+            ConfigError: it names the field.
+        """
+        function = self.function("generate_function_path")
+        given: tuple[str, Any, str] | None = None
+        if recipe and function is not None:
+            given = "custom_generate_function_path", function, "none with a recipe, which plays every prompt"
+        elif recipe and self.apply_chat_template and self.chat_template_kwargs:
+            expected = "nothing with a recipe: its prompts are messages"
+            given = "apply_chat_template_kwargs", self.chat_template_kwargs, expected
+        elif not (function or custom_generate or self.params["no_stop_trim"]):
+            given = "no_stop_trim", False, "true: the response keeps the text that ends it, as its tokens do"
+        if given is not None:
+            raise ConfigError.of(f"eval data set {self.name}.{given[0]}", *given[1:])
+
 
 @attrs.frozen
 class VocabSizeOf:
@@ -359,7 +377,10 @@ def _refuse(args: Any, get: Any) -> None:
         ),
         "use_opd": (by_token and get("use_opd"), NEEDS_ADVANTAGES),
         "custom_reward_post_process_path": (by_token and scores == _OPD_SCORES, NEEDS_ADVANTAGES),
-        "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
+        "rollout_temperature": (
+            (temperature := get("rollout_temperature", 1.0)) <= 0 or (get("rollouts_teacher_url") and temperature != 1),
+            "a number > 0; 1 with rollouts_teacher_url: servers report logprobs of prompts before the temperature",
+        ),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (
             fully_async and get("colocate", False),
