@@ -34,7 +34,7 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import Reading, add_teacher, check_trainable, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_samples import check_given, check_media, check_prompt_ids, has_images, is_begun
+from rollouts.integrations.slime.given_samples import check_given, check_prompt_ids, has_images, is_begun
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, hooked, slime_sample_of
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, refuse_groups_of_one, score_by
@@ -177,11 +177,9 @@ class Pipeline:
         plays_text = self.recipe is None and settings.custom_generate is None
         if plays_text or any(sampling.stop for sampling in (self.sampling, *(data.sampling for data in sets))):
             await anyio.to_thread.run_sync(codec_of, settings.endpoint.model)
-        if flags and settings.custom_generate is None:
-            await self._check_replay()
-
-    async def _check_replay(self) -> None:
-        """Send one request, and check that neither server nor router leaves out a column that the trainer replays."""
+        if not flags or settings.custom_generate is not None:
+            return
+        # Neither the server nor its router may leave out a column that the trainer replays.
         sampling = SamplingParams(max_new_tokens=1, top_p=self.sampling.top_p)
         try:
             await self.policy.complete(CompletionRequest(packed_tokens(PROBE), sampling))
@@ -271,7 +269,6 @@ class Pipeline:
         taken.started.setdefault(number, time.time())
         record, recipe = taken.group[number], self.recipe is not None
         if self._custom(record) is None:
-            check_media(record, recipe=recipe)
             check_given(record, recipe=recipe)
         if recipe and (path := getattr(record, "generate_function_path", None)):
             expected = "none with a recipe, which plays every sample"

@@ -24,7 +24,7 @@ from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_samples import check_given
+from rollouts.integrations.slime.given_samples import check_given, shown_prompt
 from rollouts.integrations.slime.pipeline import Pipeline, generator_of, policy_of_launch
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, sampling_of
@@ -52,19 +52,15 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
 
     Raises:
-        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids.
+        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids, or
+            images that its prompt does not show.
     """
     pipeline, recipe = _pipeline(args)
     config = recipe.config
     check_given(sample, recipe=True)
     await pipeline.check()
-    prompt = Prompt(
-        sample.prompt,
-        label=sample.label,
-        metadata=sample.metadata or {},
-        group_index=sample.group_index,
-        index=sample.index,
-    )
+    places = {"group_index": sample.group_index, "index": sample.index}
+    prompt = Prompt(shown_prompt(sample), label=sample.label, metadata=sample.metadata or {}, **places)
     sample.metadata = dict(prompt.metadata)  # it may be JSON text
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):

@@ -153,6 +153,23 @@ async def test_a_sample_with_ids_is_refused() -> None:
         await generate(Launch(play=_alone).args(), asked(tokens=[5, 6]), dict(SAMPLING))
 
 
+async def test_images_are_shown_or_refused() -> None:
+    """Those that slime's data set loaded are in the messages; a text does not say where they are."""
+    picture = pytest.importorskip("PIL.Image").new("RGB", (2, 3))
+    shown: list[Any] = []
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        shown.extend((image.width, image.height) for message in prompt.messages for image in message.images)
+        return [made_sample(prompt)]
+
+    args, media = Launch(play=play, reward=lambda sample: 1.0).args(), {"multimodal_inputs": {"images": [picture]}}
+    messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    await generate(args, asked(prompt=messages, **media), dict(SAMPLING))
+    assert shown == [(2, 3)]
+    with pytest.raises(ConfigError, match=r"slime sample 3\.prompt: .*expected messages with its images"):
+        await generate(args, asked(prompt="<image> What?", **media), dict(SAMPLING))
+
+
 async def test_the_client_is_shared() -> None:
     """One pool of connections for all rollouts of a loop."""
     args = Launch().args()
