@@ -125,7 +125,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, args: Any, settings: Settings, policy: ResumablePolicy, calls: CustomCalls, taken: Callable[[int], Taken]
+        self, args: Any, settings: Settings, policy: ResumablePolicy, calls: CustomCalls, taken: Callable[[Any], Taken]
     ) -> None:
         self.args = args
         self.settings = settings
@@ -141,6 +141,12 @@ class Pipeline:
         """The data set of an evaluation; ``None`` in training."""
         self.params, self.sampling = settings.params, settings.endpoint.sampling
         self.replay = settings.replay
+        self.reading = Reading(
+            reward_key=settings.reward_key,
+            any_reward=settings.reward_is_processed,
+            needs_logprobs=settings.needs_logprobs,
+        )
+        """The expectations of the launch for samples of training or of a data set."""
         self._taken = taken
         """Finds the taken group of a group index."""
         self._checking, self._checked = anyio.Lock(), False
@@ -188,12 +194,13 @@ class Pipeline:
             expected = f"a server that returns meta_info.{error.field} ({error})"
             raise ConfigError.of(f"args.{flag}", getattr(self.args, flag), expected) from error
 
-    def for_evaluation(self, data: EvalSet, rollout_id: int, taken: Callable[[int], Taken]) -> Pipeline:
+    def for_evaluation(self, data: EvalSet, rollout_id: int, taken: Callable[[Any], Taken]) -> Pipeline:
         """A copy for one data set: its policy shares the limit of the training rollouts, but not their pauses."""
         other, policy = copy.copy(self), self.policy
         other.data, other.rollout_id, other._taken = data, rollout_id, taken
         other.params, other.sampling, other.teacher = data.params, data.sampling, None
         other.replay = self.replay.in_evaluation()
+        other.reading = Reading(reward_key=self.settings.eval_reward_key, evaluation=True)
         other.policy = ResumablePolicy(
             policy.inner,
             decode=policy.decode,
@@ -247,24 +254,13 @@ class Pipeline:
         of_launch = {name: getattr(self.settings, name) for name in names}
         return found | {name: value for name, value in of_launch.items() if value is not None}
 
-    @property
-    def reading(self) -> Reading:
-        """The expectations of the launch for samples of training or of a data set."""
-        settings = self.settings
-        if self.data is not None:
-            return Reading(reward_key=settings.eval_reward_key, evaluation=True)
-        return Reading(
-            reward_key=settings.reward_key,
-            any_reward=settings.reward_is_processed,
-            needs_logprobs=settings.needs_logprobs,
-        )
-
     # -- one rollout --
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """Play the rollout of one prompt: generate, check that it can be trained on, and run slime's sample hooks."""
         (prompt,) = prompts
-        taken, number = self._place(prompt)
+        taken = self._taken(prompt.group_index)
+        number = (prompt.index or 0) % len(taken.group)
         prompt = taken.own_prompt(number, prompt)
         taken.started.setdefault(number, time.time())
         record, recipe = taken.group[number], self.recipe is not None
@@ -338,13 +334,6 @@ class Pipeline:
             return None
         return getattr(record, "generate_function_path", None) or self.settings.custom_generate
 
-    def _place(self, rollout: Prompt | Sample, taken: Taken | None = None) -> tuple[Taken, int]:
-        """The group of a rollout, and the rollout's number in it."""
-        if taken is None:
-            assert rollout.group_index is not None  # the manager numbers prompts and samples
-            taken = self._taken(rollout.group_index)
-        return taken, (rollout.index or 0) % len(taken.group)
-
     # -- slime's sample of ours --
 
     def record_of(self, sample: Sample, taken: Taken | None = None) -> Any:
@@ -355,7 +344,8 @@ class Pipeline:
         record = slime_sample_of(sample)
         if record is not None:
             return record
-        taken, number = self._place(sample, taken)
+        taken = taken or self._taken(sample.group_index)
+        number = (sample.index or 0) % len(taken.group)
         settings, evaluation = self.settings, self.data is not None
         keeps_session = settings.keeps_session and (not evaluation or family().router_policy is not None)
         record = to_slime(
@@ -385,14 +375,11 @@ class Pipeline:
         record = self.record_of(sample, taken)
         if record.teacher_log_probs is None:  # else the record is younger than the teacher's scores
             add_teacher(record, sample, self.settings.kl_weights)
-        if sample.trainer_record.owns_reward:
-            return record
-        if self.data is None and self.settings.reward_is_processed and record.reward is not None:
+        if sample.trainer_record.owns_reward or (self.reading.any_reward and record.reward is not None):
             return record
         key = self.settings.reward_key
-        if key is not None and not isinstance(record.reward, dict):
-            record.reward = {key: sample.reward}
-        elif self.reading.number(record.reward) != sample.reward:
+        lacks_key = key is not None and not isinstance(record.reward, dict)
+        if lacks_key or self.reading.number(record.reward) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
 

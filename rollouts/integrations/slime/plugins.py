@@ -31,10 +31,10 @@ from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, samp
 from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
 from rollouts.training.rollout_attempt import ends, share_rewards
-from rollouts.training.rows import check_fields
+from rollouts.training.rows import check_fields, reward_of
 from rollouts.training.types import Status
 
-__all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
+__all__ = ["generate", "policy_for", "removed_sample", "reward"]
 
 _ATTEMPTS = 2
 
@@ -104,23 +104,17 @@ generate.abort_mode = "request"  # type: ignore[attr-defined]  # a cancelled cal
 
 async def reward(args: Any, sample: Any, **_: Any) -> Any:
     """The recipe's reward for one of slime's samples, or for each of a list of them."""
-    if isinstance(sample, list):
-        return await group_reward(args, sample)
-    return (await group_reward(args, [sample]))[0]
-
-
-async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
-    """The recipe's rewards for a group of slime's samples."""
     config = _pipeline(args)[1].config
-    ours = [from_slime(sample) for sample in samples]
     if config.reward_fn is None:
         raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path names the recipe's reward")
+    ours = [from_slime(each) for each in (sample if isinstance(sample, list) else [sample])]
     if config.group_rm:
         await score_group(ours, config.reward_fn, seconds=config.reward_seconds)
     else:
-        for sample in ours:
-            await score(sample, config.reward_fn, seconds=config.reward_seconds)
-    return [float(sample.reward or 0.0) for sample in ours]
+        for each in ours:
+            await score(each, config.reward_fn, seconds=config.reward_seconds)
+    rewards = [reward_of(each) for each in ours]
+    return rewards if isinstance(sample, list) else rewards[0]
 
 
 _PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakref.WeakKeyDictionary()

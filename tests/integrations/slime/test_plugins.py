@@ -12,7 +12,7 @@ from rollouts.dtypes import SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest
-from rollouts.integrations.slime import generate, group_reward, policy_for, reward
+from rollouts.integrations.slime import generate, policy_for, reward
 from rollouts.integrations.slime.records import records
 from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
@@ -107,7 +107,6 @@ async def test_the_recipes_reward_scores_one_or_many() -> None:
     samples = [asked(response="ab", tokens=[1, 2], response_length=1, loss_mask=[1]) for _ in range(2)]
     assert await reward(args, samples[0]) == 2.0
     assert await reward(args, samples) == [2.0, 2.0]
-    assert await group_reward(args, samples) == [2.0, 2.0]
 
 
 async def test_without_a_recipe_it_says_so() -> None:
