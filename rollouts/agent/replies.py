@@ -8,9 +8,8 @@ This module samples nothing and runs no tool.
 
 from __future__ import annotations
 
-import itertools
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import attrs
 
@@ -107,14 +106,14 @@ class Replies:
             return reply, counters
         known = [tool.name for tool in tools]
         calls: list[ToolCall] = []
-        given = {call.id for call in reply.tool_calls}
         used_ids: set[str] = set()
         for call in reply.tool_calls:
             call_id = call.id
             if call_id in used_ids:
                 counters.append("duplicate_call_ids")
                 call_id = ""
-            used_ids.add(call_id := call_id or self._new_id(used_ids | given))
+            call_id = call_id or f"call{self.call_count:05d}"
+            used_ids.add(call_id)
             self.call_count += 1
             error, counted = fault_of(call, known)
             counters += counted
@@ -122,11 +121,6 @@ class Replies:
                 error = self.renderer.quotable(error)
             calls.append(ToolCall(call.name, call.arguments, call_id, call.raw, error, call.fault))
         return Message(reply.role, reply.content, calls, reasoning=reply.reasoning), counters
-
-    def _new_id(self, taken: Container[str]) -> str:
-        """An id for the next call; models imitate the ids of earlier calls, so that it may be taken."""
-        numbers = itertools.count(self.call_count)
-        return next(name for number in numbers if (name := f"call{number:05d}") not in taken)
 
     def _parsed(self, trajectory: Trajectory, start: int, stop: int | None, tools: Sequence[Tool]) -> Message:
         tokens = trajectory.tokens

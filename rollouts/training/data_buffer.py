@@ -345,7 +345,7 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 
 def _key(prompt: Prompt) -> str:
-    """What duplicates have in common: prompt and label, and the metadata if there is nothing else in the prompt."""
+    """Prompt and label; without an opening, the metadata take its place."""
     task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
     return json.dumps([task, prompt.label], sort_keys=True, default=repr)
 

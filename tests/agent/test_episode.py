@@ -253,20 +253,6 @@ async def test_a_duplicate_call_id_is_replaced_and_counted(tokenizer: Any) -> No
     assert [message.tool_call_id for message in trajectory.messages[2:4]] == ["functions.note:0", "call00001"]
 
 
-async def test_a_new_call_id_is_not_one_that_the_model_wrote(tokenizer: Any) -> None:
-    """Models imitate the ids of earlier calls; two results with one id would be one."""
-
-    class Imitating(Renderer):
-        def parse(self, *arguments: Any, **options: Any) -> Message:
-            reply = super().parse(*arguments, **options)
-            return attrs.evolve(reply, tool_calls=[attrs.evolve(each, id="call00001") for each in reply.tool_calls])
-
-    renderer = Imitating(tokenizer("qwen3"))
-    texts = [call(1) + call(2) + "<|im_end|>", "ok<|im_end|>"]
-    (trajectory,), _ = await branches_of(renderer, texts, "append", Talk, limits=Limits(max_turns=2))
-    assert [each.id for each in trajectory.messages[1].tool_calls] == ["call00001", "call00002"]
-
-
 async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> None:
     """An abort is not a normal end, even if the text looks complete."""
     policy = ScriptedPolicy([Reply(demo.encode("Three.").tolist(), "abort")])
