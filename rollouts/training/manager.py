@@ -16,7 +16,6 @@ This module does not know models, the network or agents; it calls a ``generate_f
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Set
@@ -28,7 +27,7 @@ import attrs
 from anyio.abc import TaskGroup
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.concurrency.deadlines import caller_here, deadline, pauses
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, RolloutsError, at
@@ -106,7 +105,7 @@ class AsyncRolloutManager:
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
-        self._context = contextvars.copy_context()  # of the last request: its deadline is around the groups
+        self._from_request = caller_here()  # the deadline of the last request is around the groups that start
         self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
         is_scarce = functools.partial(self._ledger.is_scarce, config.spare_groups)
         attempts = self._ledger.failed_attempts
@@ -282,7 +281,7 @@ class AsyncRolloutManager:
         if not self.accounting.in_flight:
             self._fail_fast.begin_call()
         with deadline(self.config.batch_seconds) as limit:  # not around the end of the other groups, which may be slow
-            self._context = contextvars.copy_context()
+            self._from_request = caller_here()
             await self._drop_stale()
             self._filling = True
             try:
@@ -355,8 +354,8 @@ class AsyncRolloutManager:
             self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
             self._report.idle.stop()
             scope = self._running.begin(group_index(prompt))
-            # Not in the context of the caller, e.g. of a rollout whose slot is free: its deadlines are not around them.
-            self._context.run(self._tasks.start_soon, self._run_group, prompt, scope)
+            # Not as from a rollout whose slot is free: its deadlines are not around this group.
+            self._from_request(self._tasks.start_soon, self._run_group, prompt, scope)
 
     def _start_groups(self) -> None:
         """Start groups at another moment than a request. An error, e.g. of the data source, ends the next batch."""
