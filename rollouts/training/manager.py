@@ -105,7 +105,9 @@ class AsyncRolloutManager:
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
-        self._from_request = caller_here()  # the deadline of the last request is around the groups that start
+        self._from_request = (
+            caller_here()
+        )  # its deadline is around new groups, not that of a rollout whose slot is free
         self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
         is_scarce = functools.partial(self._ledger.is_scarce, config.spare_groups)
         attempts = self._ledger.failed_attempts
@@ -334,8 +336,6 @@ class AsyncRolloutManager:
         self.batches += 1
         return samples
 
-    # -- starting and settling groups --
-
     def _top_up(self) -> None:
         if self._tasks is None:
             raise RuntimeError("the manager was closed while this batch was being filled")
@@ -354,7 +354,6 @@ class AsyncRolloutManager:
             self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
             self._report.idle.stop()
             scope = self._running.begin(group_index(prompt))
-            # Not as from a rollout whose slot is free: its deadlines are not around this group.
             self._from_request(self._tasks.start_soon, self._run_group, prompt, scope)
 
     def _start_groups(self) -> None:

@@ -105,10 +105,13 @@ def test_the_deadline_of_a_group_does_not_replace_a_failure() -> None:
     """13.3 A rollout that failed before the deadline keeps its cause, and counts once."""
     settled: list[Group] = []
 
+    async def note(group: Group) -> None:
+        settled.append(group)
+
     async def run() -> None:
         generate = slow_to_close(ValueError("the cause"))
         manager = manager_of(generate, batch_size=1, group_seconds=5.0, max_attempts=1)
-        manager = AsyncRolloutManager(manager.config, manager.data_buffer, on_group=settled.append)
+        manager = AsyncRolloutManager(manager.config, manager.data_buffer, on_group=note)  # type: ignore[arg-type]
         async with manager:
             await manager.generate_batch()
             await anyio.sleep(60)
