@@ -197,10 +197,7 @@ class Episode:
     async def _resume_logged(
         self, environment: GuardedEnvironment, recorder: TurnRecorder, earlier: Trajectory
     ) -> tuple[Tool, ...]:
-        """Continue the trajectory of the logged turns, and restore the environment's last snapshot.
-
-        The trajectory comes first: an episode whose deadline passes meanwhile keeps its turns.
-        """
+        """Continue the trajectory of the logged turns, which stays if restoring the environment takes too long."""
         last = recorder.log.turns[-1].fields
         self.adopt_logged(earlier, last)
         recorder.resumed(earlier, is_open=self.replies.continues)

@@ -98,20 +98,17 @@ class AsyncRolloutManager:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
-        self._ledger = Ledger(data_buffer)
+        ledger = self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False  # whether a caller waits for a batch, and whether stream() is open
         self._recorder = Recorder(rollout_log, on_group)
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
-        self._from_request = (
-            caller_here()
-        )  # its deadline is around new groups, not that of a rollout whose slot is free
+        self._from_request = caller_here()  # the deadlines of the last request are around new groups
         self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
-        is_scarce = functools.partial(self._ledger.is_scarce, config.spare_groups)
-        attempts = self._ledger.failed_attempts
-        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, is_scarce, self.slots)
+        is_scarce = functools.partial(ledger.is_scarce, config.spare_groups)
+        self._runner = GroupRunner(config, self.failures, rollout_log, ledger.failed_attempts, is_scarce, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -327,10 +324,11 @@ class AsyncRolloutManager:
         samples = [sample.pack() for group in groups for sample in group.samples]
         # Each of these may raise, e.g. a sampler or a full disk: the groups then stay ready.
         numbers = self._report.of_samples(samples, seconds if self._streaming else None)
-        accounting = self.accounting.after_batch(len(groups))
-        head = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4)}
-        metrics = {**head, **numbers, **self._report.of_run(accounting)}
-        self._recorder.sealed(self.batches, groups, metrics, accounting)
+        counts = self.accounting
+        counts = attrs.evolve(counts, ready=counts.ready - len(groups), in_batch=counts.in_batch + len(groups))
+        numbers = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4), **numbers}
+        metrics = {**numbers, **self._report.of_run(counts)}
+        self._recorder.sealed(self.batches, groups, metrics, counts)
         self._ledger.seal(groups)
         self.metrics = metrics
         self.batches += 1
