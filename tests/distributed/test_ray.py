@@ -135,11 +135,11 @@ async def test_a_node_that_joins_is_used(cluster: Any) -> None:
         samples, _ = await games.batches(workers.config(games.config()), 1)
         with anyio.fail_after(60):
             while len(workers.alive) < 4:
-                await workers._changed.wait()
+                await workers.changed()
         node = cluster.add_node(num_cpus=2, **_SMALL)
         with anyio.fail_after(30):
             while len(workers.alive) < 6:
-                await workers._changed.wait()
+                await workers.changed()
     await anyio.to_thread.run_sync(functools.partial(cluster.remove_node, node))
     assert len({sample.index for sample in samples}) == 12
 
