@@ -1,7 +1,8 @@
 """Workers as Ray actors, on any number of machines.
 
 Invariant: as in :mod:`processes`, the manager's process keeps the laws. An actor whose node or process dies is replaced
-where the cluster has room, and its rollouts in flight are retried.
+where the cluster has room, and its rollouts in flight are retried. At SIGTERM, which schedulers send to the processes of
+a machine, an actor leaves: it finishes its rollouts for a while, and the others play the rest.
 
 A Ray call costs about as much as producing a sample, so finished rollouts travel in messages of at least
 :data:`SAMPLES_A_MESSAGE`, unless fewer finish within :data:`LINGER_SECONDS`. Ray is an extra, imported on first use.
@@ -9,9 +10,11 @@ A Ray call costs about as much as producing a sample, so finished rollouts trave
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import importlib
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -81,8 +84,17 @@ class _Actor:
 
     def __init__(self, factory: ConfigFactory) -> None:
         self._player = Player(create_config(factory), at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        signal.signal(signal.SIGTERM, self._leave)  # instead of Ray's handler, which ends the process
+
+    def _leave(self, number: int, frame: object) -> None:
+        """The handler of SIGTERM, in the main thread; the event loop is in another."""
+        if self._loop is None:  # it has no rollouts yet
+            raise SystemExit(1)
+        self._loop.call_soon_threadsafe(self._player.leave)
 
     async def work(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await self._player.run()
 
     async def ready(self) -> None:
