@@ -1,8 +1,8 @@
 """Workers as Ray actors, on any number of machines.
 
 Invariant: as in :mod:`processes`, the manager's process keeps the laws. An actor whose node or process dies is replaced
-where the cluster has room, and its rollouts in flight are retried. At SIGTERM, which schedulers send to the processes of
-a machine, an actor leaves: it finishes its rollouts for a while, and the others play the rest.
+where the cluster has room, and its rollouts in flight are retried. At SIGTERM an actor leaves: it finishes its rollouts
+for a while, and the others play the rest.
 
 A Ray call costs about as much as producing a sample, so finished rollouts travel in messages of at least
 :data:`SAMPLES_A_MESSAGE`, unless fewer finish within :data:`LINGER_SECONDS`. Ray is an extra, imported on first use.

@@ -32,6 +32,13 @@ from tests.distributed import games
 from tests.stored_runs import some_sample
 
 
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a log."""
+    records: list[dict[str, Any]] = []
+    LeaseLog(path, records.append).close()
+    return records
+
+
 def group(number: int, size: int = 2) -> list[Sample]:
     prompts = [Prompt(f"p{number}", group_index=number, index=size * number + member) for member in range(size)]
     return [some_sample(prompt, 1) for prompt in prompts]
@@ -78,9 +85,7 @@ async def test_a_task_that_is_cancelled_from_outside_leaves_no_half_write(what: 
         await (leases.acknowledge(token, step=3) if what == "acknowledge" else leases.announce_version("a"))
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
         assert (sorted(leases.acknowledged), leases.version) == (([0, 1], None) if what == "acknowledge" else ([], "a"))
-    log = LeaseLog(tmp_path / "log")
-    log.close()
-    assert len([record for record in log.records if record["kind"] != "opened"]) == 1
+    assert len([record for record in records_of(tmp_path / "log") if record["kind"] != "opened"]) == 1
 
 
 @pytest.mark.parametrize("turns", range(9))
@@ -477,9 +482,8 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
         except _Killed:
             kills += 1
     assert (kills, lost_answers > 0) == (20, True)
-    log = LeaseLog(folder / "leases.log")
-    log.close()
-    stored = [number for record in log.records if record["kind"] == "acknowledged" for number in record["groups"]]
+    acknowledged = [record for record in records_of(folder / "leases.log") if record["kind"] == "acknowledged"]
+    stored = [number for record in acknowledged for number in record["groups"]]
     assert sorted(stored) == list(range(60))
     assert verify_run(folder).violations == []
     counts = read_info(folder)["accounting"]
