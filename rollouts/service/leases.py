@@ -371,16 +371,14 @@ class Leases:
         self._notify()
 
     async def _drop_stale(self) -> None:
-        stale = [number for number, samples in self._ready.items() if self._is_stale(samples)]
-        if not stale:
-            return
-        for number in stale:
-            del self._ready[number]
-        self._dropped_groups.update(stale)
-        self.dropped["too old"] += len(stale)
-        self._notify()
-        async with self._writing:
-            await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
+        while stale := [number for number, samples in self._ready.items() if self._is_stale(samples)]:
+            for number in stale:
+                del self._ready[number]
+            self._dropped_groups.update(stale)
+            self.dropped["too old"] += len(stale)
+            self._notify()
+            async with self._writing:  # meanwhile, a version may be announced
+                await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
 
     def _is_stale(self, samples: Iterable[Sample]) -> bool:
         return self._staleness.drops and self._staleness.too_old(self._staleness.age_of(_versions(samples)))

@@ -302,6 +302,7 @@ async def serving(
     except (OSError, OverflowError) as error:
         raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
     options: dict[str, Any] = {"access_log": None, "logger": server_log(), "handler_cancellation": True}
+    options["auto_decompress"] = False  # a body of 1 MiB may stand for a thousand; no client of ours compresses
     runner = web.AppRunner(app, shutdown_timeout=0.5, **options)
     await runner.setup()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from rollouts.concurrency.deadlines import pauses
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, JournalError
+from rollouts.http.client import HttpClient
 from rollouts.recipe import Recipe
 from rollouts.runs.verify import verify_run
 from rollouts.service import Leases, Rollouts, ServiceError, leased_run
@@ -166,6 +168,7 @@ async def test_a_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
         ("a", ["x"] * (MOST_PROMPTS + 1), "got '10001 rows'"),
         ("a", "text", "a list"),
         ("a", [""], "some text"),
+        ("a", [[{"role": "user", "content": [{"type": ["text"]}]}]], r"prompts\[0\]: message.content"),
         ("a", [7], r"prompts\[0\]: got 7"),
         ("a", [{"question": "x"}], '"prompt"'),
         ("a", [{"prompt": "x", "label": 2**70}], "64 bits"),
@@ -425,11 +428,15 @@ async def test_a_client_gives_prompts(tmp_path: Path) -> None:
 
 
 async def test_bodies_are_bounded_and_the_route_needs_a_fed_run(tmp_path: Path) -> None:
-    """17 MiB are 413; a service of a recipe's data says which option takes prompts; 503 before the run."""
+    """17 MiB are 413, nothing is decompressed; a service of a recipe's data names the option; 503 before the run."""
     async with served(tmp_path) as (buffer, url):
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x" * (17 << 20)]}))[0] == 413
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x" * (2 << 20)]}))[0] == 200
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x"], "more": 1}))[0] == 422
+        packed = zlib.compress(json.dumps({"id": "b", "prompts": ["x" * (2 << 20)]}).encode())
+        transport = HttpClient(connect_seconds=5)
+        assert (await transport.post(f"{url}/v1/prompts", packed, {"Content-Encoding": "deflate"}))[0] == 422
+        await transport.aclose()
         assert len(buffer) == 1
     with Leases(tmp_path / "other", groups_in_work=8) as leases:
         async with serving(Service(leases)) as url:

@@ -378,6 +378,34 @@ async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path
         assert (leases.dropped, (await taken(leases, 1)).groups) == ({"too old": 2}, (2,))
 
 
+async def test_a_group_that_gets_too_old_while_another_is_dropped_is_not_delivered(tmp_path: Path) -> None:
+    """The next version is announced while the record of the drop waits for an acknowledgement and for it."""
+
+    def of(number: int, version: str) -> dict[int, list[Sample]]:
+        samples = group(number, 1)
+        for sample in samples:
+            sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
+        return {number: samples}
+
+    with Leases(tmp_path / "log", groups_in_work=8, max_staleness=0) as leases:
+        for name in ("a", "b"):
+            await leases.announce_version(name)
+        leases.add(of(2, "b"))
+        first = await taken(leases, 1)
+        leases.add(of(0, "a") | of(1, "b"))
+        delivered: list[Any] = []
+
+        async def take() -> None:
+            delivered.append(await leases.take(1))
+
+        async with anyio.create_task_group() as tasks:
+            for call, value in ((leases.acknowledge, first.token), (leases.announce_version, "c")):
+                tasks.start_soon(call, value)
+                await anyio.lowlevel.checkpoint()
+            tasks.start_soon(take)
+        assert (delivered, leases.dropped) == ([None], {"too old": 2})
+
+
 async def test_ready_and_leased_groups_are_bounded(tmp_path: Path) -> None:
     """A producer waits for room, which an acknowledgement makes and a returned lease does not."""
     with Leases(tmp_path / "log", groups_in_work=3) as leases:
