@@ -41,7 +41,7 @@ _PAUSE_SECONDS = 2.0
 """Pause between two starts: Ray takes seconds to detect a dead node, and may choose it until then."""
 _END_SECONDS = 15.0
 _CALLS = 8
-"""Calls of an actor at once: one that works, one that waits for records, and orders and signs of life beside them."""
+"""Calls of an actor at once: its work, the wait for records, orders, and signs of life."""
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 """Longer than for processes: an actor answers from its event loop, which foreign code may block."""
