@@ -349,14 +349,16 @@ async def test_a_step_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> N
         assert (await taken(leases, 1)).groups == (0,)
 
 
+def of(number: int, version: str) -> dict[int, list[Sample]]:
+    """A group whose tokens were sampled by one version."""
+    samples = group(number, 1)
+    for sample in samples:
+        sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
+    return {number: samples}
+
+
 async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path) -> None:
     """At the first delivery and after a return; the last version may be repeated; a restart changes nothing."""
-
-    def of(number: int, version: str) -> dict[int, list[Sample]]:
-        samples = group(number, 1)
-        for sample in samples:
-            sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
-        return {number: samples}
 
     with Leases(tmp_path / "log", groups_in_work=8, max_staleness=1) as leases:
         leases.add(of(0, "a") | of(1, "a"))
@@ -380,12 +382,6 @@ async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path
 
 async def test_a_group_that_gets_too_old_while_another_is_dropped_is_not_delivered(tmp_path: Path) -> None:
     """The next version is announced while the record of the drop waits for an acknowledgement and for it."""
-
-    def of(number: int, version: str) -> dict[int, list[Sample]]:
-        samples = group(number, 1)
-        for sample in samples:
-            sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
-        return {number: samples}
 
     with Leases(tmp_path / "log", groups_in_work=8, max_staleness=0) as leases:
         for name in ("a", "b"):
