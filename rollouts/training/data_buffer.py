@@ -94,7 +94,7 @@ class DataBuffer:
         sampler: Sampler | None = None,
     ) -> None:
         check_rows(prompts, "DataBuffer.prompts")
-        self._prompts = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+        self._prompts: Sequence[Prompt] = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
@@ -116,7 +116,7 @@ class DataBuffer:
 
     def _begin(self) -> None:
         """Begin the order of the epoch, and the sampler."""
-        self._order = self._shuffled(self._epoch)
+        self._order: Sequence[int] = self._shuffled(self._epoch)
         if self.sampler is not None:
             self.sampler.begin(self._prompts, self.seed)
 
