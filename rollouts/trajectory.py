@@ -51,10 +51,6 @@ class Segment:
     version: str | None
     """The policy version that sampled the tokens; ``None`` for context, which is never trained."""
 
-    @property
-    def trainable(self) -> bool:
-        return self.version is not None
-
 
 @attrs.frozen
 class CompletionRecord:

@@ -83,11 +83,12 @@ def answer(body: bytes = b"{}", *lines: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def full_backlog() -> Iterator[int]:
-    """A port that neither accepts nor refuses connections."""
+def full_backlog(port: int = 0) -> Iterator[int]:
+    """A port, by default any free one, that neither accepts nor refuses connections."""
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket())
-        listening.bind(("127.0.0.1", 0))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
         listening.listen(0)
         for _ in range(4):
             waiting = stack.enter_context(socket.socket())

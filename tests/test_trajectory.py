@@ -150,7 +150,7 @@ def test_runs_of_one_origin_are_one_segment() -> None:
     trajectory.add_reply(sampled_from([1, 2, 3], [4]), REPLY)
     trajectory.add_reply(sampled_from([1, 2, 3, 4], [5], versions=[VersionSpan("v2", 0, 1)]), REPLY)
     assert trajectory.segments == [Segment(0, 2, None), Segment(2, 4, "v1"), Segment(4, 5, "v2")]
-    assert [segment.trainable for segment in trajectory.segments] == [False, True, True]
+    assert [segment.version is not None for segment in trajectory.segments] == [False, True, True]
     assert trajectory.versions == (VersionSpan("v1", 2, 4), VersionSpan("v2", 4, 5))
 
 

@@ -108,11 +108,11 @@ class Replies:
         calls: list[ToolCall] = []
         used_ids: set[str] = set()
         for call in reply.tool_calls:
-            call_id = call.id
+            call_id, number = call.id, self.call_count
             if call_id in used_ids:
                 counters.append("duplicate_call_ids")
-                call_id = ""
-            call_id = call_id or f"call{self.call_count:05d}"
+            while not call_id or call_id in used_ids:  # the model may have copied an id of this form
+                call_id, number = f"call{number:05d}", number + 1
             used_ids.add(call_id)
             self.call_count += 1
             error, counted = fault_of(call, known)

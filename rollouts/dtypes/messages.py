@@ -69,7 +69,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] = attrs.field(factory=dict)
     id: str = ""
-    """Unique within one rollout; assigned by the agent loop if the dialect has no ids."""
+    """Unique in its reply; assigned by the agent loop if the dialect has no ids or the model repeats one."""
     raw: str = ""
     """The exact text of the call."""
     error: str | None = None

@@ -105,10 +105,13 @@ async def abort_generation(
         body = routes.body(rid)
         status, payload = await _abort(transport, url + routes.one, body, headers)
         if status in (404, 405):
-            for worker in await workers_behind(transport, url, headers):
-                status, payload = await _abort(transport, worker + routes.one, body, headers)
-                if status != 200:
-                    break
+            try:
+                for worker in await workers_behind(transport, url, headers):
+                    status, payload = await _abort(transport, worker + routes.one, body, headers)
+                    if status != 200:
+                        break
+            except ConnectFailed as error:  # that error would say that the router is away
+                raise EndpointUnavailable(f"a worker of the router is away: {error}") from error
         if status != 200:
             raise EndpointUnavailable(
                 f"a generation may still be running: POST {without_password(url)}{routes.one} returned status"

@@ -122,8 +122,8 @@ class Attempts:
 
     def _is_outage(self, error: EndpointUnavailable) -> bool:
         """Whether an error shows that no server can serve the call now."""
-        if self._call.running is not None and self._sender.servers.any_reachable:
-            return False  # its abort failed at one server, and others serve
+        if self._call.running is not None:  # its abort failed
+            return not self._sender.servers.any_reachable
         return isinstance(error, ConnectFailed | ServerUnreachable | Overloaded)
 
     async def _abort(self, worker: Worker, rid: str) -> None:

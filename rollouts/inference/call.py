@@ -44,7 +44,7 @@ class Call:
     waits: int = 0
     """Number of waits for a server."""
     sole_request: bool = False
-    """Whether the lost request was the only new one of its server, and so probably crashed it."""
+    """Whether the last attempt was lost as the only new request of its server, and so probably crashed it."""
     crashes: int = 0
     """Deaths of a server after which ``sole_request`` was set."""
     pinned_worker: Worker | None = None

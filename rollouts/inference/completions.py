@@ -167,11 +167,11 @@ def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
     """Pack logprobs of the column ``name``.
 
     Raises:
-        BrokenNumbers: a logprob is not a finite number.
+        BrokenNumbers: a logprob is null, which stands for NaN and infinity in JSON, or too large for float32.
     """
     try:
         packed = struct.pack(f"={len(values)}f", *values)
-    except (struct.error, OverflowError):  # null, which stands for NaN and infinity in JSON, or too large
+    except (struct.error, OverflowError):
         received = np.array(values, np.float64)
         at = int(np.flatnonzero(~(np.abs(received) <= _LARGEST))[0])
         raise BrokenNumbers(f"{name}[{at}]: got {received[at]}; expected a finite number") from None

@@ -71,8 +71,8 @@ class Outage:
                 self._unlist()
 
     def explain(self, reason: str) -> None:
-        """Set the reason that is listed."""
-        if self._listed is not None and reason == self._reason:
+        """Set the reason that is listed while requests wait."""
+        if not self._waiting or (self._listed is not None and reason == self._reason):
             return
         self._unlist()
         self._reason = reason
@@ -129,7 +129,7 @@ class ServedWeights:
     def check(self, name: str, info: ServerInfo) -> None:
         """Check the weights of a server that was unreachable.
 
-        The version must be the newest that any server has reported. A version never seen before is accepted after an
+        The version must be the last new version that a server reported. One never seen before is accepted after an
         update, since another process may update the weights; before any update it means another model.
 
         Raises:

@@ -76,7 +76,8 @@ class Pause:
             self._loop = asyncio.get_running_loop()
         if self.is_on or self.url in _ORDERED:
             self.refresh()
-            clocks.pause()
+            if self.is_on:  # another thread may have ended it meanwhile
+                clocks.pause()
         return clocks
 
     def left(self, clocks: Clocks) -> None:

@@ -90,7 +90,7 @@ class ServerPolicy:
         self._reading_lock = anyio.Lock()
         self._sequences = SequenceCache(None if callable(vocab_size) else vocab_size)
         self._images = ImageTexts()
-        self._checked_stops: set[tuple[int, ...]] = set()
+        self._checked_stops: tuple[int, ...] = ()
         self._order: Callable[[], Awaitable[PriorityOrder | None]] | None = None
         self._last_options: tuple[object, bytes] = None, b""
 
@@ -182,9 +182,9 @@ class ServerPolicy:
 
     def _call_of(self, request: CompletionRequest, worker: Worker) -> Call:
         """Check and encode a request, which is sent to ``worker`` first."""
-        if request.stop_token_ids not in self._checked_stops:
+        if request.stop_token_ids != self._checked_stops:
             self._sequences.check(request.stop_token_ids, "stop_token_ids")
-            self._checked_stops = {tuple(request.stop_token_ids)}
+            self._checked_stops = request.stop_token_ids
         route, headers = request.route or request.session, self.servers.headers
         if route:
             headers = {**headers, **self.servers.protocol.session_headers(_header_safe(route))}

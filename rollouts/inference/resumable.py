@@ -228,7 +228,9 @@ class ResumablePolicy(PolicyWrapper):
         borrower = object()
         while True:
             if self.paused:
-                await self.wait_until_open()
+                with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
+                    while self._opened is not None:
+                        await self._opened.wait()
             if self.limiter is None:
                 return borrower
             try:
@@ -244,13 +246,6 @@ class ResumablePolicy(PolicyWrapper):
     def _return_slot(self, borrower: object) -> None:
         if self.limiter is not None:
             self.limiter.release_on_behalf_of(borrower)
-
-    async def wait_until_open(self) -> None:
-        """Return when the policy is not paused; deadlines are paused meanwhile."""
-        if self.paused:
-            with boundary(EndpointUnavailable, "paused between batches", kind="a_pause"), paused_deadlines():
-                while self._opened is not None:
-                    await self._opened.wait()
 
 
 def _joined(parts: list[Completion]) -> Completion:

@@ -88,6 +88,7 @@ class Sender:
         worker.in_flight += 1
         self.running[rid] = worker
         worker.unanswered[rid] = sent = time.monotonic()
+        call.sole_request = False
         clocks = worker.pause.entered()
         try:
             await self._protocol.check_server(worker, request.sampling)
@@ -177,7 +178,7 @@ class Sender:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
         for span in completion.versions:
             worker.versions[span.version] = None
-        self.reachability.answered()
+        self.reachability.outage.answered()
         self.totals.add(completion)
         if self.on_completion is not None:
             self.on_completion(completion, worker.name)

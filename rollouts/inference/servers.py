@@ -19,7 +19,7 @@ import anyio
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams
 from rollouts.errors import EndpointError, EndpointUnavailable, without_password
-from rollouts.http.client import HttpClient
+from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
@@ -126,6 +126,7 @@ class Servers:
         try:
             return await abort_generation(self.transport, worker.url, rid, self._admin_headers, self.protocol.ABORTS)
         except EndpointUnavailable as error:
+            worker.unreachable |= isinstance(error, ConnectFailed)
             self.hide_keys(error)
             raise
 

@@ -1,7 +1,7 @@
 """Servers that are unreachable: the waits for them, their return, and the requests that crash them.
 
 Invariant: a worker that is unreachable does not get requests before it has described itself with the expected weights.
-It becomes unreachable when it refuses a connection, when an abort shows that it died, or when it is missing from a
+It becomes unreachable when no connection to it opens, when an abort shows that it died, or when it is missing from a
 description of all servers; only :meth:`Reachability.check_return` makes it reachable again.
 
 This module does not send requests for tokens and does not count attempts.
@@ -62,10 +62,6 @@ class Reachability:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def answered(self) -> None:
-        """Record that a server answered a request for tokens."""
-        self.outage.answered()
-
     def served(self, completion: Completion) -> None:
         """Record the versions that a server reported."""
         if completion.versions:
@@ -109,7 +105,7 @@ class Reachability:
         2. Any server may get the call, and another one serves: no wait.
         3. Only one server may get the call, and others serve: the call waits for that server. This is not an outage,
            so new groups start.
-        4. No server serves: the call waits for all that may get it. This is an outage.
+        4. No server serves: the call waits for all that may get it. This is an outage, until any server serves.
 
         Returns:
             The worker for the next attempt; ``None`` if the wait was interrupted.
@@ -149,6 +145,8 @@ class Reachability:
                 back = await self._first_reachable(wanted)
                 if back is not None:
                     return bound or self._workers.move(back, call.route)
+                if is_outage and bound is not None and self._servers.any_reachable:
+                    return bound  # the outage is over: if this server is still away, the next wait is case 3
 
     async def wait_for_any(self, error: EndpointUnavailable) -> None:
         """Wait until a server answers, after the error of a request that no server answered.
@@ -204,9 +202,10 @@ class Reachability:
                 raise
             worker.suspect()
             raise ServerUnreachable(str(error)) from error
-        worker.unreachable, worker.suspect_until = False, 0.0
-        worker.unanswered.clear()  # of its former process
-        self._servers.protocol.forget(worker)
+        if worker.unreachable:  # else a concurrent call was first, and may have sent its request
+            worker.unreachable, worker.suspect_until = False, 0.0
+            worker.unanswered.clear()  # of its former process
+            self._servers.protocol.forget(worker)
 
     async def _first_reachable(self, workers: Iterable[Worker]) -> Worker | None:
         """Return the first worker that is reachable, or is back; concurrent calls poll once for all."""

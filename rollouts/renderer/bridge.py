@@ -13,6 +13,7 @@ This module does not know token ids; the renderer joins sampled ids and bridge i
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -77,7 +78,7 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
         by_position: dict[int, Message | None] = {} if kept.last_user is None else {kept.last_user: None}
         by_position.update(kept.messages)
         built: list[Message] = []
-        for _, message in sorted(by_position.items(), key=_position):
+        for _, message in sorted(by_position.items(), key=operator.itemgetter(0)):
             message = message or _USER_TURN
             built += _before(message, built)
             built.append(message)
@@ -86,10 +87,6 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
         return [*built, *short_history[1:]]  # no second user turn: built ends in a user or tool message
 
     return build
-
-
-def _position(item: tuple[int, object]) -> int:
-    return item[0]
 
 
 def _before(message: Message, built: Sequence[Message]) -> list[Message]:
@@ -213,7 +210,7 @@ def _calls(reply: Message | None, results: Sequence[Message], sentinel: str) -> 
         name = result.name or (call.name if call is not None else "") or "f"
         id = result.tool_call_id or (call.id if call is not None else "")
         calls.append((at, ToolCall(name, {"x": sentinel}, id=id)))
-    return [call for _, call in sorted(calls, key=_position)]
+    return [call for _, call in sorted(calls, key=operator.itemgetter(0))]
 
 
 def _up_to_first(rest: str, words: Sequence[str], new: Sequence[Message]) -> str:

@@ -77,13 +77,12 @@ class Bridges:
 
     def refuses_reply(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """The answer of :meth:`Renderer.refuses_reply <rollouts.renderer.Renderer.refuses_reply>`."""
-        names = [tool.name for tool in tools] or ["f"]
-        plain = [ToolCall(names[0], id=f"call{n:05d}") for n, _ in enumerate(history[-1].tool_calls)]
-        calls = {call.id: call for call in plain}
-        ids = {old.id: call.id for old, call in zip(history[-1].tool_calls, plain, strict=True)}
+        name, calls = tools[0].name if tools else "f", history[-1].tool_calls
+        plain = [ToolCall(name, id=f"call{number:05d}") for number, _ in enumerate(calls)]
+        plain_ids: dict[str | None, str] = {call.id: other.id for call, other in zip(calls, plain, strict=True)}
         results = [
-            attrs.evolve(message, tool_call_id=ids[message.tool_call_id], name=calls[ids[message.tool_call_id]].name)
-            if message.tool_call_id in ids
+            attrs.evolve(message, tool_call_id=plain_ids[message.tool_call_id], name=name)
+            if message.tool_call_id in plain_ids
             else message
             for message in new
         ]

@@ -33,9 +33,9 @@ class Openings:
         """The ids of :meth:`Renderer.opening <rollouts.renderer.Renderer.opening>`."""
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently. The repr of an
         # image has its hash, so that the cache does not keep its bytes.
-        unhashed = [message for message in messages if message.tool_calls or message.images]
+        by_repr = any(message.tool_calls or message.images for message in messages)
         continues = continues_turn(messages) and not new_turn
-        key = (repr(tuple(messages)) if unhashed else tuple(messages), self._model.template.key_of(tools), continues)
+        key = (repr(tuple(messages)) if by_repr else tuple(messages), self._model.template.key_of(tools), continues)
         with self._lock:
             cached = self._cache.get(key)
             if cached is not None:
@@ -47,9 +47,8 @@ class Openings:
         if cached is not None:
             return cached.result()
         try:
-            future.set_result(
-                self._model.encode(self._text(messages, tools, continues), self._model.images_of(messages))
-            )
+            text, images = self._text(messages, tools, continues), self._model.images_of(messages)
+            future.set_result(self._model.encode(text, images))
         except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
             with self._lock:
                 self._cache.pop(key, None)

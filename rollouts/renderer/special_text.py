@@ -7,11 +7,14 @@ plain text. This module does not know conversations.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from rollouts.dtypes import Message
+import attrs
+
+from rollouts.dtypes import Image, Message
 from rollouts.errors import ConfigError
 
 __all__ = ["GUARD", "Marks", "SpecialText", "plain_encoder"]
@@ -49,6 +52,8 @@ class Marks:
     def _guard(self, message: Message) -> Message:
         if message.role not in ("user", "tool"):
             return message
+        if not isinstance(message.content, str):
+            message = attrs.evolve(message, content=_joined(message.content))
         return message.with_texts(lambda text: self.guarded_text(text, f"content of a {message.role} message"))
 
     def guarded_text(self, text: str, what: str) -> str:
@@ -77,6 +82,12 @@ class Marks:
             yield found[0].replace(GUARD, ""), True
             at = found.end()
         yield text[at:].replace(GUARD, ""), False
+
+
+def _joined(content: Sequence[str | Image]) -> list[str | Image]:
+    """Content with adjacent texts as one: a mark may begin in one text and end in the next."""
+    runs = itertools.groupby(content, lambda part: isinstance(part, str))
+    return [part for are_texts, run in runs for part in (["".join(map(str, run))] if are_texts else run)]
 
 
 def plain_encoder(raw: object) -> Callable[[str], list[int]]:

@@ -167,8 +167,7 @@ class Journal:
         Raises:
             JournalError: an earlier record could not be written.
         """
-        if self._error is not None:
-            raise self._error
+        self._raise_if_broken()
         record = (_KINDS.index(kind), *packed(fields, columns))
         with self._appending:
             self._queue.append(record)
@@ -305,10 +304,8 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def _cut_back(file: io.FileIO, end: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the incomplete record stays, and the next Journal cuts it
         os.ftruncate(file.fileno(), end)
-    except OSError:  # the incomplete record stays, and the next Journal cuts it
-        return
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -345,8 +345,9 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 
 def _key(prompt: Prompt) -> str:
-    messages = [message.to_record() for message in prompt.messages]
-    return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
+    """Prompt and label; without an opening, the metadata take its place."""
+    task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
+    return json.dumps([task, prompt.label], sort_keys=True, default=repr)
 
 
 def check_rows(prompts: Any, field: str) -> None:
@@ -385,10 +386,15 @@ def read_prompt(row: Any, place: str) -> Prompt:
     if prompt.metadata:
         return prompt  # from which the environment may write the opening
     opening = prompt.prompt
-    if not (opening.strip() if isinstance(opening, str) else any(map(_has_content, opening))):
+    if not _has_opening(prompt):
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
         raise ConfigError(f"{place}: {ConfigError.of('prompt', got, 'some text')}")
     return prompt
+
+
+def _has_opening(prompt: Prompt) -> bool:
+    opening = prompt.prompt
+    return bool(opening.strip()) if isinstance(opening, str) else any(map(_has_content, opening))
 
 
 def _has_content(message: Message) -> bool:

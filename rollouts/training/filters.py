@@ -10,8 +10,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from rollouts.base.validators import finite
 from rollouts.errors import ConfigError
-from rollouts.training.branches import by_rollout, reward_of_rollout
+from rollouts.training.branches import by_rollout
 from rollouts.training.status import Status
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ def make_threshold_filter(
         raise ConfigError.of("make_threshold_filter(min_reward, max_reward)", (min_reward, max_reward), "min <= max")
 
     def check_mean_reward(samples: Sequence[Sample]) -> bool:
-        _rewards(samples)
-        means = [reward_of_rollout(branches) or 0.0 for branches in by_rollout(samples)]
+        means = [statistics.fmean(_rewards(branches)) for branches in by_rollout(samples)]
         return min_reward <= statistics.fmean(means) <= max_reward
 
     return check_mean_reward
@@ -112,10 +112,10 @@ def make_length_filter(min_tokens: int = 1, max_tokens: int = 32_768) -> Callabl
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:
-    """Return the rewards of a scored group; raise if one is missing, since filters run after rewards."""
+    """Return the rewards of scored samples; raise if one is not a number, since filters run after rewards."""
     rewards = []
     for sample in samples:
-        if sample.reward is None:
-            raise ConfigError.of(f"{sample!r}.reward", None, "a number: filters run on scored samples")
-        rewards.append(float(sample.reward))
+        if (reward := finite(sample.reward)) is None:
+            raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a number: filters run on scored samples")
+        rewards.append(reward)
     return rewards

@@ -44,6 +44,10 @@ class Accounting:
         if self.taken != self.in_batch + self.dropped + self.failed + self.returned + self.ready + self.in_flight:
             raise TokenMismatchError(f"the accounting does not add up: {self}")
 
+    def after_batch(self, groups: int) -> Accounting:
+        """The numbers once so many ready groups are in a batch."""
+        return attrs.evolve(self, ready=self.ready - groups, in_batch=self.in_batch + groups)
+
     def __str__(self) -> str:
         parts = [f"{self.in_batch} in batch", f"{self.dropped} dropped", f"{self.failed} failed"]
         parts += [f"{self.returned} returned"]

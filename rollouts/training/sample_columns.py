@@ -75,6 +75,8 @@ def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
     packed: npt.NDArray[Any]
     try:
         plain = np.asarray(value)
+        if plain.dtype.kind in "SUc":  # astype would read text, and drop the imaginary part of a number
+            raise TypeError(f"got values of {plain.dtype}")
         packed = frozen(plain.astype(dtype))
         exact = len(plain) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == plain).all())
     except (ValueError, TypeError, OverflowError) as error:

@@ -13,6 +13,7 @@ from rollouts.http.client import HttpClient
 from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
+from tests.inference.client import Client
 
 
 @pytest.fixture
@@ -55,6 +56,17 @@ async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClie
         with pytest.raises(EndpointUnavailable, match="may still be running"):
             await abort_generation(transport, router.url, "r", {})
         assert healthy.aborted == ["r"]
+
+
+async def test_a_worker_that_is_away_does_not_make_its_router_unreachable(client: Client) -> None:
+    """A request that may still run there is not sent again; the next one goes to the router."""
+    async with StubServer(workers=["http://no.such.host.invalid:1"], faults=["error_500"]) as router:
+        policy = client.policy(router.url, max_retries=1)
+        with pytest.raises(EndpointUnavailable, match="a worker of the router is away"):
+            await client.complete(policy)
+        assert not policy.servers.workers.all[0].unreachable
+        assert len((await client.complete(policy)).tokens) == 3
+        await policy.aclose()
 
 
 async def test_an_abort_has_the_admin_key(transport: HttpClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, generat
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.types import Status
 from tests.inference.client import Client
+from tests.raw_server import Visit, answer, full_backlog, raw_server
 
 POLL = 0.01
 
@@ -385,6 +387,27 @@ def test_which_weights_are_right(seen: Sequence[str], back: ServerInfo, message:
             weights.check("http://there", back)
 
 
+async def test_a_request_waits_for_a_server_that_vanishes_with_it(client: Client) -> None:
+    """Its abort reaches no server, and no process there refuses it: that is an outage, not a failed attempt."""
+    with contextlib.ExitStack() as vanished:
+
+        async def vanish(request: Any) -> None:
+            await vanishing.die()
+            vanished.enter_context(full_backlog(int(vanishing.url.rpartition(":")[2])))
+
+        vanishing = Restartable()
+        await vanishing.start(latency=vanish, faults=["reset"])
+        async with policy_of(vanishing.url, connect_seconds=0.1) as policy:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.complete, policy)
+                assert "no server answers" in await until_paused()
+                vanished.close()
+                await vanishing.stop()
+                await vanishing.start()
+            assert policy.totals.completions == 1
+        await vanishing.stop()
+
+
 # -- requests that may have killed their server -----------------------------------------------------------------------
 
 
@@ -421,6 +444,109 @@ async def test_a_request_whose_server_died_alone_with_it_goes_to_no_other(client
         assert "died 2 times while this request, of 5 ids, was the only new one" in str(errors[0])
         assert {request.headers["X-SMG-Routing-Key"] for request in other.requests} == {"innocent"}
     await deadly.stop()
+
+
+async def deadly_server(**options: Any) -> Restartable:
+    """A server that dies with each request."""
+
+    async def die(request: Any) -> None:
+        await deadly.die()
+
+    deadly = Restartable(latency=die, faults=["reset"], **options)
+    await deadly.start()
+    return deadly
+
+
+async def test_a_request_does_not_wait_for_its_dead_server_for_ever_once_others_serve_again(client: Client) -> None:
+    """Its wait began in an outage of all servers, which another server ended."""
+    deadly, other = await deadly_server(), Restartable()
+    await other.start()
+    async with policy_of(deadly.url, other.url, outage_seconds=0.5) as policy:
+        await policy.describe()
+        await other.stop()
+        policy.servers.workers.all[1].unreachable = True  # as after a request that was refused meanwhile
+        with anyio.fail_after(20):
+            async with anyio.create_task_group() as tasks:
+
+                async def ask() -> None:
+                    with pytest.raises(EndpointRefused, match=r"is not back after 0\.5 s"):
+                        await client.complete(policy, session="deadly")
+
+                tasks.start_soon(ask)
+                await until_paused()
+                await deadly.stop()
+                await other.start()
+                assert len((await client.complete(policy, session="innocent")).tokens) == 3
+        assert pauses() == []
+    await other.stop()
+
+
+async def test_a_server_back_with_other_weights_stops_no_new_groups_while_others_serve(client: Client) -> None:
+    """The request that waits for it is refused, and nothing stays listed."""
+    info = {"model_path": "m", "weight_version": "v1"}
+    deadly = await deadly_server(model_info=info)
+    async with (
+        StubServer(model_info=info) as other,
+        policy_of(deadly.url, other.url, outage_seconds=0.3) as policy,
+    ):
+        await policy.describe()
+        async with anyio.create_task_group() as tasks:
+
+            async def ask() -> None:
+                with pytest.raises(EndpointRefused, match=r"is not back after 0\.3 s"):
+                    await client.complete(policy, session="deadly")
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(ask)
+            while not policy.servers.workers.all[0].unreachable:
+                await anyio.lowlevel.checkpoint()
+            await deadly.stop()
+            await deadly.start(model_info={**info, "weight_version": "default"})
+            while True:
+                assert not any(pause.blocks_new_work for pause in pauses())
+                await anyio.lowlevel.checkpoint()
+        assert pauses() == []
+    await deadly.stop()
+
+
+async def test_a_server_that_dies_later_is_not_blamed_on_a_request_that_was_lost_elsewhere(client: Client) -> None:
+    """The request goes to another server: it was the only one at the server that lost it, which did not die."""
+
+    async def die(request: Any) -> None:
+        await dying.die()
+
+    dying = Restartable(latency=die, faults=["error_500"])
+    await dying.start()
+    async with (
+        StubServer(faults=["reset"]) as losing,
+        policy_of(losing.url, dying.url, outage_seconds=0.3, max_retries=2) as policy,
+    ):
+        assert len((await client.complete(policy, session="lost")).tokens) == 3
+        assert [len(losing.requests), len(dying.stub.requests)] == [2, 1]
+    await dying.stop()
+
+
+async def test_a_request_sent_since_a_server_is_back_stays_suspected(client: Client) -> None:
+    """Two calls find at the same time that the server is back; the slower one does not clear what the other sent."""
+    visits, release = itertools.count(), anyio.Event()
+
+    async def serve(visit: Visit) -> None:
+        await visit.request()
+        if not next(visits):
+            await release.wait()
+        await visit.say(answer(b'{"model_path": "m"}'))
+
+    async with raw_server(serve) as port, policy_of(f"http://127.0.0.1:{port}") as policy:
+        (worker,) = policy.servers.workers.all
+        worker.unreachable, worker.unanswered = True, {"of its former process": 1.0}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(policy._reachability.check_return, worker)
+            await anyio.lowlevel.checkpoint()
+            await policy._reachability.check_return(worker)
+            assert not worker.unanswered
+            worker.unanswered["sent"] = 2.0
+            release.set()
+        assert worker.unanswered == {"sent": 2.0}
 
 
 # -- the manager ------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
+import anyio.from_thread
 import anyio.to_thread
-import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -20,6 +22,7 @@ from rollouts.inference.pauses import Pause, is_ready, ordered, watch_pauses
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
 from rollouts.testing.server import StubServer
+from tests.engine_requests import control
 
 PROMPT = packed_tokens(range(1, 30))
 LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
@@ -28,14 +31,6 @@ LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
 async def sleep(seconds: float) -> None:
     with anyio.move_on_after(seconds):
         await anyio.sleep_forever()
-
-
-async def control(url: str, path: str, **body: str) -> None:
-    """Send a control request to the server, as a trainer does."""
-    transport = HttpClient(connect_seconds=5)
-    status, _ = await transport.post(url + path, msgspec.json.encode(body), {"Content-Type": "application/json"})
-    assert status == 200
-    await transport.aclose()
 
 
 async def test_a_pause_by_this_process_does_not_expire_deadlines() -> None:
@@ -140,6 +135,32 @@ async def test_a_pause_by_another_thread_is_known() -> None:
         states.append(pause.is_on)
     pause.left(clocks)
     assert states == [False, True, False]
+
+
+async def test_a_turn_that_starts_as_a_pause_ends_has_its_deadline() -> None:
+    """Another thread has ended the pause, and the event loop has not heard of it yet."""
+    pause = Pause("http://there", "there")
+    first = pause.entered()
+    started, finish = anyio.Event(), threading.Event()
+
+    def order() -> None:
+        with ordered("http://there"):
+            anyio.from_thread.run_sync(started.set)
+            finish.wait()
+        ended.set()
+
+    ended = threading.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(anyio.to_thread.run_sync, order)
+        await started.wait()
+        assert pause.is_on
+        finish.set()
+        ended.wait(20)  # blocks the loop, which therefore does not run what the thread scheduled
+        with deadline(60) as limit:
+            second = pause.entered()
+            assert limit.ends < float("inf")
+            pause.left(second)
+    pause.left(first)
 
 
 async def test_a_detected_pause_expires() -> None:

@@ -357,6 +357,14 @@ def test_duplicates_have_equal_labels_in_any_order_of_their_keys() -> None:
     assert [prompt.label for prompt in buffer.prompts] == [labels[0], labels[2]]
 
 
+def test_prompts_that_are_only_metadata_are_different_prompts() -> None:
+    """An environment writes their openings from it; with a text, metadata makes no difference."""
+    rows: list[dict[str, Any]] = [{"prompt": "", "metadata": {"task": number}} for number in (1, 2, 2, 3)]
+    buffer = DataBuffer([*rows, *({"prompt": "x", "metadata": {"row": number}} for number in (1, 2))])
+    assert [dict(prompt.metadata) for prompt in buffer.hold_out(2)] == [{"task": 3}, {"row": 2}]
+    assert [prompt.metadata["task"] for prompt in buffer.prompts] == [1, 2, 2]
+
+
 def test_what_was_out_before_a_state_was_loaded_cannot_be_put_back() -> None:
     """It comes out again, if the state says so."""
     buffer = DataBuffer(texts(3))

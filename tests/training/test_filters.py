@@ -78,6 +78,17 @@ def test_an_unscored_sample_is_an_error(check: Callable[[list[Sample]], bool]) -
         check(group(1, None))
 
 
+@pytest.mark.parametrize("check", [check_reward_nonzero_std, check_min_reward, make_threshold_filter()])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_a_number_is_an_error(check: Callable[[list[Sample]], bool], reward: float) -> None:
+    """Also in one of the branches of a rollout: it counts neither as 0 nor as below every bound."""
+    branches = group(1, reward)
+    for sample in branches:
+        sample.rollout_id = 0
+    with pytest.raises(ConfigError, match=r"reward: got (nan|inf); expected a number"):
+        check(branches)
+
+
 @pytest.mark.parametrize(
     ("make", "bounds"),
     [

@@ -191,6 +191,8 @@ def test_a_subclass_of_a_fields_type_is_one() -> None:
         ("loss_mask", [0, 0.5, 0, 1]),
         ("loss_mask", None),
         ("rollout_log_probs", ["x"] * 4),
+        ("rollout_log_probs", ["-0.5"] * 4),
+        ("rollout_log_probs", [-1 + 2j] * 4),
         ("rollout_log_probs", [0.0, None, 0.0, -1.0]),
         ("rollout_log_probs", [0.0, float("nan"), 0.0, -1.0]),
         ("rollout_log_probs", np.full(4, np.nan, np.float32)),

@@ -191,6 +191,10 @@ def test_arguments_as_a_string_are_never_parsed(name: str) -> None:
             "mistral",
             "[TOOL_CALLS]" + json.dumps([{"name": "now", "arguments": {}, "id": "abcdefghi"} for _ in range(2)]),
         ),
+        (  # an id of the form of ours, which the model may have seen in the history
+            "mistral",
+            "[TOOL_CALLS]" + json.dumps([{"name": "now", "arguments": {}, "id": "call00001"} for _ in range(2)]),
+        ),
     ],
 )
 async def test_a_duplicate_call_id_is_replaced(name: str, text: str) -> None:
