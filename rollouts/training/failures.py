@@ -64,7 +64,7 @@ def same_cause(failure: Failure) -> str:
     return f"{failure.kind}: {_VALUES.sub('…', failure.message)}"
 
 
-_VALUES = re.compile(r"""(?<=: got ).*?(?=; expected)|'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
+_VALUES = re.compile(r"""(?<=: got ).{0,200}?(?=; expected)|'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
 
 
 def cause_of(samples: Sequence[Sample]) -> str:
