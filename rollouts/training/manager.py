@@ -348,11 +348,11 @@ class AsyncRolloutManager:
             prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
-            finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
-            self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
+            finished = self._ledger.finished_rollouts.get(index := group_index(prompt), ())
+            self.slots.open(index, self.config.n_samples_per_prompt - len(finished))
             self._report.idle.stop()
-            scope = self._running.begin(group_index(prompt))
-            self._from_request(self._tasks.start_soon, self._run_group, prompt, scope)
+            scope = self._running.begin(index)
+            self._from_request(self._tasks.start_soon, self._run_group, prompt, index, scope)
 
     def _start_groups(self) -> None:
         """Start groups at another moment than a request. An error, e.g. of the data source, ends the next batch."""
@@ -378,14 +378,14 @@ class AsyncRolloutManager:
                 return None
         return prompt
 
-    async def _run_group(self, prompt: Prompt, scope: anyio.CancelScope) -> None:
+    async def _run_group(self, prompt: Prompt, index: int, scope: anyio.CancelScope) -> None:
         """Run one group in a scope that :meth:`put_back` cancels; account for it, also on errors and cancellation."""
-        finished = self._ledger.finished_rollouts.setdefault(group_index(prompt), {})
+        finished = self._ledger.finished_rollouts.setdefault(index, {})
         settled = False
         try:
             with scope:
                 await self._running.turn_to_start()
-                with at(f"group {prompt.group_index}"):
+                with at(f"group {index}"):
                     group = await self._runner.run(prompt, finished)
                     with anyio.CancelScope(shield=True):
                         await self._recorder.settled(group, functools.partial(self._ledger.observe, group))
@@ -400,8 +400,8 @@ class AsyncRolloutManager:
             self._ledger.landed(prompt)
             if not self.accounting.in_flight:
                 self._report.idle.start()
-            self._running.end(group_index(prompt))
-            self.slots.close(group_index(prompt))
+            self._running.end(index)
+            self.slots.close(index)
         if settled and self._streaming:
             self._start_groups()
 

@@ -175,7 +175,7 @@ def test_the_command_of_the_page_of_samplers_is_a_lesson() -> None:
 async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
     """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts.
 
-    On an engine of its own; asynchronously on a server that runs, and has the checkpoint's weights when it resumes.
+    In a separate engine; asynchronously on a server that runs, and has the checkpoint's weights when it resumes.
     """
     async with AsyncExitStack() as servers:
         url = await servers.enter_async_context(running_server(START_MODEL)) if asynchronous else None

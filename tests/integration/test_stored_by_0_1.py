@@ -86,7 +86,7 @@ def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_it_resumes(run: Path) -> None:
-    """It resumes on the same demo model, one in an engine of its own, the others at a server that names it.
+    """It resumes on the same demo model, one in a separate engine, the others at a server that names it.
 
     The whole run verifies, and earlier samples are unchanged.
 

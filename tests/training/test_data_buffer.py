@@ -159,7 +159,7 @@ def test_only_what_is_out_comes_back(wrong: str) -> None:
     if wrong == "again":
         buffer.put_back([first])
     before = buffer.save_state(), repr(buffer)
-    with pytest.raises(ConfigError, match=r"put_back\(prompts\): got Prompt.*expected prompts that were taken"):
+    with pytest.raises(ConfigError, match=r"put_back\(prompts\): got Prompt.*expected prompts taken from"):
         buffer.put_back([second, bad.get(wrong, first)])
     assert (buffer.save_state(), repr(buffer)) == before
 
