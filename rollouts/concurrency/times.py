@@ -120,7 +120,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
 
 def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
-    if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
-        if is_number(values[2]) and is_number(values[3]):  # JSON stores NaN as null
-            return Span(values[0], values[1], float(values[2]), float(values[3]))
+    named = len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str)
+    if named and is_number(values[2]) and is_number(values[3]):  # JSON stores NaN as null
+        return Span(values[0], values[1], float(values[2]), float(values[3]))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")
