@@ -316,6 +316,17 @@ def test_a_corrupted_line_is_named(tmp_path: Path) -> None:
         list(load_run(tmp_path / "run"))
 
 
+def test_a_corrupted_batch_of_an_active_run_is_not_shorter(tmp_path: Path) -> None:
+    """A batch appears whole: a line that is not sound is damage, and not the end of an append."""
+    writer = RunWriter(tmp_path / "run", format="jsonl")
+    path = writer.write_batch(group(0).samples, {})
+    path.write_bytes(path.read_bytes().replace(b'"question 0"', b'"question 1"'))
+    run = load_run(tmp_path / "run")
+    assert len(run) == 2
+    with pytest.raises(ConfigError, match=r"batch-000000.jsonl, line 1: corrupted"):
+        run[0]
+
+
 def test_a_corrupted_parquet_file_is_named(tmp_path: Path) -> None:
     """So is a Parquet file that was cut."""
     path = RunWriter(tmp_path / "run", format="parquet").write_batch(group(0).samples, {})
