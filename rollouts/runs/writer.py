@@ -212,11 +212,9 @@ class RunWriter:
             for sample in samples:
                 if sample.group_index is not None:
                     self._accepted.pop(sample.group_index, None)
-            self._info[METRICS_CRC] = zlib.crc32(line, self._info.get(METRICS_CRC, 0))
-            self._info["batches"] = self.batches
-            if accounting is not None:
-                self._info["accounting"] = attrs.asdict(accounting)
-            self._write_info()
+            crc = zlib.crc32(line, self._info.get(METRICS_CRC, 0))
+            counts = {} if accounting is None else {"accounting": attrs.asdict(accounting)}
+            self.update(**{METRICS_CRC: crc, "batches": self.batches, **counts})
             return path
 
     def write_samples(self, number: int, samples: Sequence[Sample]) -> Path:

@@ -118,7 +118,7 @@ def test_groups_of_many_threads_do_not_mix(tmp_path: Path) -> None:
     assert sorted(order[::2]) == list(range(40))
 
 
-def test_a_batch_whose_metrics_are_refused_is_no_batch(tmp_path: Path) -> None:
+def test_a_batch_whose_metrics_are_refused_does_not_count(tmp_path: Path) -> None:
     """A disk that fills up between a batch and its line of metrics: the groups are stored once, in no batch."""
     writer = RunWriter(tmp_path / "run")
     writer.on_group(group(0))
