@@ -26,7 +26,7 @@ def get(url: str, path: str, host: str | None = None) -> tuple[int, bytes]:
 
 
 def test_a_batch_that_comes_changes_the_stamp_and_the_parts(tmp_path: Path) -> None:
-    """The page has no data; its parts are those of the run as it is now. A file that is being written counts not yet."""
+    """The page has no data; its parts are those of the run as it is now, without a file that is being written."""
     writer = RunWriter(tmp_path / "run")
     view = LiveView([functools.partial(open_source, tmp_path / "run", verify=False)], [None])
     with serving_view(view, 0) as url:
