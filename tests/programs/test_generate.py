@@ -257,9 +257,10 @@ async def test_a_workspace_that_takes_no_number_as_reward_costs_the_rollout(rewa
     assert "Graded.take: got" in sample.failure.message
 
 
-async def test_a_sandbox_that_does_not_close_is_counted() -> None:
+@pytest.mark.parametrize("raises", [SandboxError, OSError])
+async def test_a_sandbox_that_does_not_close_is_counted(raises: type[Exception]) -> None:
     """The rollout has ended: what it did is whole."""
-    (sample,) = await rollout(FakeSandbox(ask_once, fails_at="close"))
+    (sample,) = await rollout(FakeSandbox(ask_once, fails_at="close", raises=raises))
     assert (sample.status, sample.metrics["close_failures"]) == (Status.COMPLETED, 1)
 
 
