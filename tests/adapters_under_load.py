@@ -29,13 +29,35 @@ def rollout_of(policy: ServerPolicy) -> ResumablePolicy:
 
 def worst(prompt: Any, completion: Completion, judges: Mapping[str, Teacher], temperature: float = 1.0) -> float:
     """The largest difference of a logprob to the forward pass of the adapter that its token names."""
+    return max((abs(one.found - one.exact) for one in judged(prompt, completion, judges, temperature)), default=0.0)
+
+
+@attrs.frozen
+class Judged:
+    """One sampled token: its logprob in the reply, and that of the judge."""
+
+    found: float
+    exact: float
+    after_switch: bool
+    """Whether the reply began with another adapter."""
+
+    def __str__(self) -> str:
+        where = "after a switch" if self.after_switch else "of the first adapter"
+        return f"{abs(self.found - self.exact):.1e} at logprob {self.exact:.1f}, {where}"
+
+
+def judged(
+    prompt: Any, completion: Completion, judges: Mapping[str, Teacher], temperature: float = 1.0
+) -> list[Judged]:
+    """Each token of a reply with the forward pass of the adapter that it names."""
     tokens = np.concatenate([prompt, completion.tokens])
-    found = 0.0
+    rows = []
     for span in completion.versions:
         positions = np.arange(len(prompt) + span.start, len(prompt) + span.stop)
         exact = judges[span.version].logprobs(tokens, positions, temperature)
-        found = max(found, float(np.abs(exact - completion.logprobs[span.start : span.stop]).max()))
-    return found
+        pairs = zip(completion.logprobs[span.start : span.stop].tolist(), exact.tolist(), strict=True)
+        rows += [Judged(found, right, span.start > 0) for found, right in pairs]
+    return rows
 
 
 @attrs.define
@@ -90,3 +112,8 @@ class Load:
 
     def worst(self, judges: Mapping[str, Teacher]) -> float:
         return max(worst(tokens, reply, judges) for tokens, reply in self.replies)
+
+    def judged(self, judges: Mapping[str, Teacher]) -> list[Judged]:
+        """Every sampled token with its judge, the largest difference first."""
+        rows = [row for tokens, reply in self.replies for row in judged(tokens, reply, judges)]
+        return sorted(rows, key=lambda row: -abs(row.found - row.exact))

@@ -401,6 +401,7 @@ class VLLMServer:
     async def _metrics(self, http: web.Request) -> web.Response:
         scheduler = self.frontend.scheduler
         names = {"num_requests_running": scheduler.running, "num_requests_waiting": scheduler.queued}
+        names["generation_tokens_total"] = scheduler.generated
         lines = [f'vllm:{name}{{engine="0",model_name="demo"}} {float(value)}' for name, value in names.items()]
         return web.Response(text="# HELP\n" + "\n".join(lines) + "\n")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.lowlevel
 import attrs
 import numpy as np
 import pytest
@@ -23,12 +22,12 @@ from rollouts.engine.teacher import Teacher
 from rollouts.errors import EndpointRefused
 from rollouts.inference.adapter_routes import AdapterRoutes
 from rollouts.inference.base import CompletionRequest
-from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import policy_of
 from rollouts.inference.weights import update_weights
 from rollouts.testing.server import StubServer
 from tests.adapters_under_load import PROMPT, Load, rollout_of, worst
+from tests.engine_requests import until_it_samples
 from tests.peft_folders import merged_folder, small_model, write_adapter
 from tests.vllm_server import vllm_server
 
@@ -84,14 +83,6 @@ async def long_reply(rollout: ResumablePolicy, found: list[Completion]) -> None:
     found.append(await rollout.complete(request(sampling=LONG, session="one")))
 
 
-async def until_it_runs(endpoint: Endpoint, policy: ServerPolicy) -> None:
-    """Wait until a reply of the policy has sampled tokens for a while."""
-    with anyio.fail_after(20):
-        while not policy.in_flight:
-            await anyio.lowlevel.checkpoint()
-        await anyio.sleep(0.15)
-
-
 @pytest.mark.parametrize("provider", PROVIDERS)
 async def test_tokens_are_of_the_adapter_that_they_name(
     provider: str, adapters: list[Path], judges: list[Teacher]
@@ -114,7 +105,7 @@ async def test_a_running_rollout_finishes_with_its_adapter(
         first, replies = rollout_of(policy), list[Completion]()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(long_reply, first, replies)
-            await until_it_runs(endpoint, policy)
+            await until_it_samples(policy, LONG)
             await update_weights(endpoint, lora=adapters[1], name="math-v1")
             assert not replies, "the update came in the middle of the reply"
             second = await rollout_of(policy).complete(request())
@@ -138,7 +129,7 @@ async def test_a_running_reply_continues_with_the_new_adapter(
         first, replies = rollout_of(policy), list[Completion]()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(long_reply, first, replies)
-            await until_it_runs(endpoint, policy)
+            await until_it_samples(policy, LONG)
             await update_weights(endpoint, lora=adapters[1], name="math-v1", while_running="switch")
             assert not replies, "the update came in the middle of the reply"
         assert versions(replies[0]) == ["math-v0", "math-v1"]

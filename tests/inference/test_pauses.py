@@ -7,7 +7,6 @@ import threading
 import anyio
 import anyio.from_thread
 import anyio.to_thread
-import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -23,6 +22,7 @@ from rollouts.inference.pauses import Pause, is_ready, ordered, watch_pauses
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import update_weights
 from rollouts.testing.server import StubServer
+from tests.engine_requests import control
 
 PROMPT = packed_tokens(range(1, 30))
 LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
@@ -31,14 +31,6 @@ LONG = SamplingParams(max_new_tokens=900, temperature=3.0)
 async def sleep(seconds: float) -> None:
     with anyio.move_on_after(seconds):
         await anyio.sleep_forever()
-
-
-async def control(url: str, path: str, **body: str) -> None:
-    """Send a control request to the server, as a trainer does."""
-    transport = HttpClient(connect_seconds=5)
-    status, _ = await transport.post(url + path, msgspec.json.encode(body), {"Content-Type": "application/json"})
-    assert status == 200
-    await transport.aclose()
 
 
 async def test_a_pause_by_this_process_does_not_expire_deadlines() -> None:

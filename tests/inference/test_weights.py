@@ -16,13 +16,13 @@ import anyio.lowlevel
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
-from rollouts.http.client import HttpClient
 from rollouts.inference.base import CompletionRequest
 from rollouts.inference.prefixes import Namespaces, isolated
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
+from tests.engine_requests import until_it_samples
 
 PROMPT = packed_tokens(range(1, 30))
 
@@ -184,7 +184,7 @@ async def test_by_default_running_requests_are_prefilled_again_under_the_new_wei
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reply)
-            await sampling(policy, url)
+            await until_it_samples(policy, LONG)
             await update_weights(endpoint_at(url), DEMO_MODEL, "1")
             assert not replies
         assert [span.version for span in replies[0].versions] == ["default", "1"]
@@ -195,20 +195,10 @@ async def test_an_unflushed_cache_is_flushed_after_the_update() -> None:
     async with running_server(DEMO_MODEL, unflushed_updates=True) as url, SGLangPolicy(endpoint_at(url)) as policy:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(long_reply, policy)
-            await sampling(policy, url)
+            await until_it_samples(policy, LONG)
             await update_weights(endpoint_at(url), DEMO_MODEL, "1", while_running="wait")
         assert (await policy.describe()).weight_version == "1"
         assert await cached(policy) == 0
-
-
-async def sampling(policy: SGLangPolicy, url: str) -> None:
-    """Wait until a request of the policy runs on the server."""
-    transport = HttpClient(connect_seconds=5)
-    await policy.check_sampling(LONG)  # the request that runs is not its probe
-    with anyio.fail_after(30):
-        while not policy.in_flight or b'"num_running_reqs":0' in (await transport.get(f"{url}/v1/loads", {}))[1]:
-            await anyio.lowlevel.checkpoint()
-    await transport.aclose()
 
 
 @pytest.mark.parametrize("while_running", ["retract", "wait", "abort"])

@@ -35,8 +35,16 @@ async def check_adapters(
         gc.collect()
         await update_weights(endpoint, lora=adapters[1], name="math-v7")
         listed = await AdapterRoutes(endpoint, policy.servers.transport).listed(endpoint.base_url[0])
-    found = load.worst(of)
-    print(f"{len(load.replies)} replies, {load.tokens} tokens, largest difference {found:.1e}, {policy!r}")
+    tokens = load.judged(of)
+    found = abs(tokens[0].found - tokens[0].exact)
+    groups = {
+        "after a switch": [row for row in tokens if row.after_switch],
+        "of the first adapter": [row for row in tokens if not row.after_switch],
+        "of logprob > -4": [row for row in tokens if row.exact > -4],
+    }
+    print(f"{while_running}: {len(load.replies)} replies, {len(tokens)} tokens, {policy!r}")
+    print(*(f"largest: {row}" for row in tokens[:8]), sep="\n")
+    print(*(f"{len(rows)} {name}, largest: {rows[0]}" for name, rows in groups.items() if rows), sep="\n")
     assert list(listed) == ["math-v7"]
     assert load.paused == []
     assert load.versions == of.keys()
