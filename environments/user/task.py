@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 from rollouts.dtypes import Prompt
@@ -23,7 +24,7 @@ async def play(seats: Seats, prompt: Prompt) -> None:
     said, named = (await user.ask("Hello, how can I help?")).text, False
     for _ in range(6):
         reply = await agent.ask(said or "...")
-        named = named or str(prompt.label) in reply.text
+        named = named or re.search(rf"(?<![\d.,-]){prompt.label}(?![.,]?\d)", reply.text) is not None
         if reply.over:
             break
         answer = await user.ask(reply.text or "...")
