@@ -45,7 +45,7 @@ async def code_tests(
             ``metadata["test_imports"]``, or inputs with the expected output of the program.
         tests: key of the tests in the metadata.
         share: return the share of tests passed instead.
-        limits: resource limits of one test.
+        limits: resource limits of one test; its output may be longer by the output that is expected.
         require: restrictions that the sandbox must enforce, as for :func:`run_python`.
 
     Raises:
@@ -95,6 +95,8 @@ def code_of(text: str) -> str | None:
 async def _passes(code: str, test: _Assert | tuple[str, str], limits: PythonLimits | None, require: _Require) -> bool:
     if isinstance(test, tuple):
         stdin, expected = test
+        limits = limits or PythonLimits()
+        limits = attrs.evolve(limits, output_bytes=limits.output_bytes + len(expected.encode(errors="replace")))
         result = await run_python(code, stdin=stdin, limits=limits, require=require)
         return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
     word = secrets.token_hex(16)

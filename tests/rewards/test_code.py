@@ -174,6 +174,8 @@ async def test_inputs_with_outputs() -> None:
     tests = [{"input": "3\n", "output": "6\n"}, {"input": "5", "output": "10"}]
     assert await code_tests(sample_of("print(2 * int(input()), ' ')", tests)) == 1.0
     assert await code_tests(sample_of("print(6)", tests)) == 0.0
+    long = [{"input": "", "output": "7" * 100_000}]  # more than is kept of a program's output otherwise
+    assert await code_tests(sample_of("print('7' * 100_000)", long)) == 1.0
 
 
 def test_the_code_of_a_reply() -> None:
