@@ -35,6 +35,7 @@ from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.renderer import load_tokenizer
 from rollouts.rewards.teacher_top import top_of
 from rollouts.runs.writer import RunWriter
+from rollouts.training.comparisons import comparison_name
 from rollouts.training.credit import assign_advantages, returns_to_go
 from rollouts.training.rows import by_rollout, row_images, split, split_advantages, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
@@ -986,6 +987,22 @@ def test_a_stored_run_of_two_seats_is_refused_at_the_start(tmp_path: Path) -> No
     config = Namespace(actor_rollout_ref=Namespace(rollout=None))
     with pytest.raises(ConfigError, match=r"run: comparisons of its seats: got .*'black': 'seat'"):
         RolloutsManager(config, None, None, {"run": str(tmp_path / "run")})
+
+
+async def test_the_rollouts_of_a_prompt_of_a_validation_are_compared() -> None:
+    """Each was a group of its own, which verl's one uid refused: a validation with ``n`` above 1 ended the training."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    client = Alternating([[tokenizer.encode("1")[0], tokenizer.convert_tokens_to_ids("<|im_end|>")]])
+    greedy = Namespace(n=2, temperature=0, top_p=1.0, top_k=-1)
+    rollout = Namespace(prompt_length=512, response_length=64, n=2, val_kwargs=greedy)
+    config = Namespace(actor_rollout_ref=Namespace(rollout=rollout))
+    manager = RolloutsManager(config, client, tokenizer, {"recipe": "tests/integrations/verl_recipe.py"})
+    try:
+        groups = [group async for group in manager._validated([{"raw_prompt": QUESTION}] * 2)]
+    finally:
+        manager.close()
+    assert [len({comparison_name(sample) for sample in group}) for group in groups] == [1, 1]
+    assert [len(by_rollout(group)) for group in groups] == [2, 2]
 
 
 @trainer_test

@@ -220,6 +220,8 @@ class RolloutsManager:
             failed = next((sample for sample in samples if sample.status is Status.FAILED), None)
             if failed is not None:
                 raise GenerateFailure(f"validation: {failed!r}: {failed.failure and failed.failure.message}")
+            for sample in samples:
+                sample.group_index = number  # each rollout of an evaluation is a group; those of a prompt have one uid
             yield samples
 
     async def _generate(self, filler: _Filler, validate: bool, prompts: Sequence[Prompt]) -> Sequence[Sample]:
