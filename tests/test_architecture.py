@@ -139,6 +139,7 @@ LAW_BOOKS = {
     "manager_semantics/test_call_shapes.py",
     "manager_semantics/test_random_interleavings.py",
     "manager_semantics/test_admission.py",
+    "manager_semantics/test_rare_paths.py",
     "test_token_exactness.py",
     "agent/test_images.py",
     "chat_api/test_laws.py",

@@ -152,7 +152,7 @@ def _judge_records(run: Path, report: TeacherReport) -> list[str]:
 
 
 def _contradictions(row: Row, sample: Sample) -> Iterator[Violation]:
-    """What a record of a teacher's logprobs cannot be."""
+    """The contradictions in a record of a teacher's logprobs."""
     place, column = f"{_place(row, sample)}, teacher_log_probs", sample.teacher_column
     named, mask = SCORED_BY in sample.metadata, sample.mask_column
     if named and not _name_of(sample):
