@@ -1014,7 +1014,7 @@ async def test_a_branch_that_has_no_room_for_a_reply_is_no_row_of_our_manager() 
 
 
 async def test_the_rollouts_of_a_prompt_of_a_validation_are_compared() -> None:
-    """Each was a group of its own, which verl's one uid refused: a validation with ``n`` above 1 ended the training."""
+    """Each was another group, which verl's one uid refused: a validation with ``n`` above 1 ended the training."""
     tokenizer = load_tokenizer(DEMO_MODEL)
     client = Alternating([[tokenizer.encode("1")[0], tokenizer.convert_tokens_to_ids("<|im_end|>")]])
     greedy = Namespace(n=2, temperature=0, top_p=1.0, top_k=-1)
