@@ -264,6 +264,12 @@ def to_row(sample: Sample, advantage: float, *, temperature: float | None = None
     )
 
 
+def _rows(samples: Sequence[Sample], temperature: float | None) -> list[RolloutRow]:
+    """The rows of whole groups; a sample without a sampled token counts in its group, and has nothing to train."""
+    pairs = zip(samples, group_advantages(samples), strict=True)
+    return [to_row(one, float(value), temperature=temperature) for one, value in pairs if one.sampled_tokens]
+
+
 class RolloutWorker:
     """The ``rollout_worker`` of an ``AsyncGRPOTrainer``: fills its queue from a stream, in a thread of this process.
 
@@ -327,8 +333,7 @@ class RolloutWorker:
 
     async def _put(self, samples: Sequence[Sample]) -> None:
         self.metrics_queue.put({f"rollout/{name}": value for name, value in self.manager.metrics.items()})
-        for sample, advantage in zip(samples, group_advantages(samples), strict=True):
-            row = to_row(sample, float(advantage), temperature=self.temperature)
+        for row in _rows(samples, self.temperature):
             row = attrs.evolve(row, enqueued_at=time.time())
             while True:
                 self._alive_at = time.monotonic()
@@ -399,11 +404,7 @@ class LeasedRolloutWorker:
     def _fill(self) -> None:
         try:
             for batch in self._batches:
-                samples = batch.samples
-                rows = [
-                    to_row(sample, float(advantage), temperature=self.temperature)
-                    for sample, advantage in zip(samples, group_advantages(samples), strict=True)
-                ]
+                rows = _rows(batch.samples, self.temperature)
                 self._untrained.append((self._rows + len(rows), batch))
                 for row in rows:
                     if not self._put(attrs.evolve(row, enqueued_at=time.time())):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rollouts.dtypes import StopReason
 from rollouts.errors import ConfigError
-from rollouts.integrations.trl import RolloutFunc
-from rollouts.training import Prompt, RolloutConfig, Sample
+from rollouts.integrations.trl import RolloutFunc, RolloutWorker
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, Status
 from tests.trainer_samples import scored_groups
 
 
@@ -59,3 +60,23 @@ def test_each_rollout_has_an_index_of_its_own() -> None:
         for _ in range(2):
             rollout_func(["Hi", "Hi"], trainer)
     assert sorted(index for index in played if index is not None) == [0, 1, 2, 3]
+
+
+async def test_a_rollout_without_a_reply_is_no_row() -> None:
+    """Its opening left no room for one. It counts in its group; before, it ended generation."""
+
+    async def played(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        (sample,) = scored_groups(1, 1)
+        if prompt.index:
+            sample = Sample(tokens=[1, 2], loss_mask=[0, 0], rollout_log_probs=[0, 0], reward=0.0)
+            sample.status, sample.stop_reason = Status.TRUNCATED, StopReason.CONTEXT_OVERFLOW
+        sample.index = sample.rollout_id = prompt.index
+        sample.group_index, sample.reward = prompt.group_index, float(not prompt.index)
+        return [sample]
+
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=played)
+    worker = RolloutWorker(config, DataBuffer([Prompt("Hi")], epochs=1))
+    await worker._fill()
+    (row,) = [worker.rollout_buffer.get_nowait() for _ in range(worker.rollout_buffer.qsize())]
+    assert row.advantage == pytest.approx(0.5**0.5, abs=1e-5)

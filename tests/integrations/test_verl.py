@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Endpoint, SamplingParams
+from rollouts.dtypes import Endpoint, Prompt, SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable, GenerateFailure
 from rollouts.inference.base import CompletionRequest
@@ -35,6 +36,8 @@ from rollouts.integrations.verl.agent_loop import sampling_of
 from rollouts.renderer import load_tokenizer
 from rollouts.rewards.teacher_top import top_of
 from rollouts.runs.writer import RunWriter
+from rollouts.training import Sample, Status
+from rollouts.training.comparisons import comparison_name
 from rollouts.training.credit import assign_advantages, returns_to_go
 from rollouts.training.rows import by_rollout, row_images, split, split_advantages, trimmed
 from tests.image_samples import VisionModel, image_samples, vision_model
@@ -986,6 +989,44 @@ def test_a_stored_run_of_two_seats_is_refused_at_the_start(tmp_path: Path) -> No
     config = Namespace(actor_rollout_ref=Namespace(rollout=None))
     with pytest.raises(ConfigError, match=r"run: comparisons of its seats: got .*'black': 'seat'"):
         RolloutsManager(config, None, None, {"run": str(tmp_path / "run")})
+
+
+async def test_a_branch_that_has_no_room_for_a_reply_is_no_row_of_our_manager() -> None:
+    """Its rollout ended truncated, with the rows before: without its last branch, it failed in each attempt."""
+
+    async def played(prompts: Sequence[Prompt], **options: Any) -> list[Sample]:
+        first = scored_groups(1, 2, forks=True)[1]
+        last = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 0], rollout_log_probs=[0, 0, 0])
+        last.status = first.status = Status.TRUNCATED
+        last.stop_reason, first.index = StopReason.CONTEXT_OVERFLOW, None
+        return [first, last]
+
+    rollout = Namespace(prompt_length=512, response_length=64, n=2, temperature=1.0, top_p=1.0, top_k=-1)
+    config = Namespace(actor_rollout_ref=Namespace(rollout=rollout))
+    manager = RolloutsManager(config, None, None, {"recipe": "tests/integrations/verl_recipe.py"})
+    manager.recipe = attrs.evolve(manager.recipe, config=attrs.evolve(manager.recipe.config, generate_fn=played))
+    try:
+        (group,) = [group async for group in manager._trained(1, 0)]
+    finally:
+        manager.close()
+    assert [sample.stop_reason for sample in group] == [StopReason.FORKED] * 2
+    assert all(sample.sampled_tokens for sample in group)
+
+
+async def test_the_rollouts_of_a_prompt_of_a_validation_are_compared() -> None:
+    """Each was another group, which verl's one uid refused: a validation with ``n`` above 1 ended the training."""
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    client = Alternating([[tokenizer.encode("1")[0], tokenizer.convert_tokens_to_ids("<|im_end|>")]])
+    greedy = Namespace(n=2, temperature=0, top_p=1.0, top_k=-1)
+    rollout = Namespace(prompt_length=512, response_length=64, n=2, val_kwargs=greedy)
+    config = Namespace(actor_rollout_ref=Namespace(rollout=rollout))
+    manager = RolloutsManager(config, client, tokenizer, {"recipe": "tests/integrations/verl_recipe.py"})
+    try:
+        groups = [group async for group in manager._validated([{"raw_prompt": QUESTION}] * 2)]
+    finally:
+        manager.close()
+    assert [len({comparison_name(sample) for sample in group}) for group in groups] == [1, 1]
+    assert [len(by_rollout(group)) for group in groups] == [2, 2]
 
 
 @trainer_test

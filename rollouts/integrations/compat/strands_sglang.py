@@ -237,6 +237,9 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         """Start another conversation."""
         self._episode: Episode | None = None
         self._seen: list[Any] = []
+        """The messages whose ids the model has."""
+        self._answered = False
+        """Whether a reply follows them; none does after a request that failed."""
         self._broken_calls: dict[str, ToolCall] = {}
         self.processed_messages = 0
         self.tool_parse_errors: dict[str, int] = {}
@@ -272,11 +275,14 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         try:
             if self._episode is None:
                 self._renderer.self_test(tools).raise_if_refused()
-                self._episode = self._new_episode()
-                await self._episode.open_conversation(opening_of(messages, system_prompt), tools)
-            else:
-                await self._episode.append_messages(self._new_messages(messages), tools)
+                episode = self._new_episode()
+                await episode.open_conversation(opening_of(messages, system_prompt), tools)
+                self._episode = episode
+            elif new := self._new_messages(messages):
+                await self._episode.append_messages(new, tools)
+            self._seen, self._answered = list(messages), False
             reply, reason = await self._episode.request_reply(0, tools)
+            self._answered = True
         except ContextOverflow as error:
             raise ContextWindowOverflowException(str(error)) from error
         except EndpointRefused as error:
@@ -285,7 +291,6 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
             raise SGLangConnectionError(str(error)) from error
         if reason is StopReason.ABORTED or reply is None:
             raise SGLangClientError(f"the reply was not finished: {reason}")
-        self._seen = list(messages)
         self.processed_messages = len(messages) + 1
         call = self._episode.trajectory.completions[-1]
         for event in reply_events(
@@ -302,16 +307,17 @@ class SGLangModel(Model):  # type: ignore[misc]  # typed by Strands where it is 
         )
 
     def _new_messages(self, messages: list[Any]) -> list[Message]:
-        """The messages since the last reply; the result of an unreadable tool call becomes its parse error."""
+        """The messages that the model does not have; the result of an unreadable tool call becomes its parse error."""
         assert self._episode is not None
-        seen = len(self._seen)
-        if list(messages[:seen]) != self._seen or len(messages) < seen + 2 or messages[seen]["role"] != "assistant":
+        seen, answered = len(self._seen), self._answered
+        without_reply = answered and (len(messages) < seen + 2 or messages[seen]["role"] != "assistant")
+        if list(messages[:seen]) != self._seen or without_reply:
             raise ConfigError(
                 "SGLangModel: the earlier conversation was changed; expected the messages of the last request, the "
                 "reply, and new messages (NullConversationManager, and reset() before another conversation)"
             )
         new = []
-        for entry in messages[seen + 1 :]:
+        for entry in messages[seen + answered :]:
             for message in from_strands(entry, self._episode.trajectory.messages):
                 call = self._broken_calls.get(message.tool_call_id or "")
                 new.append(message if call is None else attrs.evolve(message, content=f"Error: {call.error}"))

@@ -17,7 +17,7 @@ import attrs
 
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.dtypes import Limits, Message, Prompt, StopReason, Tool, ToolCall
-from rollouts.environments.base import Environment, bad_step, sound_opening, sound_step
+from rollouts.environments.base import Environment, bad_step, sound_opening, sound_step, sound_tools
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.recipe import Recipe
 from rollouts.rewards import score
@@ -85,7 +85,8 @@ class HostedEpisode:
         self.messages = list(sound_opening(opening, f"{self.name}.start"))
         _texts(self.messages, f"{self.name}.start")
         self.opening = len(self.messages)
-        self.tools = tuple(environment.tools)
+        with boundary(EnvironmentFailure, f"{self.name}.tools"):
+            self.tools = sound_tools(environment.tools, f"{self.name}.tools")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> HostedStep:
         """Run one tool; the reply tool takes ``{"message": text}``.

@@ -183,7 +183,7 @@ class RolloutsManager:
         samples = await filler.manager.generate_batch()
         self._idle.append(filler)
         for _, group in itertools.groupby(samples, lambda sample: sample.group_index):
-            yield list(group)
+            yield _with_replies(list(group))
 
     def _filler(self, count: int) -> _Filler:
         """A manager of batches of ``count`` groups; calls that overlap have one each, with the buffer in common."""
@@ -220,7 +220,9 @@ class RolloutsManager:
             failed = next((sample for sample in samples if sample.status is Status.FAILED), None)
             if failed is not None:
                 raise GenerateFailure(f"validation: {failed!r}: {failed.failure and failed.failure.message}")
-            yield samples
+            for sample in samples:
+                sample.group_index = number  # each rollout of an evaluation is a group; those of a prompt have one uid
+            yield _with_replies(samples)
 
     async def _generate(self, filler: _Filler, validate: bool, prompts: Sequence[Prompt]) -> Sequence[Sample]:
         (prompt,) = prompts
@@ -241,10 +243,9 @@ class RolloutsManager:
         )
         if samples[-1].status in (Status.FAILED, Status.ABORTED):
             return samples
-        rows = [sample for sample in samples if sample.sampled_tokens]
-        if not rows:
+        if not any(sample.sampled_tokens for sample in samples):
             raise GenerateFailure(f"the prompt leaves no room for a reply within {lengths}, verl's lengths")
-        return rows
+        return samples
 
 
 @attrs.define(eq=False)
@@ -253,6 +254,11 @@ class _Filler:
 
     step: int = 0
     manager: Any = None
+
+
+def _with_replies(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with a sampled token: the last branch of a rollout may have had no room for a reply."""
+    return [sample for sample in samples if sample.sampled_tokens]
 
 
 def _check_compared(what: str, samples: Sequence[Sample]) -> None:

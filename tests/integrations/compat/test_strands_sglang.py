@@ -169,6 +169,22 @@ async def test_errors_of_the_server_have_their_old_names(demo_tokenizer: Any) ->
         await agent_of(model_of(server, demo_tokenizer)).invoke_async("Well?")
 
 
+@pytest.mark.parametrize("before", [0, 1])
+async def test_the_messages_of_a_request_that_failed_reach_the_model_once(before: int, demo_tokenizer: Any) -> None:
+    """The next request has the same ids; before, it had the last message twice, or the first turn was refused."""
+    asked, said = {"role": "user", "content": [{"text": "Well?"}]}, {"role": "assistant", "content": [{"text": "-"}]}
+    messages = [*[asked, said] * before, asked]
+    async with StubServer(faults=[*["none"] * before, "error_context"]) as server:
+        model = model_of(server, demo_tokenizer)
+        for shown in [messages[:1]] * before:
+            assert [event async for event in model.stream(shown)]
+        with pytest.raises(ContextWindowOverflowException):
+            _ = [event async for event in model.stream(messages)]
+        assert [event async for event in model.stream(messages)]
+    *_, failed, again = [request.input_ids for request in server.requests]
+    assert again == failed
+
+
 async def test_a_conversation_that_was_changed_is_refused(server: StubServer, demo_tokenizer: Any) -> None:
     """After ``reset`` another one starts."""
     model = model_of(server, demo_tokenizer)

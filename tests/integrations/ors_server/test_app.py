@@ -227,6 +227,21 @@ async def test_an_environment_that_fails_to_start_is_the_sessions_failure() -> N
         await server.aclose()
 
 
+async def test_tools_that_cannot_be_read_are_the_sessions_failure() -> None:
+    """The attribute is foreign code, too: before, its exception stopped the server with all its sessions."""
+
+    class Fails(Talkative):
+        @property
+        def tools(self) -> Any:
+            raise RuntimeError("no tools for this task")
+
+    async with environment_server(attrs.evolve(recipe(Endpoint()), environment_cls=Fails), limits=Limits()) as url:
+        server = ORSServer(url)
+        with pytest.raises(ORSError, match=r"status 500: Fails\.tools raised RuntimeError: no tools for this task"):
+            await ORSEnvironment(server).start((await server.prompts("train"))[0])
+        await server.aclose()
+
+
 async def test_a_step_without_a_finite_reward_is_the_sessions_failure() -> None:
     """The client gets the field and the value, and no reward."""
 
