@@ -24,6 +24,10 @@ import pytest
 SMALL = 8_000
 """Number of ids of a small tokenizer, its special tokens apart."""
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Read when torch is imported, here and in processes of tests: where all cores are busy, a second thread of an
+operation on a small model waits for the first in a loop, which costs more than it computes."""
+
 hypothesis.settings.register_profile("untimed", deadline=None)  # a machine under load is no failure
 hypothesis.settings.load_profile("untimed")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import random
-import re
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
@@ -18,13 +17,12 @@ from typing import Any, Unpack
 from rollouts.dtypes import Prompt
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, RewardFailure
-from rollouts.rewards import final_reply
+from rollouts.rewards.answers import final_reply, tagged_text
 from rollouts.training import Sample, load_prompts
 from rollouts.training.prompt_files import Columns
 
 __all__ = ["Countdown", "countdown_prompts", "countdown_reward", "load_countdown"]
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LONGEST = 200
 """Maximum number of characters of an equation; longer ones are wrong."""
 
@@ -76,10 +74,8 @@ def countdown_reward(sample: Sample, *, format_reward: float = 0.0) -> float:
         RewardFailure: the metadata has no numbers or no target.
     """
     nums, target = _given(sample.metadata)
-    answers = _ANSWER.findall(final_reply(sample))
-    if not answers:
-        return 0.0
-    worked_out = _worked_out(answers[-1].strip())
+    answer = tagged_text(final_reply(sample))
+    worked_out = None if answer is None else _worked_out(answer)
     if worked_out is None:
         return 0.0
     value, used = worked_out

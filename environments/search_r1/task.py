@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError
 from rollouts.recipes.environments.search.index import Document
 from rollouts.recipes.environments.search_r1.retrieval import Retrieve
 from rollouts.rewards import exact_match
-from rollouts.rewards.answers import final_reply
+from rollouts.rewards.answers import final_reply, tagged_text
 from rollouts.training import Sample
 from rollouts.training.prompt_files import Columns, rows_of
 
@@ -41,7 +41,6 @@ _INVALID = (
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
 _ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>.*?</answer>", re.DOTALL)
 _EXPECTED = "prompt or question, and label, golden_answers, answer or reward_model.ground_truth.target"
 
 
@@ -127,4 +126,4 @@ def _answers(value: Any) -> list[str]:
 def search_r1_reward(sample: Sample) -> float:
     """1.0 if the last answer in tags is one of the label's, without case, articles and punctuation; else 0.0."""
     exact: Any = exact_match(sample)  # also checks the label of a reply without an answer
-    return float(exact) if _ANSWER.search(final_reply(sample)) else 0.0
+    return 0.0 if tagged_text(final_reply(sample)) is None else float(exact)

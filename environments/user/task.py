@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 from rollouts.dtypes import Prompt
+from rollouts.rewards.answers import decimal
 from rollouts.seats import Seats
 
 __all__ = ["errands", "play"]
@@ -14,6 +16,7 @@ PERSONA = (
     "You are the customer of a shop: {errand} Say so in one short sentence, answer questions, and say ###DONE### when "
     "you have the total."
 )
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 POLICY = "You are the assistant of a shop. Use your tools to compute, and tell the customer the total."
 
 
@@ -23,7 +26,7 @@ async def play(seats: Seats, prompt: Prompt) -> None:
     said, named = (await user.ask("Hello, how can I help?")).text, False
     for _ in range(6):
         reply = await agent.ask(said or "...")
-        named = named or str(prompt.label) in reply.text
+        named = named or prompt.label in map(decimal, _NUMBER.findall(reply.text))
         if reply.over:
             break
         answer = await user.ask(reply.text or "...")

@@ -197,13 +197,12 @@ class Episode:
     async def _resume_logged(
         self, environment: GuardedEnvironment, recorder: TurnRecorder, earlier: Trajectory
     ) -> tuple[Tool, ...]:
-        """Restore the environment's last snapshot, and continue the trajectory of the logged turns."""
+        """Continue the trajectory of the logged turns, which stays if restoring the environment takes too long."""
         last = recorder.log.turns[-1].fields
-        await environment.restore(self.prompt, last["snapshot"], self.trajectory)
-        tools = self.tools_of(environment)
         self.adopt_logged(earlier, last)
         recorder.resumed(earlier, is_open=self.replies.continues)
-        return tools
+        await environment.restore(self.prompt, last["snapshot"], earlier)
+        return self.tools_of(environment)
 
     def adopt_logged(self, earlier: Trajectory, last: Mapping[str, Any]) -> None:
         """Continue the trajectory of logged turns; ``last`` are the fields of the last of them."""

@@ -36,8 +36,10 @@ from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe, preflight
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.layout import check_outside
+from rollouts.runs.locks import take_lock
 from rollouts.runs.run import observe
 from rollouts.runs.tools import ToolFolder, with_named_tools
+from rollouts.runs.writer import append
 from rollouts.training.evaluation import (
     TaskScore,
     compare,
@@ -90,12 +92,24 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
     """Play the rollouts that are missing on disk, and print the scores.
 
     Raises:
-        ConfigError: the folder contains another evaluation or a run, or the recipe is wrong.
+        ConfigError: the folder contains another evaluation or a run, another process writes to it, or the recipe is
+            wrong.
         EndpointError: the server does not answer.
         GenerateFailure: too many rollouts fail in a row.
     """
     _check_folder(options)
     make_folder(options.out)
+    lock = take_lock(options.out / ".lock")
+    if lock is None:
+        option = "--resume" if options.resume else "--out"
+        raise ConfigError.of(option, str(options.out), "an evaluation that no other process is writing to")
+    try:
+        return await _evaluated(target, options, console)
+    finally:
+        os.close(lock)
+
+
+async def _evaluated(target: RunTarget, options: EvalOptions, console: Console) -> list[TaskScore]:
     async with open_target(target, options.out / "engine.log") as (recipe, _):
         await preflight(recipe)
         prompts = recipe.data_buffer.prompts[: options.tasks]
@@ -114,7 +128,7 @@ async def evaluate(target: RunTarget, options: EvalOptions, console: Console) ->
             except ConfigError as error:  # the recipe's own generate function samples as it likes
                 console.print(Text(visible(f"no greedy rollouts: {error}")), soft_wrap=True)
         for name, (player, rollouts) in games.items():
-            stored = list(_stored(options.out / name))
+            stored = list(_stored(options.out / name, cut=True))
             done = Counter({score.key: score.rollouts for score in task_scores(stored)})
             first = 1 + max((sample.index for sample in stored if sample.index is not None), default=-1)
             writer = _Writer(options.out / name, done.total(), rollouts * len(prompts))
@@ -203,13 +217,13 @@ class _Writer:
         self._rewards: list[float] = []
 
     def add(self, group: Group) -> None:
-        with self._lock, self._path.open("ab") as file:
+        with self._lock:
             # Numbered by position in the file: in earlier versions, the ids of a resumed evaluation began at 0 again.
             for sample in group.samples:
                 self._images.write(sample.named_images)
                 self._tools.write(sample.tools)
             rows = [{**with_named_tools(sample.to_dict()), "rollout_id": self._count} for sample in group.samples]
-            file.write(b"".join(to_json(row) + b"\n" for row in rows))
+            append(self._path, b"".join(to_json(row) + b"\n" for row in rows))
             self._count += 1
             self._rewards += [sample.reward or 0.0 for sample in group.samples]
 
@@ -220,13 +234,16 @@ class _Writer:
             console.print(f"{self._count}/{self._wanted} rollouts · mean reward {mean:.3f}", highlight=False)
 
 
-def _stored(file: Path) -> Iterator[Sample]:
-    """The rollouts on disk. A last line that a crash cut off is removed; its rollout is played again."""
+def _stored(file: Path, *, cut: bool = False) -> Iterator[Sample]:
+    """The rollouts on disk, without a last line that is not whole, whose rollout is played again.
+
+    Only the process that writes the file may ``cut`` such a line off it.
+    """
     if not file.exists():
         return
     text = file.read_bytes()
     whole = text.rfind(b"\n") + 1
-    if whole < len(text):
+    if cut and whole < len(text):
         os.truncate(file, whole)
     for number, line in enumerate(text[:whole].splitlines(), 1):
         try:

@@ -1,4 +1,4 @@
-"""``rollouts check-run``: check laws 1 to 5 on a stored run, and law 8 with the weights of its versions."""
+"""``rollouts check-run``: check laws 1 to 5 on a stored run, and law 8 with the weights of versions and teachers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from rollouts.base.extras import check_installed
 from rollouts.base.peft import CONFIG
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, without_password
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
+from rollouts.runs.teacher_logprobs import check_teachers
 from rollouts.runs.verify import verify_run
 
 _MAX_VIOLATIONS = 20
@@ -42,6 +43,14 @@ def add(verbs: Any) -> None:
         help="LoRA adapters of the run, for the base model of --model DIR",
     )
     parser.add_argument(
+        "--teacher-model",
+        nargs="+",
+        default=[],
+        metavar="[URL=]DIR",
+        help="compare the logprobs of teachers with these weights (law 8); without URL, for all teachers that have no "
+        "other",
+    )
+    parser.add_argument(
         "--dtype", choices=tuple(TOLERANCES), help="of the comparison (default: that of the weights in the first DIR)"
     )
     defaults = ", ".join(f"{value:g} in {name}" for name, value in TOLERANCES.items())
@@ -51,17 +60,25 @@ def add(verbs: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    models = {**_models(args.model), **_adapters(args.lora, args.model)}
+    whole = _models(args.model)
+    models = {**whole, **_adapters(args.lora, args.model)}
+    teachers = _teachers(args.teacher_model)
     check_run(args.run)
     report = verify_run(args.run)
     say(report)
-    violations = report.violations
-    if models and report.ok:
-        logprobs = check_logprobs(args.run, models, dtype=args.dtype, tolerance=args.tolerance)
-        say(logprobs)
-        violations = logprobs.violations
-    elif models:
+    violations = list(report.violations)
+    if violations and (models or teachers):
         say("law 8 (logprobs): not checked, since another law is broken")
+    else:
+        settings = {"dtype": args.dtype, "tolerance": args.tolerance}
+        if models:
+            logprobs = check_logprobs(args.run, models, **settings)
+            say(logprobs)
+            violations += logprobs.violations
+        if teachers:
+            scored = check_teachers(args.run, teachers, whole, **settings)
+            say(scored)
+            violations += scored.violations
     for violation in violations[:_MAX_VIOLATIONS]:
         say(violation, file=sys.stderr)
     left = len(violations) - _MAX_VIOLATIONS
@@ -85,6 +102,22 @@ def _models(texts: Sequence[str]) -> dict[str | None, Path]:
     if models:
         check_installed("--model", ("torch", "safetensors"), "engine")
     return models
+
+
+def _teachers(texts: Sequence[str]) -> dict[str | None, Path]:
+    """The folder of each teacher by its URL, which may have an ``=``; of ``None`` for all others."""
+    teachers: dict[str | None, Path] = {}
+    for text in texts:
+        url, equals, folder = text.rpartition("=")
+        name = without_password(url) if equals and not Path(text).is_dir() else None
+        path = Path(folder if name is not None else text)
+        if name in teachers or not path.is_dir():
+            expected = "a folder with a model, or URL=folder, one for each teacher"
+            raise ConfigError.of("--teacher-model", without_password(text), expected)
+        teachers[name] = path
+    if teachers:
+        check_installed("--teacher-model", ("torch", "safetensors"), "engine")
+    return teachers
 
 
 def _adapters(texts: Sequence[str], models: Sequence[str]) -> dict[str | None, Path]:

@@ -152,16 +152,14 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         self._failure = failure
         self._what = what
         self._seconds = seconds
-        self._shown = shown
+        self._shown = shown or what
         self._kind: Kind = kind or failure.kind
         self.thread = thread
 
     def wait(self) -> Wait:
         """The wait of this boundary, for reports."""
         until = None if self._seconds is None else self._since + self._seconds
-        return Wait(
-            self._place, self._what, self._since, until, self._task, self.thread, self._shown or self._what, self._kind
-        )
+        return Wait(self._place, self._what, self._since, until, self._task, self.thread, self._shown, self._kind)
 
     def guarded(self, awaitable: Awaitable[Any], *, grace: float = 10.0) -> CancellationGuard:
         """The guard to await in place of user code's awaitable. Requires ``seconds``, or ``armed=False``."""

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import anyio
 import attrs
@@ -22,6 +22,7 @@ import attrs
 __all__ = [
     "Clocks",
     "Pause",
+    "caller_here",
     "deadline",
     "exit_scopes_inside",
     "is_cancelled_from",
@@ -187,6 +188,11 @@ def paused_deadlines() -> Iterator[None]:
         yield
     finally:
         clocks.resume()
+
+
+def caller_here() -> Callable[..., Any]:
+    """Return a function that calls another one as from here, e.g. so that a task starts among these deadlines."""
+    return contextvars.copy_context().run
 
 
 @attrs.frozen

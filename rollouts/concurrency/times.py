@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+from rollouts.base.validators import is_number
 from rollouts.errors import ConfigError
 
 __all__ = ["Activity", "Span", "Timeline", "checked_spans", "now"]
@@ -119,8 +120,7 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
 
 def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
-    if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
-        began, seconds = values[2:]
-        if isinstance(began, int | float) and isinstance(seconds, int | float):
-            return Span(values[0], values[1], float(began), float(seconds))
+    named = len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str)
+    if named and is_number(values[2]) and is_number(values[3]):  # JSON stores NaN as null
+        return Span(values[0], values[1], float(values[2]), float(values[3]))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")

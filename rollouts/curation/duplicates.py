@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import itertools
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,8 +25,10 @@ from rollouts.errors import ConfigError
 
 __all__ = ["HashSet", "HeldOut", "NearDuplicates", "digest_of"]
 
-_WORD = re.compile(r"\w+")
-_PIECE = re.compile(r"\w+|[^\w\s]")
+_SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
+"""Kana and Han, which are written without spaces: each sign counts as a word."""
+_WORD = re.compile(rf"[{_SIGNS}]|[^\W{_SIGNS}]+")
+_PIECE = re.compile(rf"{_WORD.pattern}|[^\w\s]")
 _GRAM = 13
 """Words of a sequence that shows overlap (Brown et al. 2020, appendix C)."""
 _COMMON_SHARE, _COMMON_LEAST = 0.05, 3
@@ -115,11 +118,16 @@ class HeldOut:
 
 
 def _whole(text: str) -> int:
-    return digest_of(" ".join(text.casefold().split()).encode("utf-8", "replace"))
+    return digest_of(" ".join(_plain(text).split()).encode("utf-8", "replace"))
+
+
+def _plain(text: str) -> str:
+    """Text whatever its case, the width of its letters and the composition of its accents."""
+    return unicodedata.normalize("NFKC", text).casefold()
 
 
 def _grams(text: str) -> Iterator[int]:
-    words = _WORD.findall(text.casefold())
+    words = _WORD.findall(_plain(text))
     for start in range(len(words) - _GRAM + 1):
         yield hash(tuple(words[start : start + _GRAM]))
 
@@ -148,7 +156,7 @@ class NearDuplicates:
 
     def add(self, text: str) -> bool:
         """Add a row's text; returns whether it was unlike all that were added. A similar one is not added."""
-        pieces = _PIECE.findall(text.casefold())
+        pieces = _PIECE.findall(_plain(text))
         pairs = [f"{one} {two}" for one, two in itertools.pairwise(pieces)] or pieces
         hashed = self._rensa.RMinHash(self._PERMUTATIONS, 42)
         hashed.update(pairs)

@@ -168,6 +168,10 @@ class Where:
                 return lambda facts: [part(facts) for part in parts]
             case ast.Call(func=ast.Name(id="__range__"), args=[low, high]):
                 limits = _Range(float(ast.literal_eval(low)), float(ast.literal_eval(high)))
+                if limits.low > limits.high:
+                    raise self._refused(
+                        f"{limits.low:g}..{limits.high:g}", "a range from the lower number to the higher"
+                    )
                 return lambda facts: limits
             case ast.Name(id=name) if name in TASK_FIELDS or name in ROLLOUT_FIELDS:
                 self.fields.add(name)
@@ -228,6 +232,8 @@ class Where:
             return None if left is None else is_number(left) and right.low <= left <= right.high
         if isinstance(right, str):
             return isinstance(left, str) and left in right
+        if isinstance(right, dict) and not isinstance(left, str):
+            raise self._refused(f"{left!r} in {right!r}", "a string: what is in an object is its name")
         if isinstance(right, list | tuple | dict):
             return left in right
         raise self._refused(f"in {right!r}", "in a list, a string, or a range LOW..HIGH")

@@ -32,7 +32,7 @@ import numpy as np
 from rollouts.base.storable import to_json
 from rollouts.curation.duplicates import HashSet, digest_of
 from rollouts.curation.encoding import Student
-from rollouts.curation.stored import StoredRollout, text_of
+from rollouts.curation.stored import StoredRollout, spoken_in
 from rollouts.dtypes.messages import REPLIES
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import MESSAGE, Type, plain_message
@@ -230,11 +230,7 @@ def _conversation(rollout: StoredRollout) -> str:
 
 
 def _text(messages: Iterable[Mapping[str, Any]]) -> str:
-    return "\n".join(text_of(message) or _calls(message) for message in messages if message.get("role") != "system")
-
-
-def _calls(message: Mapping[str, Any]) -> str:
-    return to_json(message.get("tool_calls") or "").decode()
+    return "\n".join(text for message in messages if message.get("role") != "system" for text in spoken_in(message))
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +31,7 @@ from rollouts.training.evaluation import task_key
 from rollouts.training.rows import CHAT_API
 from rollouts.training.status import Status
 
-__all__ = ["StoredRollout", "StoredRun", "check_runs", "text_of"]
+__all__ = ["StoredRollout", "StoredRun", "check_runs", "spoken_in", "text_of"]
 
 _NO_VERDICT = {Status.FAILED.value, Status.ABORTED.value, Status.PENDING.value}
 
@@ -123,6 +124,36 @@ def text_of(message: Mapping[str, Any]) -> str:
         return content
     parts = content if isinstance(content, list) else ()
     return "".join(part.get("text") or "" if isinstance(part, Mapping) else str(part) for part in parts)
+
+
+def spoken_in(message: Mapping[str, Any]) -> Iterator[str]:
+    """The texts of a stored message: its thought, its content, and the name and arguments of each call."""
+    for text in (message.get("reasoning_content"), text_of(message)):
+        if text:
+            yield str(text)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        yield " ".join([str(function.get("name")), *_leaves(_decoded(function.get("arguments")))])
+
+
+def _decoded(arguments: Any) -> Any:
+    try:
+        return msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+    except msgspec.DecodeError:
+        return arguments
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The names and values of JSON as text."""
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield str(name)
+            yield from _leaves(entry)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _leaves(entry)
+    else:
+        yield str(value)
 
 
 class StoredRollout:
@@ -243,7 +274,7 @@ class StoredRollout:
         for branch in self.branches:
             for message in branch.get("messages") or ():
                 if message.get("role") != "system":
-                    yield text_of(message)
+                    yield from spoken_in(message)
 
     def facts(self, passing: float) -> dict[str, Any]:
         """The fields of :data:`rollouts.curation.expression.ROLLOUT_FIELDS`."""

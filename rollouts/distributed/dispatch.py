@@ -12,6 +12,9 @@ A worker without a sign of life (stopped, or in a native deadlock) loses its rol
 of a request is a fencing number: a rollout that another worker gets has a new number, and a late result with the old
 number is refused.
 
+While the deadlines of a rollout are paused in its worker, because it waits for a server, those around it are paused
+here, as in one process.
+
 A worker that gets no answer from the inference servers while another does (:mod:`server_reports`) is cut off: the
 others play its rollouts, which costs no attempt, and it ends. If no other worker plays, its outage is the run's.
 
@@ -43,17 +46,15 @@ from rollouts.distributed.messages import (
     received_sample,
     received_turn,
 )
-from rollouts.distributed.server_reports import ServerReports
 from rollouts.distributed.slots import (
-    OutageOfAll,
     PendingRequest,
     Record,
     Slot,
     SlotEmpty,
+    Slots,
     State,
     WorkerLeft,
     WorkerSilent,
-    give_unsent,
 )
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError, shortened
@@ -117,8 +118,10 @@ Workers: TypeAlias = int | tuple[int, int]
 class _Stay:
     """The time of one worker in a slot."""
 
+    slots: Slots
     slot: Slot
     link: Link
+    silent_seconds: float
     tasks: TaskGroup = attrs.field(init=False)
     lost: LinkLost | None = None
     """Why it ended, unless it left."""
@@ -134,7 +137,24 @@ class _Stay:
         except LinkLost:
             return  # the receiving side reports the reason
 
-    async def beats(self, seconds: float) -> bool:
+    async def watch(self) -> None:
+        """Give the rollouts of a silent worker to the others, and end it if it stays silent."""
+        slot, seconds, waits = self.slot, self.silent_seconds, 0
+        while waits < _TICKS * _REPLACED_AFTER:
+            if await self._beats(seconds / _TICKS):
+                waits = 0
+                if slot.state is State.SILENT:
+                    self.slots.set_present(slot)
+                continue
+            waits += 1
+            if waits >= _TICKS:
+                error = WorkerSilent(f"worker {slot.number} gave no sign of life for {seconds:g} s")
+                self.slots.set_silent(slot, error)
+        self.slots.set(slot, State.STARTING)
+        seconds *= _REPLACED_AFTER
+        self.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
+
+    async def _beats(self, seconds: float) -> bool:
         """Whether the worker gives a sign of life within some seconds."""
         with anyio.move_on_after(seconds) as wait:
             await self.link.beat()
@@ -173,7 +193,6 @@ class Dispatcher:
         deaths: number of workers that died.
         departures: number of workers that left.
         cut_off: number of workers that inference servers did not answer while they answered others.
-        given_away: number of rollouts that a silent worker lost to the others.
         refused: number of late records of such rollouts.
 
     Raises:
@@ -195,29 +214,35 @@ class Dispatcher:
         self._connect = connect
         self._orders = orders
         self._refills = refills
-        self._slots = [Slot(number) for number in range(maximum)]
-        self._changed = anyio.Event()
+        self._slots = Slots(maximum)
         self._entered = False
         self._group_slots: dict[int, Slot] = {}
         self._numbers = itertools.count()
         self._tasks: TaskGroup | None = None
         self._broken: RolloutsError | None = None
         self.rollouts = self.messages = self.bytes = 0
-        self.deaths = self.departures = self.cut_off = self.given_away = self.refused = 0
+        self.deaths = self.departures = self.cut_off = self.refused = 0
         self._silent_seconds = silent_seconds
         self._turns = FairTurns()
-        self._reports = ServerReports()
-        self._outage = OutageOfAll()
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
-        alive = sum(slot.alive for slot in self._slots)
+        alive = len(self.alive)
         return f"<Dispatcher: {loads} rollouts in {alive} of {len(self._slots)} workers, {self.deaths} deaths>"
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Numbers of the workers that get new groups."""
-        return tuple(slot.number for slot in self._slots if slot.alive)
+        return self._slots.alive
+
+    @property
+    def given_away(self) -> int:
+        """Number of rollouts that a silent worker lost to the others."""
+        return self._slots.given_away
+
+    async def changed(self) -> None:
+        """Wait until a worker starts or ends, or its state changes."""
+        await self._slots.changed()
 
     def numbers(self) -> dict[str, int]:
         """Gauges of the workers, for telemetry."""
@@ -236,7 +261,7 @@ class Dispatcher:
             for slot in self._slots:
                 self._tasks.start_soon(self._supervise, slot)
             while self._broken is None and sum(slot.has_started for slot in self._slots) < self._minimum:
-                await self._changed.wait()
+                await self.changed()
             if self._broken is not None:
                 raise self._broken
             self._entered = True
@@ -252,7 +277,7 @@ class Dispatcher:
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)
-        self._outage.close()
+        self._slots.close()
 
     def drain(self, number: int) -> None:
         """Let a worker leave: it finishes its rollouts for at most :data:`LEAVE_SECONDS`, and others play the rest.
@@ -324,7 +349,7 @@ class Dispatcher:
             ended = True
         except EndpointAway as error:
             others = {*self.alive} - {slot.number}
-            if isinstance(error, RunEnds) or not others or not self._reports.may_try(slot.number):
+            if isinstance(error, RunEnds) or not others or not self._slots.reports.may_try(slot.number):
                 raise
             self._cut_off(slot, str(error))
             raise WorkerLeft(f"worker {slot.number} is cut off: {error}") from error
@@ -337,7 +362,7 @@ class Dispatcher:
         """The slot of a group; for a new group, or without its worker, the one with the fewest requests."""
         slot = None if group is None else self._group_slots.get(group)
         if slot is None or not slot.alive:
-            slot = min(self._slots, key=lambda one: (one.state, len(one.pending)))
+            slot = self._slots.of_new_group()
         if group is not None:
             self._group_slots[group] = slot
             if len(self._group_slots) > _REMEMBERED_GROUPS:
@@ -354,13 +379,13 @@ class Dispatcher:
                 if link is None:
                     continue
                 slot.leaves, slot.has_started = anyio.Event(), True
-                self._set(slot, State.ALIVE)
-                give_unsent(self._slots)
+                self._slots.set(slot, State.ALIVE)
+                self._slots.give_unsent()
                 try:
                     lost = await self._serve(slot, link)
                 finally:
-                    self._reports.forget(slot.number)
-                    self._set(slot, State.STARTING)
+                    self._slots.reports.forget(slot.number)
+                    self._slots.set(slot, State.STARTING)
                 if lost is None:
                     await self._left(slot)
                     continue
@@ -388,66 +413,56 @@ class Dispatcher:
 
     async def _pause(self, slot: Slot, error: ConfigError, *, needs: int) -> None:
         """Wait before the next start in this slot; raises the error if fewer than ``needs`` other slots have hope."""
-        self._set(slot, State.FAILED)
+        self._slots.set(slot, State.FAILED)
         if sum(other.state is not State.FAILED for other in self._slots) < needs:
             raise error
         slot.give_away(WorkerLeft(str(error)))
         await anyio.sleep(_NEXT_START_SECONDS)
-        self._set(slot, State.STARTING)
+        self._slots.set(slot, State.STARTING)
 
     async def _left(self, slot: Slot) -> None:
         """Give a worker's rollouts to the others, and wait until the slot is needed again."""
         pause, slot.pause = slot.pause, 0.0
         self.departures += not pause
-        self._set(slot, State.EMPTY)
+        self._slots.set(slot, State.EMPTY)
         slot.give_away(WorkerLeft(f"worker {slot.number} left"))
         slot.cancelled.clear()
         if not self._refills:
             await anyio.sleep(pause)
         while not self._refills and sum(other.state <= State.SILENT for other in self._slots) >= self._minimum:
-            await self._changed.wait()
-        self._set(slot, State.STARTING)
+            await self.changed()
+        self._slots.set(slot, State.STARTING)
 
     def _cut_off(self, slot: Slot, reason: str) -> None:
         """Let the others play the rollouts of a worker that no server answers, and end it."""
         if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
             self.cut_off += 1
-            slot.pause = self._reports.cut_off(slot.number)
+            slot.pause = self._slots.reports.cut_off(slot.number)
             given = slot.give_away(WorkerLeft(f"worker {slot.number} is cut off: {reason}"))
             text = "worker %d is cut off from servers that answer other workers, which get its %d rollouts: %s"
             _LOG.warning(text, slot.number, given, reason)
             self._leave(slot)
 
     def _leave(self, slot: Slot) -> None:
-        self._set(slot, State.LEAVING)
+        self._slots.set(slot, State.LEAVING)
         slot.leaves.set()
         slot.give_away(WorkerLeft(f"worker {slot.number} leaves"), unsent=True)
-
-    def _set(self, slot: Slot, state: State) -> None:
-        if slot.state is not state:
-            slot.state = state
-            self._outage.look(self._slots, self._reports.reason)
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
     def _break(self, error: RolloutsError) -> None:
         """Fail the rollouts of all workers, now and later."""
         self._broken = self._broken or error
         for slot in self._slots:
             slot.fail(self._broken)
-        self._notify()
+        self._slots.notify()
 
     async def _serve(self, slot: Slot, link: Link) -> LinkLost | None:
         """Send and receive until the worker has ended; return the reason, ``None`` if it left."""
-        stay = _Stay(slot, link)
+        stay = _Stay(self._slots, slot, link, self._silent_seconds)
         try:
             async with anyio.create_task_group() as stay.tasks:
                 stay.tasks.start_soon(stay.send, self._orders)
                 stay.tasks.start_soon(self._receive, stay)
-                stay.tasks.start_soon(_watch, self, stay)
+                stay.tasks.start_soon(stay.watch)
                 stay.tasks.start_soon(stay.leave)
         finally:
             with anyio.CancelScope(shield=True):
@@ -460,17 +475,17 @@ class Dispatcher:
                 await self._read(stay.slot, await stay.link.receive())
         except LinkLost as error:
             if not stay.slot.leaves.is_set():
-                self._set(stay.slot, State.STARTING)  # before the cleanup: no new group may come here
+                self._slots.set(stay.slot, State.STARTING)  # before the cleanup: no new group may come here
             stay.end(error)
 
     def _report(self, slot: Slot, fields: Mapping[str, Any]) -> None:
         """Take a worker's report of the inference servers."""
         if slot.state in (State.ALIVE, State.AWAY, State.SILENT):
-            self._reports.take(slot.number, fields)
+            self._slots.reports.take(slot.number, fields)
             if slot.state is not State.SILENT:
-                self._set(slot, _present(slot, self._reports))
+                self._slots.set_present(slot)
             idle = any(other.alive and not other.pending for other in self._slots)
-            for number, reason in self._reports.over(idle).items():
+            for number, reason in self._slots.reports.over(idle).items():
                 self._cut_off(self._slots[number], reason)
 
     async def _read(self, slot: Slot, message: bytes) -> None:
@@ -490,37 +505,15 @@ class Dispatcher:
             if fields["kind"] == "servers":
                 self._report(slot, fields)
                 continue
+            if fields["kind"] == "clocks":
+                slot.take_clocks(fields)
+                continue
             slot.deaths_without_result = 0
             pending = slot.pending.get(fields["number"])
             if pending is not None and pending.error is None:
                 pending.put((fields, columns))
             else:  # it was given to another worker, or its caller was cancelled
                 self.refused += 1
-
-
-async def _watch(workers: Dispatcher, stay: _Stay) -> None:
-    """Give the rollouts of a silent worker to the others, and end it if it stays silent."""
-    slot, waits = stay.slot, 0
-    while waits < _TICKS * _REPLACED_AFTER:
-        if await stay.beats(workers._silent_seconds / _TICKS):
-            waits = 0
-            if slot.state is State.SILENT:
-                workers._set(slot, _present(slot, workers._reports))
-            continue
-        waits += 1
-        others = any(other.alive for other in workers._slots if other is not slot)
-        if waits >= _TICKS and others and not slot.leaves.is_set():
-            workers._set(slot, State.SILENT)
-            error = WorkerSilent(f"worker {slot.number} gave no sign of life for {workers._silent_seconds:g} s")
-            workers.given_away += slot.give_away(error)
-    workers._set(slot, State.STARTING)
-    seconds = workers._silent_seconds * _REPLACED_AFTER
-    stay.end(LinkLost(f"worker {slot.number} gave no sign of life for {seconds:g} s and is replaced"))
-
-
-def _present(slot: Slot, reports: ServerReports) -> State:
-    """The state of a slot whose worker gives signs of life."""
-    return State.AWAY if reports.is_away(slot.number) else State.ALIVE
 
 
 def _next(records: Iterator[Record], worker: int) -> Record | None:

@@ -23,6 +23,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 from aiohttp import web
 
@@ -171,7 +172,8 @@ class JoinedWorkers:
         number, body = request.headers.get("Record", ""), await self.bodies.read(request, MOST_BYTES)
         is_kept = False
         try:
-            if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not _is_framed(body):
+            is_framed = _is_framed(body) if len(body) < _SMALL else await anyio.to_thread.run_sync(_is_framed, body)
+            if not number.isascii() or not number.isdigit() or len(number) > _DIGITS or not is_framed:
                 raise ConfigError(f"body of {request.path}: expected whole records, and the header Record")
             worker.beats()
             is_kept = worker.put(int(number), body)

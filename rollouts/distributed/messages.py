@@ -33,6 +33,7 @@ __all__ = [
     "RunEnds",
     "broken_record",
     "check_plain",
+    "clocks_record",
     "leaving_record",
     "received_error",
     "received_sample",
@@ -216,6 +217,11 @@ def leaving_record() -> bytes:
 def servers_record(away: str, answered: bool) -> bytes:
     """The report of a worker: why it waits for a server, or empty; and whether it was answered since the last one."""
     return framed({"number": -1, "kind": "servers", "away": away, "answered": answered}, None)
+
+
+def clocks_record(paused: Sequence[int], running: Sequence[int]) -> bytes:
+    """The report of a worker: requests whose deadlines are paused now, and those whose deadlines are no longer."""
+    return framed({"number": -1, "kind": "clocks", "paused": list(paused), "running": list(running)}, None)
 
 
 def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) -> Sample:

@@ -1,7 +1,8 @@
 """Workers as Ray actors, on any number of machines.
 
 Invariant: as in :mod:`processes`, the manager's process keeps the laws. An actor whose node or process dies is replaced
-where the cluster has room, and its rollouts in flight are retried.
+where the cluster has room, and its rollouts in flight are retried. At SIGTERM an actor leaves: it finishes its rollouts
+for a while, and the others play the rest.
 
 A Ray call costs about as much as producing a sample, so finished rollouts travel in messages of at least
 :data:`SAMPLES_A_MESSAGE`, unless fewer finish within :data:`LINGER_SECONDS`. Ray is an extra, imported on first use.
@@ -12,16 +13,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
+import signal
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
+from anyio.from_thread import BlockingPortal
 
 from rollouts.base.extras import install_command
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
+from rollouts.training.config import RolloutConfig
 
 __all__ = ["LINGER_SECONDS", "SAMPLES_A_MESSAGE", "in_actors"]
 
@@ -34,6 +40,8 @@ _STARTS = 6
 _PAUSE_SECONDS = 2.0
 """Pause between two starts: Ray takes seconds to detect a dead node, and may choose it until then."""
 _END_SECONDS = 15.0
+_CALLS = 8
+"""Calls of an actor at once: its work, the wait for records, orders, and signs of life."""
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
 """Longer than for processes: an actor answers from its event loop, which foreign code may block."""
@@ -63,7 +71,8 @@ async def in_actors(
             await anyio.to_thread.run_sync(functools.partial(ray.init, address=address))
         except Exception as error:  # Ray raises any type
             raise ConfigError.of("Ray's address", address, f"the address of a reachable cluster ({error})") from error
-    actors = ray.remote(_Actor).options(num_cpus=cpus, max_restarts=0, scheduling_strategy="SPREAD")
+    options: dict[str, Any] = {"max_restarts": 0, "max_concurrency": _CALLS, "scheduling_strategy": "SPREAD"}
+    actors = ray.remote(_Actor).options(num_cpus=cpus, **options)
     start = functools.partial(_start, ray, actors, factory)
     async with Dispatcher(start, workers, silent_seconds=_SILENT_SECONDS) as dispatcher:
         yield dispatcher
@@ -76,26 +85,54 @@ def _ray() -> Any:
         raise ConfigError(f"Ray is not installed: {install_command('ray')}") from error
 
 
+class _Loop:
+    """The event loop of an actor, in a thread, with its player."""
+
+    portal: BlockingPortal
+    player: Player
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self._is_up = threading.Event()
+        options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
+        run = functools.partial(anyio.run, self._run, config, backend_options=options)
+        threading.Thread(target=run, name="player", daemon=True).start()
+        self._is_up.wait()
+
+    async def _run(self, config: RolloutConfig) -> None:
+        async with BlockingPortal() as self.portal:
+            self.player = Player(config, at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
+            self._is_up.set()
+            await self.portal.sleep_until_stopped()
+
+
 class _Actor:
-    """A player in a Ray process; its methods run concurrently on one event loop."""
+    """A player in a Ray process; Ray calls its methods in threads.
+
+    No method is ``async``: Ray would run nothing of the actor in the main thread, where Python sets handlers of signals
+    (Ray 2.60.0).
+    """
 
     def __init__(self, factory: ConfigFactory) -> None:
-        self._player = Player(create_config(factory), at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
+        self._loop = _Loop(create_config(factory))
+        signal.signal(signal.SIGTERM, self._leave)  # in place of Ray's handler, which ends the process
 
-    async def work(self) -> None:
-        await self._player.run()
+    def _leave(self, number: int, frame: object) -> None:
+        self._loop.portal.start_task_soon(self._loop.player.leave)
 
-    async def ready(self) -> None:
-        await self._player.started.wait()
+    def work(self) -> None:
+        self._loop.portal.call(self._loop.player.run)
 
-    async def submit(self, message: bytes) -> None:
-        self._player.submit(message)
+    def ready(self) -> None:
+        self._loop.portal.call(self._loop.player.started.wait)
 
-    async def collect(self) -> bytes:
-        return await self._player.collect()
+    def submit(self, message: bytes) -> None:
+        self._loop.portal.call(self._loop.player.submit, message)
 
-    async def stop(self) -> None:
-        self._player.stop()
+    def collect(self) -> bytes:
+        return self._loop.portal.call(self._loop.player.collect)
+
+    def stop(self) -> None:
+        self._loop.portal.call(self._loop.player.stop)
 
 
 class _ActorLink:

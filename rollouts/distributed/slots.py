@@ -1,7 +1,8 @@
 """Positions of workers: the requests of each, and which worker gets a new group.
 
-Invariant: a request is in one slot, and ends once: by its records, or by an error. This module knows neither links nor
-prompts; :mod:`dispatch` fills and empties the slots.
+Invariant: a request is in one slot, and ends once: by its records, or by an error. The deadlines around a request are
+paused while its worker says that those of the rollout are. This module knows neither links nor prompts;
+:mod:`dispatch` fills and empties the slots.
 """
 
 from __future__ import annotations
@@ -9,28 +10,28 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
 
 import anyio
 import attrs
 
-from rollouts.concurrency.deadlines import listed_pause
+from rollouts.concurrency.deadlines import Clocks, listed_pause
+from rollouts.distributed.server_reports import ServerReports
 from rollouts.errors import GenerateFailure, RolloutsError
 from rollouts.runs.record_bytes import Columns
 
 __all__ = [
     "MESSAGE_BYTES",
-    "OutageOfAll",
     "PendingRequest",
     "Record",
     "Slot",
     "SlotEmpty",
+    "Slots",
     "State",
     "WorkerLeft",
     "WorkerSilent",
-    "give_unsent",
 ]
 
 MESSAGE_BYTES = 1 << 24
@@ -57,6 +58,8 @@ class PendingRequest:
     """The records of one request that a worker plays."""
 
     error: RolloutsError | None = None
+    clocks: Clocks = attrs.field(factory=Clocks)
+    """The deadlines around the task that waits for them."""
     _records: deque[Record] = attrs.field(factory=deque)
     _changed: anyio.Event = attrs.field(factory=anyio.Event)
 
@@ -138,10 +141,19 @@ class Slot:
     def release(self, number: int, *, ended: bool) -> None:
         """Forget a request; cancel it in the worker unless it ended."""
         pending = self.pending.pop(number)
+        pending.clocks.resume()
         if self.requests.pop(number, None) is None and not ended and pending.error is None:
             self.cancelled.append(number)
             self.wanted.set()
         self.released.set()
+
+    def take_clocks(self, fields: Mapping[str, Any]) -> None:
+        """Pause and resume deadlines as the worker says; a report of other fields or requests changes nothing."""
+        for name, change in (("paused", Clocks.pause), ("running", Clocks.resume)):
+            numbers = fields.get(name)
+            for number in numbers if isinstance(numbers, list) else ():
+                if isinstance(number, int) and number in self.pending:
+                    change(self.pending[number].clocks)
 
     async def finished(self) -> None:
         """Wait until the worker plays no request."""
@@ -172,14 +184,84 @@ class Slot:
         return len(numbers)
 
 
-def give_unsent(slots: Sequence[Slot]) -> None:
-    """Give away the requests that wait for workers in slots without one: a new worker filled another."""
-    for slot in slots:
-        if slot.state in (State.STARTING, State.EMPTY, State.FAILED):
-            slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+class Slots:
+    """The slots of one run, and what their workers report of the inference servers.
+
+    Args:
+        count: number of slots.
+
+    Attributes:
+        reports: of the workers.
+        given_away: number of rollouts that silent workers lost to the others.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._slots = [Slot(number) for number in range(count)]
+        self._outage = _OutageOfAll()
+        self._changed = anyio.Event()
+        self.reports = ServerReports()
+        self.given_away = 0
+
+    def __repr__(self) -> str:
+        return f"<Slots: {', '.join(slot.state.name for slot in self._slots)}>"
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, number: int) -> Slot:
+        return self._slots[number]
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Numbers of the slots whose workers get new groups."""
+        return tuple(slot.number for slot in self._slots if slot.alive)
+
+    def of_new_group(self) -> Slot:
+        """The best slot, of those the one with the fewest requests."""
+        return min(self._slots, key=lambda one: (one.state, len(one.pending)))
+
+    def set(self, slot: Slot, state: State) -> None:
+        """Change the state of a slot."""
+        if slot.state is not state:
+            slot.state = state
+            self._outage.look(self._slots, self.reports.reason)
+            self.notify()
+
+    def set_present(self, slot: Slot) -> None:
+        """The worker of a slot gives signs of life."""
+        self.set(slot, State.AWAY if self.reports.is_away(slot.number) else State.ALIVE)
+
+    def set_silent(self, slot: Slot, error: WorkerSilent) -> None:
+        """Give the requests of a silent worker away, if another worker may get them and it does not leave."""
+        if slot.leaves.is_set() or not any(other.alive for other in self._slots if other is not slot):
+            return
+        self.set(slot, State.SILENT)
+        self.given_away += slot.give_away(error)
+
+    def give_unsent(self) -> None:
+        """Give away the requests that wait for workers in slots without one: a new worker filled another."""
+        for slot in self._slots:
+            if slot.state in (State.STARTING, State.EMPTY, State.FAILED):
+                slot.give_away(SlotEmpty(f"another worker started before worker {slot.number}"), unsent=True)
+
+    def notify(self) -> None:
+        """Wake every :meth:`changed`."""
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def changed(self) -> None:
+        """Wait until a state changes."""
+        await self._changed.wait()
+
+    def close(self) -> None:
+        """End the pause that is listed."""
+        self._outage.close()
 
 
-class OutageOfAll:
+class _OutageOfAll:
     """Lists a pause while no worker is answered, so that no new group starts in the manager's process."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from rollouts.distributed.messages import (
     OrderFormat,
     Request,
     broken_record,
+    clocks_record,
     leaving_record,
     reset_record,
     sample_records,
@@ -31,6 +32,7 @@ from rollouts.distributed.messages import (
     turn_record,
 )
 from rollouts.distributed.server_reports import Servers, report_servers, servers_now
+from rollouts.distributed.standstill import Standstill
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, at
 from rollouts.inference.pauses import watch_pauses
@@ -40,6 +42,9 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import attempt
 
 __all__ = ["ConfigFactory", "Player", "RecipeConfig", "create_config"]
+
+_CLOCKS_SECONDS = 1.0
+"""Pause between two looks for rollouts whose deadlines are paused."""
 
 ConfigFactory: TypeAlias = Callable[[], RolloutConfig]
 """Creates the config in the worker: a module-level function or a ``functools.partial`` of one (it is pickled)."""
@@ -101,6 +106,7 @@ class Player:
         self._linger = linger
         self._tasks: TaskGroup | None = None
         self._playing: dict[int, anyio.CancelScope] = {}
+        self._standstill = Standstill()
         self._records: list[bytes] = []
         self._ended = 0
         self._changed = anyio.Event()
@@ -116,6 +122,7 @@ class Player:
             async with anyio.create_task_group() as self._tasks:
                 self.started.set()
                 self._tasks.start_soon(report_servers, self._servers, self._report)
+                self._tasks.start_soon(self._report_clocks)
                 await watch_pauses(shared_policies)
 
     def stop(self) -> None:
@@ -154,12 +161,14 @@ class Player:
         with self._playing[number] as scope:
             try:
                 log = TurnLog(functools.partial(self._log_turn, number), request.turns) if request.logs_turns else None
-                with at(f"group {prompt.group_index} · rollout {prompt.index}"):
+                place = at(f"group {prompt.group_index} · rollout {prompt.index}")
+                with place, self._standstill.around(number):
                     samples = await attempt(self.config, attrs.evolve(prompt, turn_log=log))
                 record = sample_records(number, prompt, samples)
             except Exception as error:  # noqa: BLE001 - a broken law; raised in the manager's process
                 record = broken_record(number, error)
         del self._playing[number]
+        self._standstill.ended(number)
         if scope.cancelled_caught:
             self._notify()
             return
@@ -169,6 +178,13 @@ class Player:
     def _report(self, away: str, answered: bool) -> None:
         self.away = away
         self._put(servers_record(away, answered))
+
+    async def _report_clocks(self) -> None:
+        while True:
+            await anyio.sleep(_CLOCKS_SECONDS)
+            paused, running = self._standstill.news()
+            if paused or running:
+                self._put(clocks_record(paused, running))
 
     async def _log_turn(self, number: int, turn: Turn | None) -> None:
         self._put(reset_record(number) if turn is None else turn_record(number, turn))

@@ -332,7 +332,7 @@ def with_images(chats: Iterable[ChatDict], load_image: LoadImage) -> list[ChatDi
     ]
 
 
-_IMAGE_PARTS: dict[Any, str] = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
+_IMAGE_PARTS: dict[str, str] = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
 """The kinds of image parts, and the key of each that has the image."""
 
 
@@ -340,7 +340,7 @@ def _part_from_chat(part: Any) -> str | Image:
     if isinstance(part, Image):
         return part
     if isinstance(part, Mapping):
-        key = _IMAGE_PARTS.get(part.get("type"), "")
+        key = _IMAGE_PARTS.get(str(part.get("type")), "")  # of a list, too
         if isinstance(part.get("text"), str) and not key:
             return str(part["text"])
         image = part.get(key)

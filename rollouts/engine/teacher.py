@@ -9,7 +9,7 @@ This module does not know requests or stored runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,27 +101,62 @@ class Teacher:
         Returns:
             ``(m,)``
         """
+        divisors = torch.tensor(np.broadcast_to(temperature, positions.shape), dtype=torch.float32)
+        found = []
+        for here, logits in self._logits(tokens, positions, chunk):
+            if masked is not None and masked[here].any():
+                ids_without = torch.tensor(sorted(self._stop_ids.union(without)), device=logits.device)
+                rows_without = torch.from_numpy(np.flatnonzero(masked[here])).to(logits.device)
+                logits[rows_without[:, None], ids_without] = -torch.inf
+            scores = (logits.float() / divisors[here, None].to(logits.device)).log_softmax(-1)
+            targets = torch.from_numpy(tokens[positions[here]].astype(np.int64)).to(logits.device)
+            found.append(scores.gather(1, targets[:, None])[:, 0])
+        return torch.cat(found).cpu().numpy()
+
+    @torch.inference_mode()
+    def top_logprobs(
+        self,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int32],
+        *,
+        chunk: int = CHUNK,
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Logprobs of some ids at each position at temperature 1, and those of the most probable ids, descending.
+
+        Args:
+            tokens: the sequence, ``(n,)``; ids below ``vocab_size``.
+            positions: ascending, from 1 to n - 1, ``(m,)``.
+            ids: K at each position, below ``vocab_size``, ``(m, K)``.
+            chunk: tokens of one forward pass.
+
+        Returns:
+            ``(m, K)``, and ``(m, K)``
+        """
+        own, best = [], []
+        for here, logits in self._logits(tokens, positions, chunk):
+            scores = logits.float().log_softmax(-1)
+            own.append(scores.gather(1, torch.from_numpy(ids[here].astype(np.int64)).to(scores.device)))
+            best.append(scores.topk(ids.shape[1]).values)
+        return torch.cat(own).cpu().numpy(), torch.cat(best).cpu().numpy()
+
+    def _logits(
+        self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int64], chunk: int
+    ) -> Iterator[tuple[npt.NDArray[np.bool_], torch.Tensor]]:
+        """The logits of each pass, ``(part, vocab_size)``, and at which of the positions they are, ``(m,)``."""
         device = self._model.device
         rows = positions - 1
         ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-        targets = torch.from_numpy(positions).to(device)
-        divisors = torch.tensor(np.broadcast_to(temperature, positions.shape), dtype=torch.float32, device=device)
         cache = DynamicCache(config=self._model.config)
-        found = []
         for start in range(0, int(rows[-1]) + 1, chunk):
             here = (rows >= start) & (rows < start + chunk)
             stop = min(start + chunk, int(rows[-1]) + 1)
-            logits = self._model(
-                input_ids=ids[None, start:stop],
-                **{self._cache_argument: cache},
-                use_cache=True,
-                logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
-            ).logits[0]
-            chosen = torch.from_numpy(here).to(device)
-            if masked is not None and masked[here].any():
-                ids_without = torch.tensor(sorted(self._stop_ids.union(without)), device=device)
-                rows_without = torch.from_numpy(np.flatnonzero(masked[here])).to(device)
-                logits[rows_without[:, None], ids_without] = -torch.inf
-            scores = (logits.float() / divisors[chosen, None]).log_softmax(-1)
-            found.append(scores.gather(1, ids[targets[chosen]][:, None])[:, 0])
-        return torch.cat(found).cpu().numpy()
+            yield (
+                here,
+                self._model(
+                    input_ids=ids[None, start:stop],
+                    **{self._cache_argument: cache},
+                    use_cache=True,
+                    logits_to_keep=torch.from_numpy(rows[here] - start).to(device),
+                ).logits[0],
+            )

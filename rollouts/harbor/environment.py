@@ -31,7 +31,7 @@ from harbor.models.task.config import NetworkMode
 
 from rollouts.errors import ConfigError
 from rollouts.harbor.boxes import BoxOptions, Wanted, sandbox_of
-from rollouts.harbor.grading import FOLDERS, is_in, new_folders, sanitize, way_to
+from rollouts.harbor.grading import FOLDERS, folders_again, is_in, new_folders, sanitize, way_to
 from rollouts.harbor.verdict import Rung
 from rollouts.sandboxes import RunningSandbox, Sandbox, SandboxError
 
@@ -39,6 +39,7 @@ __all__ = ["RolloutsEnvironment"]
 
 _MOST_BYTES = 1 << 26  # of one file that is copied through memory
 _LONGEST_SECONDS = 1e6
+_DEEPEST, _LONGEST_PATH = 64, 4096
 _CLOSE_SECONDS = 30.0
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _CLOCK_SECONDS = 1.0
@@ -214,6 +215,7 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
                 await way_to(self.place, posixpath.dirname(source), self._root, way)
                 await self._must(f"if [ -d '{source}' ]; then find '{source}' -mindepth 1 -delete; fi")
                 await self.place.unpack(archive, posixpath.dirname(source))
+            await self._must(folders_again(self._workdir))
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
@@ -333,6 +335,8 @@ class RolloutsEnvironment(BaseEnvironment):  # type: ignore[misc]  # Harbor's ty
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Copy the content of a folder of the box; devices, pipes and links that leave it are left out.
 
+        So is what is 64 folders deep, or has a path that is too long here: it would take minutes, or fail.
+
         Raises:
             FileNotFoundError: it is missing.
         """
@@ -389,7 +393,8 @@ def _extract(archive: str, target: str) -> None:
     with tarfile.open(archive) as source:
         for member in source:
             _, _, name = member.name.removeprefix("./").partition("/")
-            if not name:
+            deep = name.count("/") >= _DEEPEST or len(os.fsencode(f"{target}/{name}")) >= _LONGEST_PATH
+            if not name or deep:
                 continue
             member.name = name
             if member.islnk():

@@ -37,6 +37,7 @@ __all__ = [
     "Box",
     "box_in",
     "fill",
+    "folders_again",
     "grade",
     "healthy",
     "is_in",
@@ -222,11 +223,12 @@ async def grade(
                 for (archive, source), way in zip(packed, ways, strict=True):
                     parent, name = posixpath.split(source)
                     await way_to(other.place, parent, other.root, way)
-                    if rung == "carry" and source == other.workdir:
+                    if source == other.workdir:
                         await other.must(f"find {_quoted(source)} -mindepth 1 -delete")
                     elif name:
                         await other.must(f"rm -rf {_quoted(source)}")
                     await other.place.unpack(archive, parent)
+                await other.must(folders_again(other.workdir))
                 return await _tested(task, other, rung, env, reward_key, collect_failures)
     except NoVerdict:
         raise
@@ -235,14 +237,15 @@ async def grade(
 
 
 def new_folders(workdir: str) -> str:
-    """The command that makes new folders of the tests, and makes folders again that an agent removed or made files.
+    """The command that makes new folders of the tests, after those of :func:`folders_again`."""
+    return f"{folders_again(workdir)} && rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS}"
 
-    Without them there is no verdict, which an agent must not decide.
-    """
-    way = (
-        f'for p in /logs {_quoted(workdir)}; do until [ -d "$p" ]; do rm -rf "$p"; p=${{p%/*}}; p=${{p:-/}}; done; done'
-    )
-    return f"{way}; rm -rf {TESTS} {VERIFIER_LOGS} && mkdir -p {TESTS} {VERIFIER_LOGS} {_quoted(workdir)}"
+
+def folders_again(workdir: str) -> str:
+    """The command that makes folders again that an agent removed or made files: without them there is no verdict."""
+    folders = f"/logs {_quoted(workdir)}"
+    way = f'for p in {folders}; do until [ -d "$p" ]; do rm -rf "$p"; p=${{p%/*}}; p=${{p:-/}}; done; done'
+    return f"{way}; mkdir -p {folders}"
 
 
 async def _collect(task: HarborTask, box: Box) -> tuple[str, ...]:
@@ -275,7 +278,7 @@ async def _packed(task: HarborTask, box: Box, rung: Rung, folder: Path) -> list[
         archive = str(folder / f"{number}.tar")
         if await box.place.pack(source, archive):
             clean = str(folder / f"{number}-clean.tar")
-            is_work = rung == "carry" and source == box.workdir
+            is_work = source == box.workdir
             await anyio.to_thread.run_sync(
                 sanitize, archive, clean, source, artifact.exclude, rung == "separate", is_work
             )

@@ -51,7 +51,7 @@ class AgreedOrder:
                 except EndpointUnavailable as error:
                     await self._wait(error)
                     continue
-                if None in found or len(found) > 1:
+                if None in found or len(found) != 1:
                     found = {None}
                     _LOG.warning(_NOT_SENT)
                 self._orders = found

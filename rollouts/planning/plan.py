@@ -295,7 +295,9 @@ def _read(run: Path) -> _StoredRun:
         total += seconds
         if row.outcome == "failed":
             continue
-        rollouts.setdefault(row.data["group_index"], {})[row.data["index"]] = (seconds, outside)
+        of_group = rollouts.setdefault(row.data["group_index"], {})
+        earlier = of_group.get(row.data["index"], (0.0, 0.0))  # of its other branches and seats
+        of_group[row.data["index"]] = (earlier[0] + seconds, earlier[1] + outside)
         if row.outcome in ("kept", "unbatched"):
             kept.add(row.data["group_index"])
         batched = batched or row.outcome == "kept"

@@ -29,7 +29,15 @@ from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Message, OnRewrite, Prompt, SamplingParams, StopReason
-from rollouts.errors import ConfigError, EnvironmentFailure, Failure, GenerateFailure, NoReply, shortened
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    Failure,
+    GenerateFailure,
+    NoReply,
+    RolloutsError,
+    shortened,
+)
 from rollouts.inference.base import Policy, describe_once
 from rollouts.inference.shared import shared_policy
 from rollouts.programs.gateway.address import PublicAddress
@@ -38,7 +46,7 @@ from rollouts.programs.gateway.tree import Training
 from rollouts.programs.launchers.base import ModelServer, Program
 from rollouts.programs.launchers.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
-from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, opened
 from rollouts.training.agent_integration import generate_all, loaded_renderer, resuming
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample, Status
@@ -77,6 +85,8 @@ _TAIL = 4000
 """Characters of each output of a program that are kept."""
 _SHOWN = 400
 """Characters of its error output in a failure."""
+_ENDS_OF_PROGRAMS = (StopReason.TASK_COMPLETED, StopReason.CONTEXT_OVERFLOW)
+"""Why a session is over that has met no limit and no failure."""
 
 
 async def program_rollout_to_samples(
@@ -167,7 +177,7 @@ async def program_rollout_to_samples(
             if workspace is not None:
                 what = f"{type(workspace).__name__}.take"
                 with boundary(EnvironmentFailure, what, kind="environment_step"):
-                    record |= await workspace.take(given, place, filled)
+                    record |= _returned(dict(await workspace.take(given, place, filled)), what, EnvironmentFailure)
         return record
 
     return await _samples(prompt, rollout, limits, play, gateway)
@@ -236,7 +246,7 @@ async def function_rollout_to_samples(
                 returned = await call_foreign(GenerateFailure, f"agent {name}", function, *arguments)
                 tasks.cancel_scope.cancel()
         gateway.close(session)
-        record = _returned(returned, name)
+        record = _returned(returned, f"agent {name}", GenerateFailure)
         done()
         return record
 
@@ -427,11 +437,11 @@ async def _samples(
         await tasks.start(_serve, session, limits.max_seconds)
         try:
             record = await play(gateway)
-        except GenerateFailure as error:  # of a function at a limit of its session: the limit counts
-            session.end(StopReason.FAILED, Failure.of(error))
-        except EnvironmentFailure as error:
+        except (GenerateFailure, EnvironmentFailure) as error:
+            at_limit = session.ended and session.stop_reason not in _ENDS_OF_PROGRAMS
             session.end()
-            session.stop_reason, session.failure = StopReason.FAILED, Failure.of(error)
+            if not at_limit or isinstance(error, EnvironmentFailure):  # of a function at a limit, the limit counts
+                session.stop_reason, session.failure = StopReason.FAILED, Failure.of(error)
         finally:
             gateway.close(session)
             session.end()
@@ -516,7 +526,7 @@ async def _closing(sandbox: Sandbox, session: ProgramSession) -> AsyncIterator[R
     finally:
         try:
             await closing.__aexit__(None, None, None)
-        except SandboxError:
+        except Exception:  # noqa: BLE001 - a kind may be foreign code
             session.count("close_failures")
 
 
@@ -603,11 +613,11 @@ def _without_log(prompt: Prompt) -> Prompt:
     return attrs.evolve(prompt, turn_log=None, urgency=None)
 
 
-def _returned(value: Any, name: str) -> dict[str, Any]:
-    """The value that an agent function returned, as metadata with a ``reward``."""
+def _returned(value: Any, what: str, failure: type[RolloutsError]) -> dict[str, Any]:
+    """The value that an agent function or a workspace returned, as metadata with a ``reward``."""
     given = dict(value) if isinstance(value, Mapping) else {} if value is None else {"reward": value}
     if given.get("reward") is not None:
         given["reward"] = finite(given["reward"])
         if given["reward"] is None:
-            raise GenerateFailure(f"agent {name}: got {shortened(value)}; expected a number, a dict or None")
+            raise failure(f"{what}: got {shortened(value)}; expected a number, a dict or None")
     return given

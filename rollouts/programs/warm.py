@@ -24,7 +24,7 @@ from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EnvironmentFailure
 from rollouts.programs.generate import SandboxChoice, chosen_kind
-from rollouts.sandboxes import Ability, Containment, RunningSandbox, Sandbox, SandboxError, SandboxLimits
+from rollouts.sandboxes import Ability, Containment, RunningSandbox, Sandbox, SandboxLimits
 from rollouts.training.data_buffer import DataBuffer, shuffled
 
 __all__ = ["WarmSandboxes"]
@@ -169,7 +169,7 @@ class WarmSandboxes:
             with anyio.move_on_after(_ALIVE_SECONDS):
                 await running.exec(["true"])  # any end of it is an answer
                 return True
-        except SandboxError:
+        except Exception:  # noqa: BLE001 - a kind may be foreign code
             pass
         except anyio.get_cancelled_exc_class():
             await self._discard(box, "unused")
@@ -180,7 +180,7 @@ class WarmSandboxes:
     async def _discard(self, box: _Box, why: str) -> None:
         if box.running is not None:
             self.counts[why] += 1
-            with anyio.move_on_after(_CLOSE_SECONDS, shield=True), contextlib.suppress(SandboxError):
+            with anyio.move_on_after(_CLOSE_SECONDS, shield=True), contextlib.suppress(Exception):
                 await box.running.close()
 
     def _refill(self) -> None:

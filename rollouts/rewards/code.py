@@ -24,7 +24,8 @@ from rollouts.training.types import Sample
 
 __all__ = ["code_of", "code_tests"]
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+_LANGUAGES = ("", "python", "python3", "py")
 _Require: TypeAlias = Collection[str] | Literal["all"]
 _EXPECTED = 'a list of asserts, or of {"input": text, "output": text}'
 
@@ -44,7 +45,7 @@ async def code_tests(
             ``metadata["test_imports"]``, or inputs with the expected output of the program.
         tests: key of the tests in the metadata.
         share: return the share of tests passed instead.
-        limits: resource limits of one test.
+        limits: resource limits of one test; its output may be longer by the output that is expected.
         require: restrictions that the sandbox must enforce, as for :func:`run_python`.
 
     Raises:
@@ -80,8 +81,8 @@ class _Assert:
 
 
 def code_of(text: str) -> str | None:
-    """The last fenced code block, else the whole text if it is a program, else ``None``."""
-    blocks = _BLOCK.findall(text)
+    """The last fenced code block of Python or of no language, else the text if it is a program, else ``None``."""
+    blocks = [code for language, code in _BLOCK.findall(text) if language.strip().lower() in _LANGUAGES]
     if blocks:
         return str(blocks[-1])
     try:
@@ -94,12 +95,17 @@ def code_of(text: str) -> str | None:
 async def _passes(code: str, test: _Assert | tuple[str, str], limits: PythonLimits | None, require: _Require) -> bool:
     if isinstance(test, tuple):
         stdin, expected = test
+        limits = limits or PythonLimits()
+        limits = attrs.evolve(limits, output_bytes=limits.output_bytes + len(expected.encode(errors="replace")))
         result = await run_python(code, stdin=stdin, limits=limits, require=require)
         return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
     word = secrets.token_hex(16)
     program = text_of(f"run_program({code!r}, {test.imports!r})")
     tests = text_of(f"run_tests({test.text!r}, {test.imports!r}, {word!r})")
     result = await run_connected(program, tests, limits=limits, require=require)
+    _, missing, error = result.stdout.rpartition(f"\n{word} ")
+    if missing:
+        raise RewardFailure(f"metadata['test_imports']: {error.strip()}; expected modules of the sandbox")
     return result.exit_code == 0 and result.stdout.endswith(f"\n{word}\n")
 
 
@@ -111,7 +117,8 @@ def _tests(sample: Sample, key: str) -> list[_Assert | tuple[str, str]]:
     entries: Any = sample.metadata.get(key)
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes) or not entries:
         raise RewardFailure(f"metadata[{key!r}]: got {shortened(entries)}; expected {_EXPECTED}")
-    imports = "\n".join(str(line) for line in sample.metadata.get("test_imports") or ())
+    lines: Any = sample.metadata.get("test_imports") or ()
+    imports = lines if isinstance(lines, str) else "\n".join(map(str, lines))
     return [_test(entry, imports, f"metadata[{key!r}][{number}]") for number, entry in enumerate(entries)]
 
 

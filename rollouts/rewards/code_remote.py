@@ -332,8 +332,18 @@ def run_program(code: str, imports: str) -> None:
 
 
 def run_tests(test: str, imports: str, word: str) -> None:
-    """Run a test with the names of the program that it uses; print the word if it passes."""
+    """Run a test with the names of the program that it uses; print the word if it passes.
+
+    If a module that the tests import does not exist, print the word and the error: no program could pass.
+    """
     sys.set_int_max_str_digits(0)
+    try:
+        exec(compile(imports, "test", "exec"), {"__name__": "test"})
+    except ModuleNotFoundError as error:
+        print(f"\n{word} {error}", flush=True)
+        return
+    except Exception:  # noqa: BLE001 - it may need a name of the program, and runs again with them
+        pass
     peer = Peer(int(sys.argv[1]), int(sys.argv[2]), is_tested=False)
     compiled = compile(test, "test", "exec")
     names: dict[str, Any] = {"__name__": "test"}

@@ -108,8 +108,8 @@ class LLMJudge:
             raise ConfigError.of("LLMJudge.quorum", quorum, f"1 to {len(self.judges)}, the number of judges")
         if join not in _JOINS:
             raise ConfigError.of("LLMJudge.join", join, f"one of {sorted(_JOINS)}")
-        if len(scale) != 2 or not scale[0] < scale[1]:
-            raise ConfigError.of("LLMJudge.scale", scale, "two numbers, the lower one first")
+        if len(scale) != 2 or not all(map(is_number, scale)) or not scale[0] < scale[1]:
+            raise ConfigError.of("LLMJudge.scale", scale, "two finite numbers, the lower one first")
         if asks < 1:
             raise ConfigError.of("LLMJudge.asks", asks, "an integer >= 1")
         if not rubric.strip():

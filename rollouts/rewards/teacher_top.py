@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.errors import ConfigError, RewardFailure
+from rollouts.training.continuation import SCORED_BY
 from rollouts.training.types import Sample
 
 __all__ = [
@@ -30,8 +31,6 @@ __all__ = [
     "top_of",
 ]
 
-SCORED_BY = "scored_by"
-"""Metadata key: the teacher's URL, and its most probable ids if they were asked for."""
 TOLERANCE = 1e-3
 """A logprob of a token that is certain may be this much above 0 in bfloat16; so may a sum of probabilities above 1."""
 

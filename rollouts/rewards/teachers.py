@@ -29,7 +29,7 @@ from rollouts.rewards.teacher_top import TeacherTop, check_without_top, checked_
 from rollouts.rewards.teacher_wire import PROTOCOLS, Protocol, Scores, logprobs_of_ids, request_of_ids
 from rollouts.training.types import FilterFn, Sample
 
-__all__ = ["Route", "Teacher", "scored_by_teachers", "teachers_as_advantages"]
+__all__ = ["Route", "Teacher", "first_different_id", "scored_by_teachers", "teachers_as_advantages"]
 
 Route: TypeAlias = "str | Callable[[Sample], bool]"
 """``metadata.NAME=VALUE``, or a function of the sample."""
@@ -70,8 +70,10 @@ class Teacher:
             raise ConfigError.of("Teacher.temperature", temperature, expected)
         if not is_int(top_k, 0):
             raise ConfigError.of("Teacher.top_k", top_k, "an integer >= 0")
-        if tokenizers is not None:
-            _check_same_ids(*tokenizers)
+        if tokenizers is not None and (different := first_different_id(*tokenizers)) is not None:
+            number, theirs, ours = different
+            got = f"{tokenizers[0]}, whose id {number} is {theirs!r}"
+            raise ConfigError.of("Teacher.tokenizers", got, f"{ours!r}, as in {tokenizers[1]}")
         self._name, self._value = _parts_of(route) if isinstance(route, str) else ("", "")
         self.route, self.top_k = route, top_k
         self._protocol, self._post = _client(url, options)
@@ -132,19 +134,17 @@ class Teacher:
         return attrs.evolve(top, student=logprobs_of_ids(reply, ids, start, at, top.ids))
 
 
-def _check_same_ids(teacher: str | Path, policy: str | Path) -> None:
-    """Check that every id is the same token for the teacher and for the policy.
+def first_different_id(teacher: str | Path, policy: str | Path) -> tuple[int, str | None, str | None] | None:
+    """The first id that is not one token for the teacher and for the policy, with both tokens; ``None`` without any.
 
     Raises:
-        ConfigError: one is not, or a tokenizer does not load.
+        ConfigError: a tokenizer does not load.
     """
     from rollouts.renderer.tokenizer import load_tokenizer  # here: a teacher of which this is not asked needs none
 
-    ours, theirs = ({i: token for token, i in load_tokenizer(one).get_vocab().items()} for one in (policy, teacher))
-    for number in sorted(ours.keys() | theirs.keys()):
-        if ours.get(number) != theirs.get(number):
-            got = f"{teacher}, whose id {number} is {theirs.get(number)!r}"
-            raise ConfigError.of("Teacher.tokenizers", got, f"{ours.get(number)!r}, as in {policy}")
+    theirs, ours = ({i: token for token, i in load_tokenizer(one).get_vocab().items()} for one in (teacher, policy))
+    different = (i for i in sorted(ours.keys() | theirs.keys()) if ours.get(i) != theirs.get(i))
+    return next(((i, theirs.get(i), ours.get(i)) for i in different), None)
 
 
 def _client(server: str | Endpoint, options: Mapping[str, Any]) -> tuple[Protocol, Poster]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rollouts.base.validators import is_number
 from rollouts.concurrency.boundary import function_name
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, RewardFailure
@@ -133,7 +134,7 @@ def _checked(kind: str, parts: Mapping[str, tuple[float, Any]]) -> dict[str, tup
         raise ConfigError.of(f"{kind}.parts", parts, expected)
     for name, part in parts.items():
         sound = isinstance(part, tuple) and len(part) == 2
-        if not sound or not isinstance(part[0], int | float) or isinstance(part[0], bool) or not callable(part[1]):
+        if not sound or not is_number(part[0]) or not callable(part[1]):
             raise ConfigError.of(f"{kind}.parts[{name!r}]", part, expected)
     return dict(parts)
 

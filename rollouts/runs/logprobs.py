@@ -30,7 +30,15 @@ from rollouts.runs.samplings import Samplings
 from rollouts.runs.slope import Slope, slope_of
 from rollouts.training.sample_laws import LAWS, Violation
 
-__all__ = ["MEAN_SHARE", "TOLERANCES", "LogprobReport", "VersionReport", "check_logprobs"]
+__all__ = [
+    "MEAN_SHARE",
+    "TOLERANCES",
+    "Compared",
+    "LogprobReport",
+    "VersionReport",
+    "check_logprobs",
+    "of_many_tokens",
+]
 
 Numbers = npt.NDArray[np.floating]
 
@@ -43,7 +51,7 @@ MEAN_SHARE = 0.1
 
 @attrs.define
 class VersionReport:
-    """The comparison of the tokens of one version."""
+    """The comparison of the tokens of one version, or of the logprobs of one teacher."""
 
     version: str
     folder: Path
@@ -54,6 +62,11 @@ class VersionReport:
     sum: float = 0.0
     signed_sum: float = 0.0
     slopes: list[Slope] = attrs.field(factory=list)
+    kind: str = "version"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.version!r}"
 
     @property
     def mean(self) -> float:
@@ -77,7 +90,7 @@ class VersionReport:
         signed = self.signed_sum / max(1, self.tokens)
         numbers = f"largest difference {self.largest:.1e}, mean {self.mean:.1e}, signed mean {signed:+.1e}"
         slopes = "".join(f"; {slope}" for slope in self.slopes)
-        return f"version {self.version!r} against {self.folder}: {self.tokens} tokens, {numbers}{slopes}"
+        return f"{self.name} against {self.folder}: {self.tokens} tokens, {numbers}{slopes}"
 
 
 @attrs.define
@@ -137,7 +150,7 @@ def check_logprobs(
         list(reports.values()),
     )
     rivals = {} if dtype == "float32" else _rivals(reports, models)
-    compared = _Compared()
+    compared = Compared()
     folders = [*(version.folder for version in reports.values()), *(one for found in rivals.values() for one in found)]
     for folder in dict.fromkeys(folders):
         _compare(
@@ -145,7 +158,7 @@ def check_logprobs(
         )
     for name, version in reports.items():
         version.slopes = compared.slopes(name, version.folder, rivals.get(name, []))
-        report.violations += _of_many_tokens(version, report.tolerance)
+        report.violations += of_many_tokens(version, report.tolerance)
     return report
 
 
@@ -161,9 +174,9 @@ def _rivals(reports: Mapping[str, VersionReport], models: Mapping[str | None, Pa
     return rivals
 
 
-def _of_many_tokens(version: VersionReport, tolerance: float) -> list[Violation]:
+def of_many_tokens(version: VersionReport, tolerance: float) -> list[Violation]:
     """The violations of a version that no token shows alone."""
-    place, found = f"version {version.version!r}, {version.tokens} tokens", []
+    place, found = f"{version.name}, {version.tokens} tokens", []
     if not version.beyond and not version.mean <= MEAN_SHARE * tolerance:
         expected = f"at most {MEAN_SHARE * tolerance:g} against {version.folder}"
         found.append(Violation(8, place, f"a mean difference of {version.mean:.2g}", expected))
@@ -175,7 +188,7 @@ def _of_many_tokens(version: VersionReport, tolerance: float) -> list[Violation]
 
 
 @attrs.define(eq=False)
-class _Compared:
+class Compared:
     """The logprobs of a run that are compared with several folders, in the order of its tokens."""
 
     stored: dict[str, list[Numbers]] = attrs.field(factory=dict)
@@ -227,7 +240,7 @@ def _compare(
     report: LogprobReport,
     samplings: Samplings,
     rivals: Mapping[str, Sequence[Path]],
-    compared: _Compared,
+    compared: Compared,
 ) -> None:
     worst: dict[str, Violation] = {}
     for row in read_rows(run, "all"):

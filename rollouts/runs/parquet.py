@@ -100,7 +100,10 @@ class RowWriter:
     def _flush(self) -> None:
         if self._waiting:
             with reading("a row"):
-                table = self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema)
+                try:
+                    table = self._pyarrow.Table.from_pylist(self._waiting, schema=self._schema)
+                except UnicodeEncodeError:  # half a character in a name; JSON has it replaced, too
+                    table = self._pyarrow.Table.from_pylist(to_plain(self._waiting), schema=self._schema)
             self._file.write_table(table)
         self._waiting.clear()
         self._tokens = 0
@@ -116,7 +119,6 @@ def encode(rows: Iterable[dict[str, Any]], to_json: Callable[[Any], bytes] = msg
     with RowWriter(buffer, _STORED, {"rollouts": _SEAL + _UNSEALED}) as writer:
         for row in rows:
             texts = {name: to_json(row[name]).decode() for name in _JSON_COLUMNS}
-            texts["response"] = to_plain(row["response"])  # without lone surrogates, as in JSON
             spans = [dict(zip(SPAN, span, strict=True)) for span in row["versions"]]
             times = [dict(zip(TIME, span, strict=True)) for span in row["times"]]
             images = [dict(zip(IMAGE, span, strict=True)) for span in row["images"]]

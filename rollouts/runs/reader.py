@@ -160,6 +160,7 @@ def load_run(path: str | Path, outcome: Which = "kept") -> StoredSamples:
 
 def _spans_of(run: Path, outcome: StoredOutcome, file: str, *, growing: bool) -> Iterator[_Span]:
     """Yield the span of each group in a file."""
+    growing = growing and outcome != "kept"  # a batch appears whole
     heads = _heads_of_parquet(run / file) if file.endswith(".parquet") else _heads_of_lines(run / file, growing=growing)
     first = 0
     for number, members in itertools.groupby(heads, lambda head: head[0]):

@@ -137,12 +137,15 @@ class _Scoring:
 
 
 def _unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies of a rollout's samples without rewards and scoring failures."""
-    rewards = [reward for sample in samples for reward in sample.step_rewards]
+    """Copies of a rollout's samples without scoring failures, each with the step rewards of its conversation."""
+    rewards: dict[tuple[str, int], list[float]] = {}
+    for sample in samples:
+        rewards.setdefault((sample.seat, sample.conversation), []).extend(sample.step_rewards)
     copies = []
     for sample in samples:
         sample = Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__)
-        sample.reward = sum(rewards) if rewards else None
+        own = rewards[sample.seat, sample.conversation]
+        sample.reward = sum(own) if own else None
         if sample.failure is not None and sample.failure.kind in _OF_SCORING:
             sample.failure, sample.status = None, status_of(sample.stop_reason)
         copies.append(sample.pack())

@@ -40,7 +40,7 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.sample_columns import column_digests
 from rollouts.training.types import Group, Outcome, Sample
 
-__all__ = ["Format", "RunStatus", "RunWriter", "check_free", "check_idle", "now", "versions"]
+__all__ = ["Format", "RunStatus", "RunWriter", "append", "check_free", "check_idle", "now", "versions"]
 
 Format: TypeAlias = Literal["jsonl", "parquet", "auto"]
 """File format of batches; ``auto`` is Parquet if pyarrow is installed."""
@@ -190,7 +190,7 @@ class RunWriter:
                 return
             self._accepted.pop(group.group_index, None)  # accepted before, then dropped as stale
             rows = self._rows(group.samples, group.outcome, group.reason, None)
-            _append(self.path / f"{group.outcome}.jsonl", _lines(rows))
+            append(self.path / f"{group.outcome}.jsonl", _lines(rows))
 
     def write_batch(
         self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
@@ -202,17 +202,19 @@ class RunWriter:
         """
         path = self.write_samples(self.batches, samples)  # outside the lock, so that settling groups do not wait
         with self._lock:
+            line = _lines([metrics])
+            try:
+                append(self.path / METRICS, line)
+            except OSError:  # no batch without its line of metrics
+                path.unlink()
+                raise
             self.batches += 1
             for sample in samples:
                 if sample.group_index is not None:
                     self._accepted.pop(sample.group_index, None)
-            line = _lines([metrics])
-            _append(self.path / METRICS, line)
-            self._info[METRICS_CRC] = zlib.crc32(line, self._info.get(METRICS_CRC, 0))
-            self._info["batches"] = self.batches
-            if accounting is not None:
-                self._info["accounting"] = attrs.asdict(accounting)
-            self._write_info()
+            crc = zlib.crc32(line, self._info.get(METRICS_CRC, 0))
+            counts = {} if accounting is None else {"accounting": attrs.asdict(accounting)}
+            self.update(**{METRICS_CRC: crc, "batches": self.batches, **counts})
             return path
 
     def write_samples(self, number: int, samples: Sequence[Sample]) -> Path:
@@ -241,7 +243,7 @@ class RunWriter:
             samples = [sample for group in groups for sample in group.samples]
             rows = self._rows(samples, "kept", "in no batch", None)
             if rows:
-                _append(self.path / "unbatched.jsonl", _lines(rows))
+                append(self.path / "unbatched.jsonl", _lines(rows))
             self._accepted.clear()
             self._info |= {
                 "status": status,
@@ -311,13 +313,13 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return b"".join(sealed(to_json(row)) for row in rows)
 
 
-def _append(path: Path, text: bytes) -> None:
+def append(path: Path, text: bytes) -> None:
     """Append all lines, or none if a write fails."""
-    with path.open("ab") as file:
-        end = file.tell()
+    with path.open("ab", buffering=0) as file:  # a buffer would write the rest again before a truncation
+        end, left = file.tell(), memoryview(text)
         try:
-            file.write(text)
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
             file.truncate(end)

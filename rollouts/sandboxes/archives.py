@@ -89,6 +89,7 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
     """
     os.makedirs(folder, exist_ok=True)
     root = os.path.realpath(folder)
+    made = {root}
     left = max_bytes
     try:
         with tarfile.open(fileobj=archive, mode="r:") as tar:
@@ -98,7 +99,9 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                 if left < 0:
                     raise OSError(f"got more than {max_bytes:,} bytes")
                 place = os.path.normpath(os.path.join(root, member.name))
-                parent = os.path.realpath(os.path.dirname(place))
+                parent = os.path.dirname(place)
+                if parent not in made:  # a look at each folder above each folder has no end where they are deep
+                    parent = os.path.realpath(parent)
                 links = [os.path.realpath(os.path.join(root, member.linkname))] if member.islnk() else []
                 if not all(os.path.commonpath([root, inner]) == root for inner in (place, parent, *links)):
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
@@ -107,6 +110,8 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                 member.mtime = min(max(member.mtime, 0), LATEST)
                 _make_way(place, member)
                 tar.extract(member, root, numeric_owner=True)
+                if member.isdir() and parent in made:  # nothing takes the place of a folder
+                    made.add(place)
     except tarfile.TarError as error:
         raise OSError(f"not a tar archive that can be read: {error}") from None
 

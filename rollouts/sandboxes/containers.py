@@ -57,6 +57,8 @@ __all__ = ["ContainerSandbox"]
 
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _SETUP_SECONDS, _GRACE_SECONDS = 60.0, 20.0
+_START_SECONDS = 30.0
+"""In which a command is not cut that has not said the number of its processes' group."""
 _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
@@ -69,6 +71,10 @@ _ROOT_CAPABILITIES = (
 """Those of Docker's default (moby 27, oci/caps/defaults.go), for a program that is root and installs packages."""
 _OF_RUNTIME = "unable to start container process"
 _SHOWN, _SHOWN_PROCESSES = 80, 5
+_UNKNOWN_GROUP = (
+    "{} {}; its group of processes is not known, and every process of the container was killed: expected an engine "
+    "that starts it, and an sh in the container that writes to its standard error"
+)
 _BEFORE = 4096
 """Bytes before the line with the number of a process, at most."""
 _WAITS = "sleep 3600"
@@ -299,6 +305,11 @@ class NumberedTail(Tail):
         super().add(data)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the number is known, or is not looked for any more."""
+        return self._before is None
+
+    @property
     def text(self) -> str:
         """The text; what came without the line is part of it."""
         if self._before is not None:
@@ -375,21 +386,28 @@ class RunningContainer(Running):
         """Run a command whose group of processes is killed at its deadline, and no other process.
 
         Its shell writes the number of the group before the command starts, to the stream of errors, behind a mark that
-        the command cannot know: a file would be in reach of the program. A command that has not written it is killed
-        with all processes.
+        the command cannot know: a file would be in reach of the program. The deadline counts from there. Until then
+        the command is not cut, because nothing could be killed, and the engine would start it nevertheless.
+
+        Raises:
+            SandboxError: the command did not start within 30 s, or is over its deadline and its shell wrote no number.
+                It was killed with all processes of the container.
         """
         mark = secrets.token_hex(8)
         argv = ["sh", "-c", 'echo "$1 $$" >&2; shift; exec "$@"', "sh", mark, *command.argv]
         errors = NumberedTail(self._kind.limits.output_bytes, mark)
+        identity = await self._created(attrs.evolve(command, argv=argv), user)
         over = False
         try:
-            end = await self._exec(attrs.evolve(command, argv=argv), user, errors)
+            end = await self._started(identity, command, errors)
             over = not end.timed_out and not (command.stop is not None and command.stop.is_set())
-            return end
         finally:
             if not over and not self._closed:
                 with anyio.move_on_after(_GRACE_SECONDS, shield=True):
                     await self._kill("-1" if errors.number is None else f"-{errors.number}")
+        if not over and errors.number is None:
+            raise SandboxError(_UNKNOWN_GROUP.format(command.argv[0], "did not end in time"))
+        return end
 
     async def _kill(self, whom: str) -> None:
         await self._exec(_shell(f"kill -9 {whom}", _GRACE_SECONDS), "0:0")
@@ -418,7 +436,11 @@ class RunningContainer(Running):
         names = ", ".join(repr(line[-_SHOWN:]) for line in left[:_SHOWN_PROCESSES])
         raise SandboxError(f"{len(left)} processes are left {_GRACE_SECONDS:g} s after they were killed: {names}")
 
-    async def _exec(self, command: Command, user: str, errors: Tail | None = None) -> Exit:
+    async def _exec(self, command: Command, user: str) -> Exit:
+        return await self._started(await self._created(command, user), command)
+
+    async def _created(self, command: Command, user: str) -> str:
+        """The id of a command that the engine has not started yet."""
         body = {
             "AttachStdin": False,
             "AttachStdout": True,
@@ -429,25 +451,40 @@ class RunningContainer(Running):
             "WorkingDir": command.cwd,
             "User": user,
         }
-        most = self._kind.limits.output_bytes
-        tails = Tail(most), errors or Tail(most)
         created = await self._api.json("POST", f"/containers/{self.id}/exec", None, body)
+        return str(created["Id"])
+
+    async def _started(self, identity: str, command: Command, numbered: NumberedTail | None = None) -> Exit:
+        """Start a command and wait for its end; what it says before its number is waited for before that."""
+        tails = Tail(self._kind.limits.output_bytes), numbered or Tail(self._kind.limits.output_bytes)
         began = time.monotonic()
-        with anyio.move_on_after(command.seconds) as scope:
-            try:
-                start = {"Detach": False, "Tty": False}
-                async with stopped_by(command.stop):
-                    async for which, data in self._api.frames(f"/exec/{created['Id']}/start", start):
-                        tails[which - 1].add(data)
-            except DockerError as error:
-                if error.status not in (400, 500):  # so daemons report a command that cannot be started
-                    raise
-                return Exit(127, "", f"{command.argv[0]}: {_reason(str(error))}", time.monotonic() - began)
+        try:
+            frames = self._api.frames(f"/exec/{identity}/start", {"Detach": False, "Tty": False})
+            async with contextlib.aclosing(frames):
+                if numbered is not None:
+                    with anyio.move_on_after(_START_SECONDS, shield=True) as start:
+                        async for which, data in frames:
+                            tails[which - 1].add(data)
+                            if numbered.has_begun:
+                                break
+                    if start.cancelled_caught:
+                        raise SandboxError(
+                            _UNKNOWN_GROUP.format(command.argv[0], f"said nothing in {_START_SECONDS:g} s")
+                        )
+                    began = time.monotonic()
+                with anyio.move_on_after(command.seconds) as scope:
+                    async with stopped_by(command.stop):
+                        async for which, data in frames:
+                            tails[which - 1].add(data)
+        except DockerError as error:
+            if error.status not in (400, 500):  # so daemons report a command that cannot be started
+                raise
+            return Exit(127, "", f"{command.argv[0]}: {_reason(str(error))}", time.monotonic() - began)
         took = time.monotonic() - began
         truncated = tails[0].truncated or tails[1].truncated
         if scope.cancelled_caught or (command.stop is not None and command.stop.is_set()):
             return Exit(-9, tails[0].text, tails[1].text, took, scope.cancelled_caught, truncated)
-        code = (await self._api.json("GET", f"/exec/{created['Id']}/json"))["ExitCode"]
+        code = (await self._api.json("GET", f"/exec/{identity}/json"))["ExitCode"]
         if code in (126, 127) and _OF_RUNTIME in tails[1].text:  # so Podman reports it
             return Exit(127, "", f"{command.argv[0]}: {_reason(tails[1].text)}", took)
         code = 128 - code if code > 128 else 127 if code == 126 else code  # as a shell reports signals

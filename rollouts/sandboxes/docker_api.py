@@ -42,7 +42,10 @@ class _Parts:
 
     def __init__(self) -> None:
         self.body = bytearray()
-        self.headed = self.done = False
+        self.headed = self.done = self.has_end = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.has_end |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
         self.headed = True
@@ -142,11 +145,11 @@ class DockerApi:
                     try:
                         parser.feed_data(await connection.receive())
                     except anyio.EndOfStream:
-                        if not parts.headed:
+                        if parts.headed and parser.get_status_code() >= 400:
+                            break
+                        if not parts.headed or parts.has_end:  # a part of an archive would be read as the whole
                             raise SandboxError(f"{what}: the daemon closed the connection") from None
-                        if parser.get_status_code() < 400:
-                            return  # the end of a body without a length
-                        break
+                        return  # the end of a body without a length
                     if parts.headed and parser.get_status_code() < 400 and parts.body:
                         yield bytes(parts.body)
                         parts.body.clear()

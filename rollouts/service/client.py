@@ -263,10 +263,19 @@ class Rollouts:
             prompts: texts, lists of messages, or objects with ``prompt``, ``label`` and ``metadata``.
 
         Raises:
-            ServiceError: a prompt is invalid (422), or the name stands for other prompts (409).
+            ServiceError: a prompt is invalid (422), or the name stands for other prompts, or no more are taken (409).
         """
         fed = json.loads(self._send("POST", "/v1/prompts", {"id": name, "prompts": prompts})[1])
         return range(fed["first"], fed["first"] + fed["count"])
+
+    def end_prompts(self) -> int:
+        """Say that no more prompts come: :meth:`batches` ends after the last batch that they fill.
+
+        Returns:
+            The number of prompts that the service was given.
+        """
+        count: int = json.loads(self._send("POST", "/v1/prompts/end", {})[1])["prompts"]
+        return count
 
     def state(self) -> dict[str, Any]:
         """Numbers of groups and workers."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import struct
 import threading
@@ -41,15 +42,16 @@ _START = _HEADER.size + _CRC.size
 class LeaseLog:
     """The writer of a log; creates the file or continues it. Only one process at a time may open it.
 
-    Attributes:
-        records: the records of the file when it was opened.
+    Args:
+        path: of the file.
+        replay: receives the records of the file, one after another; its errors pass.
 
     Raises:
         ConfigError: another process writes to it.
         JournalError: it is damaged, or cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, replay: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
         self.path = path
         self._error: JournalError | None = None
         self._writing = threading.Lock()
@@ -61,7 +63,7 @@ class LeaseLog:
                 raise ConfigError.of("log", str(path), "a log that no other process is writing to")
             self._file: int | None = file
             try:
-                self._recover(file)
+                self._recover(file, replay)
             except BaseException:
                 os.close(file)
                 raise
@@ -132,20 +134,20 @@ class LeaseLog:
             self._file = None
             self._error = self._error or JournalError(f"{self.path}: the log cannot be written: it is closed")
 
-    def _recover(self, file: int) -> None:
+    def _recover(self, file: int, replay: Callable[[dict[str, Any]], None]) -> None:
         """Read the records, and cut an incomplete last one."""
-        data = self.path.read_bytes()
-        self.records, end = [], 0
-        for record, stop in _read(data, 0, 0):
-            self.records.append(record)
-            end = stop
-        self._sequence = len(self.records)
-        if end < len(data):
-            at = data.find(_MAGIC, end + 1)
-            while at != -1:
-                if next(_read(data, at, None), None) is not None:
-                    raise JournalError(f"{self.path}, offset {end}: damaged, and an intact record follows at {at}")
-                at = data.find(_MAGIC, at + 1)
+        size, end, self._sequence = os.fstat(file).st_size, 0, 0
+        if size:
+            with mmap.mmap(file, size, access=mmap.ACCESS_READ) as data:
+                for record, stop in _read(data, 0, 0):
+                    replay(record)
+                    end, self._sequence = stop, self._sequence + 1
+                at = data.find(_MAGIC, end + 1) if end < size else -1
+                while at != -1:
+                    if next(_read(data, at, None), None) is not None:
+                        raise JournalError(f"{self.path}, offset {end}: damaged, and an intact record follows at {at}")
+                    at = data.find(_MAGIC, at + 1)
+        if end < size:
             os.ftruncate(file, end)
         os.fsync(file)  # a killed process may have left a record that is not on disk
         os.lseek(file, end, os.SEEK_SET)
@@ -158,7 +160,7 @@ def _frame(sequence: int, record: Mapping[str, Any]) -> bytes:
     return header + _CRC.pack(zlib.crc32(payload, zlib.crc32(header))) + payload
 
 
-def _read(data: bytes, start: int, sequence: int | None) -> Iterator[tuple[dict[str, Any], int]]:
+def _read(data: mmap.mmap, start: int, sequence: int | None) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield intact records from ``start`` on, with their ends; ``None`` accepts any first number."""
     while start + _START <= len(data):
         magic, version, length, number = _HEADER.unpack_from(data, start)

@@ -116,13 +116,9 @@ class Leases:
         self._end: RolloutsError | None = None
         self._changed = anyio.Event()
         self._writing = anyio.Lock()
-        self._log = LeaseLog(Path(path))
+        self._next_token = _TOKENS
+        self._log = LeaseLog(Path(path), functools.partial(self._replay, run, path))
         try:
-            for name in [record.get("run") for record in self._log.records if record["kind"] == "opened"]:
-                if run is not None and name not in (None, run):
-                    raise ConfigError.of("leases", f"{path} of the run {name}", f"the log of this run, {run}")
-            openings = sum(map(self._replay, self._log.records))
-            self._next_token = (openings + 1) * _TOKENS
             self._log.append({"kind": "opened", "run": run})
         except BaseException:
             self._log.close()
@@ -142,9 +138,13 @@ class Leases:
     ) -> None:
         self._log.close()
 
-    def _replay(self, record: Mapping[str, Any]) -> bool:
-        """Apply a record of an earlier process; whether it opened the log."""
+    def _replay(self, run: str | None, path: str | Path, record: Mapping[str, Any]) -> None:
+        """Apply a record of an earlier process."""
         match record["kind"]:
+            case "opened":
+                if run is not None and (name := record.get("run")) not in (None, run):
+                    raise ConfigError.of("leases", f"{path} of the run {name}", f"the log of this run, {run}")
+                self._next_token += _TOKENS
             case "acknowledged":
                 self._settled_tokens.add(record["token"])
                 self.acknowledged.update(dict.fromkeys(record["groups"], record["token"]))
@@ -154,7 +154,6 @@ class Leases:
             case "version":
                 self._versions.append(record["name"])
                 self._staleness.announce(record["name"])
-        return bool(record["kind"] == "opened")
 
     # -- the producer --
 
@@ -372,16 +371,14 @@ class Leases:
         self._notify()
 
     async def _drop_stale(self) -> None:
-        stale = [number for number, samples in self._ready.items() if self._is_stale(samples)]
-        if not stale:
-            return
-        for number in stale:
-            del self._ready[number]
-        self._dropped_groups.update(stale)
-        self.dropped["too old"] += len(stale)
-        self._notify()
-        async with self._writing:
-            await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
+        while stale := [number for number, samples in self._ready.items() if self._is_stale(samples)]:
+            for number in stale:
+                del self._ready[number]
+            self._dropped_groups.update(stale)
+            self.dropped["too old"] += len(stale)
+            self._notify()
+            async with self._writing:  # meanwhile, a version may be announced
+                await self._log.store({"kind": "dropped", "groups": stale, "reason": "too old"})
 
     def _is_stale(self, samples: Iterable[Sample]) -> bool:
         return self._staleness.drops and self._staleness.too_old(self._staleness.age_of(_versions(samples)))

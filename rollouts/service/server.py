@@ -6,7 +6,8 @@
     GET  /v1/leases/TOKEN                                          the message of such a lease again
     POST /v1/leases/TOKEN/ack {step} · /renew {lease_s} · /release 200; 409 the lease has ended, and nothing changed
     POST /v1/versions {name, path, while_running}                  200; 409 an earlier version; 502 servers refused it
-    POST /v1/prompts {id, prompts}                                 200; 409 the id stands for other prompts
+    POST /v1/prompts {id, prompts}                                 200; 409 the id stands for other prompts, or the end
+    POST /v1/prompts/end                                           200: no more prompts come
     GET  /v1/state · /metrics · /health                            numbers; the same for Prometheus; alive
 
 Invariant: a request may be repeated: one whose answer was lost changes nothing the second time. A lease whose answer
@@ -35,7 +36,7 @@ from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalEr
 from rollouts.http.access import guard
 from rollouts.http.bodies import Bodies
 from rollouts.http.server_log import server_log
-from rollouts.service.fed_buffer import FedBuffer, FedFull, NameTaken
+from rollouts.service.fed_buffer import FedBuffer, FedEnded, FedFull, NameTaken
 from rollouts.service.leases import Lease, LeaseLost, Leases
 from rollouts.service.wire import MEDIA_TYPE, lease_bytes
 
@@ -71,7 +72,7 @@ class _Renew(msgspec.Struct, forbid_unknown_fields=True):
     lease_s: float = 600.0
 
 
-class _Release(msgspec.Struct, forbid_unknown_fields=True):
+class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
@@ -127,6 +128,7 @@ class Service:
             ("POST", r"/v1/leases/{token:\d{1,19}}/release", self._release),
             ("POST", "/v1/versions", self._announce),
             ("POST", "/v1/prompts", self._feed),
+            ("POST", "/v1/prompts/end", self._end),
         )
         for method, path, handler in (*own, *self.routes):
             app.router.add_route(method, path, handler)
@@ -200,7 +202,7 @@ class Service:
 
     async def _release(self, request: web.Request) -> web.Response:
         leases = self._open
-        await self._body(request, _Release)
+        await self._body(request, _Nothing)
         leases.release(_token(request))
         return _json({"released": _token(request)})
 
@@ -224,9 +226,18 @@ class Service:
     async def _feed(self, request: web.Request) -> web.Response:
         _ = self._open
         body = await self._body(request, _Prompts, MOST_OF_PROMPTS)
+        return _json(attrs.asdict(await self._buffer.feed(body.id, body.prompts)))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        _ = self._open
+        await self._body(request, _Nothing)
+        return _json({"prompts": await self._buffer.end()})
+
+    @property
+    def _buffer(self) -> FedBuffer:
         if self.fed is None:
-            raise ConfigError.of("prompts", body.id, "none: this service plays the recipe's data (rollouts up --fed)")
-        return _json(attrs.asdict(await self.fed.feed(body.id, body.prompts)))
+            raise ConfigError("prompts: expected none, this service plays the recipe's data (rollouts up --fed)")
+        return self.fed
 
     async def _body(self, request: web.Request, kind: type[Body], most: int = MOST_BYTES) -> Body:
         content = await self._bodies.read(request, most)
@@ -291,6 +302,7 @@ async def serving(
     except (OSError, OverflowError) as error:
         raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
     options: dict[str, Any] = {"access_log": None, "logger": server_log(), "handler_cancellation": True}
+    options["auto_decompress"] = False  # a body of 1 MiB may stand for a thousand; no client of ours compresses
     runner = web.AppRunner(app, shutdown_timeout=0.5, **options)
     await runner.setup()
     try:
@@ -329,7 +341,7 @@ async def _errors_as_json(
         return await handler(request)
     except _NotReady:
         return _error(503, RolloutsError("the run has not begun, or the service stops"))
-    except (LeaseLost, NameTaken) as error:
+    except (LeaseLost, NameTaken, FedEnded) as error:
         return _error(409, error)
     except FedFull as error:
         answer = _error(503, error)

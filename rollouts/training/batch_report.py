@@ -17,7 +17,7 @@ from rollouts.concurrency.cancellation import left_behind
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats
 from rollouts.training.ledger import Ledger
-from rollouts.training.metrics import IdleClock, batch_metrics
+from rollouts.training.metrics import Accounting, IdleClock, batch_metrics
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness
 from rollouts.training.types import Sample
@@ -65,14 +65,14 @@ class BatchReport:
             numbers |= {"idle/trainer_seconds": waited, "idle/generator_seconds": self.idle.take()}
         return numbers
 
-    def of_run(self) -> dict[str, Any]:
-        """Return the numbers of the run since the batch before, and where its prompts are now."""
+    def of_run(self, accounting: Accounting) -> dict[str, Any]:
+        """Return the numbers of the run since the batch before, and where its prompts are with this batch."""
         return {
             **self.ledger.totals.take_lengths(),
             **self.failures.metrics(),
             **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
-            **{f"prompts/{name}": count for name, count in attrs.asdict(self.ledger.accounting).items()},
+            **{f"prompts/{name}": count for name, count in attrs.asdict(accounting).items()},
             **self.ledger.sampler_metrics(),
         }

@@ -27,6 +27,7 @@ from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, SamplingParams, VersionSpan
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.training.agent_integration import agent_rollout_to_sample, generate_all
+from rollouts.training.continuation import prompt_of
 from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
@@ -91,8 +92,7 @@ async def branch_rollout(sample: Sample, turn: int, n: int, *, turns: Sequence[T
     if not is_int(turn, 1) or turn >= sample.turns:
         raise ConfigError.of("turn", turn, f"1 to {sample.turns - 1}, of the {sample.turns} turns of {sample!r}")
     _check(options)
-    prompt = Prompt(sample.prompt, label=sample.label, metadata=sample.metadata, group_index=sample.group_index)
-    prompt = attrs.evolve(prompt, index=sample.index)
+    prompt = prompt_of(sample)
     logs = _BranchLogs(None, prompt)
     logs.kept[0] = list(turns)
     return await _branches(sample, turn, n, prompt, logs, options)

@@ -39,10 +39,8 @@ def _function(*, optional: bool = False) -> Any:
         try:
             signature.bind(None)
         except TypeError:
-            text = (
-                f"{name}: got {function_name(value)}{signature}; expected a function that is called with one argument"
-            )
-            raise ConfigError(text) from None
+            got = f"{name}: got {function_name(value)}{signature}"
+            raise ConfigError(f"{got}; expected a function that is called with one argument") from None
 
     return validate
 
@@ -114,14 +112,11 @@ class RolloutConfig:
             raise ConfigError.of(name, groups, f"at most {_MOST_GROUPS} groups in flight")
         name = function_name(self.filter_fn)  # a partial has the name of its function
         if self.n_samples_per_prompt == 1 and name in NEED_SPREAD:
-            expected = (
-                f'at least 2 with filter_fn={name}: one reward has no spread; or keep="all", which drops no group'
-            )
-            raise ConfigError.of("RolloutConfig.n_samples_per_prompt", 1, expected)
+            least = f'at least 2 with filter_fn={name}: one reward has no spread; or keep="all", which drops no group'
+            raise ConfigError.of("RolloutConfig.n_samples_per_prompt", 1, least)
         if self.group_rm and self.reward_fn is None:
-            raise ConfigError.of(
-                "RolloutConfig.reward_fn", None, "a function that takes the group, since group_rm is set"
-            )
+            expected = "a function that takes the group, since group_rm is set"
+            raise ConfigError.of("RolloutConfig.reward_fn", None, expected)
 
     def policy_for(self, cause: str) -> FailurePolicy:
         """Return the failure policy of a cause, with defaults filled in."""

@@ -26,7 +26,10 @@ from rollouts.training.sample_laws import check_sample
 from rollouts.training.types import Sample
 from rollouts.trajectory import CompletionRecord, Trajectory
 
-__all__ = ["continue_rollout", "prior_turns_of"]
+__all__ = ["SCORED_BY", "continue_rollout", "prior_turns_of", "prompt_of"]
+
+SCORED_BY = "scored_by"
+"""Metadata key: the teacher that scored the tokens, and its most probable ids if they were asked for."""
 
 
 async def continue_rollout(
@@ -59,16 +62,21 @@ async def continue_rollout(
             request has no reply yet.
     """
     prior = prior_turns_of(sample, as_messages(messages) if messages else (), train_past=train_past)
-    prompt = Prompt(
-        sample.prompt if isinstance(sample.prompt, str) else as_messages(sample.prompt),
-        label=sample.label,
-        metadata=sample.metadata,
-        group_index=sample.group_index,
-        index=sample.index,
-    )
+    prompt = prompt_of(sample)
     if sample.history is not None:
         options = {"history": sample.history, **options}
     return await agent_rollout_to_samples(prompt, environment_cls=environment_cls, prior=prior, **options)
+
+
+def prompt_of(sample: Sample) -> Prompt:
+    """The prompt of a stored sample, without what its metadata has of these tokens alone: a teacher's scores."""
+    return Prompt(
+        sample.prompt,
+        label=sample.label,
+        metadata={name: value for name, value in sample.metadata.items() if name != SCORED_BY},
+        group_index=sample.group_index,
+        index=sample.index,
+    )
 
 
 def prior_turns_of(sample: Sample, new: Sequence[Message] = (), *, train_past: bool = True) -> PriorTurns:

@@ -19,7 +19,7 @@ import attrs
 import msgspec
 
 from rollouts.base.validators import is_int
-from rollouts.dtypes import Message, Prompt
+from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
 
 if TYPE_CHECKING:
@@ -94,14 +94,12 @@ class DataBuffer:
         sampler: Sampler | None = None,
     ) -> None:
         check_rows(prompts, "DataBuffer.prompts")
-        self._prompts = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
+        self._prompts: Sequence[Prompt] = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
-        lacking = (
-            [] if sampler is None else [name for name in _OF_SAMPLERS if not callable(getattr(sampler, name, None))]
-        )
+        lacking = [] if sampler is None else [one for one in _OF_SAMPLERS if not callable(getattr(sampler, one, None))]
         if lacking:
             raise ConfigError.of("DataBuffer.sampler", sampler, f"a sampler, with {', '.join(lacking)}")
         self.seed = seed
@@ -118,7 +116,7 @@ class DataBuffer:
 
     def _begin(self) -> None:
         """Begin the order of the epoch, and the sampler."""
-        self._order = self._shuffled(self._epoch)
+        self._order: Sequence[int] = self._shuffled(self._epoch)
         if self.sampler is not None:
             self.sampler.begin(self._prompts, self.seed)
 
@@ -185,9 +183,7 @@ class DataBuffer:
             group_index = prompt.group_index
             position = None if group_index is None else positions.pop(group_index, None)
             if group_index is None or position is None:
-                raise ConfigError.of(
-                    "put_back(prompts)", prompt, "prompts that were taken from this buffer and are out"
-                )
+                raise ConfigError.of("put_back(prompts)", prompt, "prompts taken from this buffer that are out")
             back.append((position, group_index))
         self._positions = positions
         self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
@@ -345,8 +341,9 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 
 def _key(prompt: Prompt) -> str:
-    messages = [message.to_record() for message in prompt.messages]
-    return json.dumps([messages, prompt.label], sort_keys=True, default=repr)
+    """Prompt and label; without an opening, the metadata take its place."""
+    task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
+    return json.dumps([task, prompt.label], sort_keys=True, default=repr)
 
 
 def check_rows(prompts: Any, field: str) -> None:
@@ -382,17 +379,15 @@ def _rows_of_table(value: Any) -> str | None:
 def read_prompt(row: Any, place: str) -> Prompt:
     """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
     prompt = _unchecked_prompt(row, place)
-    if prompt.metadata:
-        return prompt  # from which the environment may write the opening
-    opening = prompt.prompt
-    if not (opening.strip() if isinstance(opening, str) else any(map(_has_content, opening))):
+    if not prompt.metadata and not _has_opening(prompt):  # from metadata the environment may write the opening
+        opening = prompt.prompt
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
         raise ConfigError(f"{place}: {ConfigError.of('prompt', got, 'some text')}")
     return prompt
 
 
-def _has_content(message: Message) -> bool:
-    return bool(message.text.strip() or message.images or message.tool_calls)
+def _has_opening(prompt: Prompt) -> bool:
+    return any(message.text.strip() or message.images or message.tool_calls for message in prompt.messages)
 
 
 def _unchecked_prompt(row: Any, place: str) -> Prompt:

@@ -64,7 +64,7 @@ def same_cause(failure: Failure) -> str:
     return f"{failure.kind}: {_VALUES.sub('…', failure.message)}"
 
 
-_VALUES = re.compile(r"""(?<=: got ).*?(?=; expected)|'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
+_VALUES = re.compile(r"""(?<=: got ).{0,200}?(?=; expected)|'[^']*'|"[^"]*"|0x[0-9a-f]+|\d+""")
 
 
 def cause_of(samples: Sequence[Sample]) -> str:
@@ -109,13 +109,11 @@ class FailureStats:
         if self._budget is None or len(self._last) < (self._last.maxlen or 0):
             return None
         causes = Counter(cause for cause in self._last if cause is not None)
-        if causes.total() <= self._budget * len(self._last):
+        if (lost := causes.total()) <= self._budget * len(self._last):
             return None
         top = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common(3))
         self._last.clear()
-        return (
-            f"{causes.total()} of the last {self._last.maxlen} attempts were lost, more than {self._budget:.0%}: {top}"
-        )
+        return f"{lost} of the last {self._last.maxlen} attempts were lost, more than {self._budget:.0%}: {top}"
 
     def metrics(self) -> dict[str, float]:
         """Lost attempts by cause, since the run began; mean lengths of lost and sound ones, since the last call."""

@@ -114,21 +114,14 @@ class GroupRunner:
                 group = _Round(asked, limit, finished, [*finished])
                 missing = self._missing(finished)
                 self._slots.reserve(index, len(missing))
-                if len(missing) == 1:  # needs no separate task
-                    await self._run_rollout(group, missing[0], lambda: None)
-                else:
-                    async with anyio.create_task_group() as tasks:
-                        for number in missing:
-                            tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope.cancel)
-                if group.broken is not None:
-                    raise group.broken
+                await self._run_round(group, missing)
                 lost = group.lost
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
         self._slots.reserve(index, 0)  # gives up the slots of rollouts that were cancelled before they asked
         if limit.caught:
-            lost = self._timed_out(prompt, finished)
+            lost = group.lost | self._timed_out(prompt, finished | group.lost)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
             raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
         rollouts = finished | lost
@@ -138,10 +131,23 @@ class GroupRunner:
             return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
         return await self.score_and_filter(prompt, samples)
 
-    def _timed_out(self, prompt: Prompt, finished: Mapping[int, object]) -> dict[int, list[Sample]]:
+    async def _run_round(self, group: _Round, missing: Sequence[int]) -> None:
+        """Run the missing rollouts; raise the first broken law, also if the group was cancelled after it."""
+        try:
+            if len(missing) == 1:  # needs no separate task
+                await self._run_rollout(group, missing[0], lambda: None)
+            else:
+                async with anyio.create_task_group() as tasks:
+                    for number in missing:
+                        tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope.cancel)
+        finally:
+            if group.broken is not None:
+                raise group.broken
+
+    def _timed_out(self, prompt: Prompt, ended: Mapping[int, object]) -> dict[int, list[Sample]]:
         """Create a lost rollout for each rollout that the group's deadline cancelled."""
         lost: dict[int, list[Sample]] = {}
-        for number in self._missing(finished):
+        for number in self._missing(ended):
             error = GenerateFailure(f"the group was not finished within {self.config.group_seconds:g} s")
             error.late = True
             request = self._request(prompt, number)

@@ -27,7 +27,7 @@ import attrs
 from anyio.abc import TaskGroup
 
 from rollouts.concurrency.boundary import boundary
-from rollouts.concurrency.deadlines import deadline, pauses
+from rollouts.concurrency.deadlines import caller_here, deadline, pauses
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, RolloutsError, at
@@ -98,17 +98,17 @@ class AsyncRolloutManager:
         self.metrics: dict[str, float] = {}
         self.batches = 0
         self.staleness = Staleness()
-        self._ledger = Ledger(data_buffer)
+        ledger = self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False  # whether a caller waits for a batch, and whether stream() is open
         self._recorder = Recorder(rollout_log, on_group)
         self._running = RunningGroups()
-        self.slots = Slots(config.in_flight, self._start_on_free_slot)
+        self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
+        self._from_request = caller_here()  # the deadlines of the last request are around new groups
         self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
-        is_scarce = functools.partial(self._ledger.is_scarce, config.spare_groups)
-        attempts = self._ledger.failed_attempts
-        self._runner = GroupRunner(config, self.failures, rollout_log, attempts, is_scarce, self.slots)
+        is_scarce = functools.partial(ledger.is_scarce, config.spare_groups)
+        self._runner = GroupRunner(config, self.failures, rollout_log, ledger.failed_attempts, is_scarce, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -214,14 +214,11 @@ class AsyncRolloutManager:
         began = time.monotonic()
         if not self._streaming:  # else since the last batch: generation continues while the caller trains
             self.slots.begin_metrics()
-        with deadline(self.config.batch_seconds) as limit:
-            if self._tasks is not None:
-                await self._gather_groups()
-            else:
-                async with self:
-                    await self._gather_groups(finish_restarted=True)
-        if limit.caught:
-            raise self._fail_fast.out_of_time(self.accounting)
+        if self._tasks is not None:
+            await self._gather_groups()
+        else:
+            async with self:
+                await self._gather_groups(finish_restarted=True)
         # No await from here on, so that a batch that is counted cannot be lost to a cancellation.
         return self._seal_batch(time.monotonic() - began)
 
@@ -232,8 +229,8 @@ class AsyncRolloutManager:
             ConfigError: the name was announced before.
         """
         self.staleness.announce(version)
-        if self._streaming and self._tasks is not None:
-            self._top_up()
+        if self._streaming:
+            self._start_groups()
 
     def wake(self) -> None:
         """Let a batch that is being filled ask the buffer again, which has new prompts."""
@@ -273,7 +270,7 @@ class AsyncRolloutManager:
                 except DataExhausted:
                     return
                 self.staleness.training = True
-                self._top_up()
+                self._start_groups()
                 yield samples
         finally:
             self._streaming = self.staleness.training = False
@@ -282,12 +279,16 @@ class AsyncRolloutManager:
         """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
         if not self.accounting.in_flight:
             self._fail_fast.begin_call()
-        await self._drop_stale()
-        self._filling = True
-        try:
-            await self._fill_batch(finish_restarted)
-        finally:
-            self._filling = False
+        with deadline(self.config.batch_seconds) as limit:  # not around the end of the other groups, which may be slow
+            self._from_request = caller_here()
+            await self._drop_stale()
+            self._filling = True
+            try:
+                await self._fill_batch(finish_restarted)
+            finally:
+                self._filling = False
+        if limit.caught:
+            raise self._fail_fast.out_of_time(self.accounting)
 
     async def _fill_batch(self, finish_restarted: bool) -> None:
         while self._choose_groups() is None or (finish_restarted and self._ledger.restarted):
@@ -321,15 +322,17 @@ class AsyncRolloutManager:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
         samples = [sample.pack() for group in groups for sample in group.samples]
-        numbers = self._report.of_samples(samples, seconds if self._streaming else None)  # may raise: they stay ready
+        # Each of these may raise, e.g. a sampler or a full disk: the groups then stay ready.
+        numbers = self._report.of_samples(samples, seconds if self._streaming else None)
+        counts = self.accounting
+        counts = attrs.evolve(counts, ready=counts.ready - len(groups), in_batch=counts.in_batch + len(groups))
+        numbers = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4), **numbers}
+        metrics = {**numbers, **self._report.of_run(counts)}
+        self._recorder.sealed(self.batches, groups, metrics, counts)
         self._ledger.seal(groups)
-        head = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4)}
-        self.metrics = {**head, **numbers, **self._report.of_run()}
-        self._recorder.sealed(self.batches, groups, self.metrics, self.accounting)
+        self.metrics = metrics
         self.batches += 1
         return samples
-
-    # -- starting and settling groups --
 
     def _top_up(self) -> None:
         if self._tasks is None:
@@ -345,13 +348,14 @@ class AsyncRolloutManager:
             prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
-            finished = self._ledger.finished_rollouts.get(group_index(prompt), ())
-            self.slots.open(group_index(prompt), self.config.n_samples_per_prompt - len(finished))
+            finished = self._ledger.finished_rollouts.get(index := group_index(prompt), ())
+            self.slots.open(index, self.config.n_samples_per_prompt - len(finished))
             self._report.idle.stop()
-            self._tasks.start_soon(self._run_group, prompt)
+            scope = self._running.begin(index)
+            self._from_request(self._tasks.start_soon, self._run_group, prompt, index, scope)
 
-    def _start_on_free_slot(self) -> None:
-        """Start groups at the end of a rollout. An error, e.g. of the data source, ends the batch, not that rollout."""
+    def _start_groups(self) -> None:
+        """Start groups at another moment than a request. An error, e.g. of the data source, ends the next batch."""
         try:
             if self._filling and self._choose_groups() is None:
                 _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))
@@ -374,15 +378,14 @@ class AsyncRolloutManager:
                 return None
         return prompt
 
-    async def _run_group(self, prompt: Prompt) -> None:
-        """Run one group and account for it, also on errors and cancellation."""
-        finished = self._ledger.finished_rollouts.setdefault(group_index(prompt), {})
+    async def _run_group(self, prompt: Prompt, index: int, scope: anyio.CancelScope) -> None:
+        """Run one group in a scope that :meth:`put_back` cancels; account for it, also on errors and cancellation."""
+        finished = self._ledger.finished_rollouts.setdefault(index, {})
         settled = False
-        scope = self._running.begin(group_index(prompt))
         try:
-            with scope:  # put_back cancels it
+            with scope:
                 await self._running.turn_to_start()
-                with at(f"group {prompt.group_index}"):
+                with at(f"group {index}"):
                     group = await self._runner.run(prompt, finished)
                     with anyio.CancelScope(shield=True):
                         await self._recorder.settled(group, functools.partial(self._ledger.observe, group))
@@ -397,10 +400,10 @@ class AsyncRolloutManager:
             self._ledger.landed(prompt)
             if not self.accounting.in_flight:
                 self._report.idle.start()
-            self._running.end(group_index(prompt))
-            self.slots.close(group_index(prompt))
-        if settled and self._streaming and self._tasks is not None and self._fail_fast.may_run_ahead:
-            self._top_up()
+            self._running.end(index)
+            self.slots.close(index)
+        if settled and self._streaming:
+            self._start_groups()
 
 
 def _raise(error: Exception | None) -> None:

@@ -199,9 +199,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for name in sorted({name for sample in samples for name in sample.metrics}):
         values = [[sample.metrics[name] for sample in one if name in sample.metrics] for one in rollouts]
         # The number of attempts is that of the rollout, and stands in each branch.
-        numbers[f"episode/{name}"] = _mean(
-            [max(one, default=0.0) if name == "attempts" else sum(one) for one in values]
-        )
+        numbers[f"episode/{name}"] = _mean([max(one, default=0) if name == "attempts" else sum(one) for one in values])
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
         selected = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
         rewards = [reward_of_rollout(one) or 0.0 for one in selected]

@@ -27,7 +27,7 @@ class RunningGroups:
             await anyio.lowlevel.checkpoint()
 
     def begin(self, index: int) -> anyio.CancelScope:
-        """List a group; returns the scope in which it runs."""
+        """List a group that starts; returns the scope in which it runs."""
         scope = self._scopes[index] = anyio.CancelScope()
         return scope
 

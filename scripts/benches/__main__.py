@@ -49,6 +49,7 @@ def _suite(argv: list[str]) -> None:
 
 
 OTHERS = (
+    "audit",
     "calls",
     "curate",
     "dispatch",

@@ -105,7 +105,7 @@ TRAINERS: dict[str, Trainer] = {
         sources=("src", "packages/prime-rl-configs/src"),
     ),
     "nemo": Trainer(
-        tests=("tests/integrations/test_nemo_rl.py",),
+        tests=("-s", "tests/integrations/test_nemo_rl.py", "tests/audit/readers/test_nemo_rl.py"),
         packages=("datasets", "omegaconf", "pillow", "ray", "tensordict", "tqdm"),
         checkout="NEMO_RL_PATH",
         sources=("",),

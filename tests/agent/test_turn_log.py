@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 
 from rollouts.agent import run_agent
 from rollouts.agent.turn_log import Turn, TurnLog, replayed
-from rollouts.dtypes import Message, Prompt, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
 from rollouts.errors import EndpointRefused, TokenMismatchError
@@ -139,6 +140,26 @@ async def test_an_episode_resumes_after_any_finished_turn(renderer: Renderer, af
     assert [turn.number for turn in book.turns] == list(range(1, TURNS)), (
         "later turns are logged after the earlier ones"
     )
+
+
+class Slow(Counting):
+    """Is restored after the deadline of its episode."""
+
+    async def restore(self, prompt: Prompt, snapshot: dict[str, int]) -> None:
+        await anyio.sleep_forever()
+
+
+async def test_a_deadline_during_the_restoration_keeps_the_logged_turns(renderer: Renderer) -> None:
+    """As without the interruption, the episode is truncated and has not failed; long episodes are not lost."""
+    first = Book(stop_after=2)
+    logged = await play(renderer, first)
+    options = {"sampling": SamplingParams(), "limits": Limits(episode_seconds=30.0)}
+    turn = changed(first.turns[-1], seconds=29.9)
+    request = Prompt("go", index=0, turn_log=Book([*first.turns[:-1], turn]).log)
+    resumed = await run_agent(request, Slow, ScriptedPolicy(script()), renderer, **options)  # type: ignore[arg-type]
+    assert resumed.stop_reason is StopReason.DEADLINE
+    assert resumed.tokens.tolist() == logged.tokens.tolist()
+    assert any(span.name == "Slow.restore" for span in resumed.times)
 
 
 async def test_turns_rebuild_the_trajectory(renderer: Renderer) -> None:

@@ -421,6 +421,62 @@ def test_a_tensor_that_repeats_a_byte_without_end_is_refused(tmp_path: Path) -> 
         audited(tmp_path, "slime-pt", rows)
 
 
+def shared(depth: int) -> list[Any]:
+    """A list that a file holds in a few bytes, and that has ``2 ** depth`` entries."""
+    found: list[Any] = ["a"]
+    for _ in range(depth):
+        found = [found, found]
+    return found
+
+
+def cycle() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("prompt", shared(60), "more values than"),
+        ("metadata", cycle(), "more values than"),
+        ("label", 10**5000, "an integer of 16610 bits"),
+        ("index", -(10**5000), "an integer of 16610 bits"),
+    ],
+    ids=["shared", "cycle", "label", "index"],
+)
+def test_a_value_that_is_larger_than_its_file_is_refused(field: str, value: Any, words: str, tmp_path: Path) -> None:
+    """A few bytes of a pickle may stand for any amount of memory, and for a number that has no text."""
+    rows = json.loads(text_of(of_slime))
+    rows[3][field] = value
+    with pytest.raises(ConfigError, match=words):
+        audit(write(tmp_path, "slime-pt", rows), reader_of("slime-pt"))
+
+
+@pytest.mark.parametrize(
+    ("form", "field", "value", "expected"),
+    [
+        ("slime-pt", "response_length", 10**12, "broken mask"),
+        ("slime-pt", "response_length", -(10**12), "broken mask"),
+        ("slime-pt", "reward", 10**400, "broken rewards"),
+        ("slime-pt", "reward", {"score": -(10**400)}, "broken rewards"),
+        ("nemo-rl", "generation_logprobs", [], "broken rows"),
+        ("nemo-rl", "prev_logprobs", [], "broken rows"),
+        ("nemo-rl", "rewards", [], "broken rows"),
+        ("nemo-rl", "input_lengths", [10**6], "broken mask"),
+        ("nemo-rl", "input_lengths", [-1], "broken mask"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_number_that_no_system_writes_is_a_finding(
+    form: str, field: str, value: Any, expected: str, tmp_path: Path
+) -> None:
+    """It ends neither the audit nor the memory."""
+    rows = json.loads(text_of(FORMS[form][0]))
+    rows[3] |= {field: value, **({"loss_mask": None} if field == "response_length" else {})}
+    assert expected in found(audited(tmp_path, form, rows))
+
+
 def test_a_text_that_a_dump_lacks_is_not_judged(tmp_path: Path) -> None:
     """A missing response is none, not an empty one."""
     rows = json.loads(text_of(of_slime))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ from rich.console import Console
 from rollouts.commands import main
 from rollouts.commands.evaluate import EvalOptions, compare_evaluations, load_evaluation, scores_table
 from rollouts.errors import ConfigError
+from rollouts.runs.locks import take_lock
 from rollouts.runs.writer import RunWriter
 from rollouts.training import Sample
 
@@ -173,6 +175,22 @@ def test_an_existing_evaluation_is_neither_extended_nor_replaced_unasked(
     assert main(["eval", CALCULATOR, "--endpoint", "http://127.0.0.1:9", *arguments, str(out)]) == 2
     assert message.format(out=out) in capsys.readouterr().err
     assert len(rows(out)) == 1 if present else not out.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--overwrite", "--out"], ["--resume"]])
+def test_an_evaluation_has_one_writer(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second process would play the same rollouts and cut off a line that the first is writing; no reader does."""
+    out = store(tmp_path / "exam", {"a": [0]})
+    lock = take_lock(out / ".lock")
+    assert lock is not None
+    with (out / "rollouts.jsonl").open("ab") as file:
+        file.write(b'{"half of')
+    before = (out / "rollouts.jsonl").read_bytes()
+    assert main(["eval", CALCULATOR, "--endpoint", "http://127.0.0.1:9", *arguments, str(out)]) == 2
+    assert "expected an evaluation that no other process is writing to" in capsys.readouterr().err
+    assert [score.rollouts for score in load_evaluation(out)] == [1]
+    assert (out / "rollouts.jsonl").read_bytes() == before
+    os.close(lock)
 
 
 def store(path: Path, rewards: dict[str, list[float]]) -> Path:

@@ -101,15 +101,23 @@ def test_the_result_of_a_run_is_printed_as_json(
     assert (printed.err, json.loads(printed.out)["status"]) == ("", "finished")
 
 
-def test_a_run_starts_its_own_engine(tmp_path: Path) -> None:
-    """Without --endpoint the embedded engine serves the run, and ends with it."""
-    process = command("run", "calculator", "--out", str(tmp_path / "run"), *SMALL)
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str, str]:
+    """A recorded run without --endpoint, in its own process: its folder, exit code and output."""
+    path = tmp_path_factory.mktemp("own") / "run"
+    process = command("run", "calculator", "--out", str(path), "--record", *SMALL)
     out, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, err) == (0, "")
+    return path, process.returncode, out, err
+
+
+def test_a_run_starts_its_own_engine(own_run: tuple[Path, int, str, str]) -> None:
+    """Without --endpoint the embedded engine serves the run, and ends with it."""
+    path, code, out, err = own_run
+    assert (code, err) == (0, "")
     assert "prompts taken = 2 in batch + " in out
-    assert f"rollouts check-run {tmp_path / 'run'}" in out
-    assert verify_run(tmp_path / "run").violations == []
-    assert read_info(tmp_path / "run")["tokenizer"] == str(DEMO_MODEL)
+    assert f"rollouts check-run {path}" in out
+    assert verify_run(path).violations == []
+    assert read_info(path)["tokenizer"] == str(DEMO_MODEL)
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
@@ -267,12 +275,11 @@ def test_the_text_of_a_server_does_not_control_the_terminal(debug: bool, capsys:
     assert not set("\x1b\x07\x9b\u202e") & set(said)
 
 
-def test_a_recorded_run_is_replayed_without_its_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_run_is_replayed_without_its_server(
+    own_run: tuple[Path, int, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``run --record``, then ``replay`` when the engine is gone; a recipe that has changed is exit code 1."""
-    path = str(tmp_path / "run")
-    process = command("run", CALCULATOR, "--out", path, "--record", *SMALL)
-    _, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, err) == (0, "")
+    path = str(own_run[0])
     assert main(["replay", path, "--out", str(tmp_path / "played.jsonl")]) == 0
     count = len(load_run(path, "all"))
     assert f"{count} samples in {count // 4} groups are equal" in capsys.readouterr().out

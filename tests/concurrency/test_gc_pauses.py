@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollouts.concurrency.gc_pauses import calm_collector, return_free_memory
 
-pytestmark = pytest.mark.usefixtures("thawed")
+
+@pytest.fixture(scope="module", autouse=True)
+def thawed() -> Iterator[None]:
+    """No object is frozen, for all tests here: to freeze again visits every object."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def _fail_inside(old: list[list[object]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import time
 from typing import Any
@@ -37,10 +38,18 @@ def test_a_span_that_ends_now_has_its_seconds() -> None:
 
 
 @pytest.mark.parametrize(
-    "span", [["sleeping", "a", 1.0, 1.0], ["tool", None, 1.0, 1.0], ["tool", "a", "1", 1.0], ["tool", "a", 1.0]]
+    "span",
+    [
+        ["sleeping", "a", 1.0, 1.0],
+        ["tool", None, 1.0, 1.0],
+        ["tool", "a", "1", 1.0],
+        ["tool", "a", 1.0],
+        ["tool", "a", math.nan, 1.0],
+        ["tool", "a", 1.0, math.inf],
+    ],
 )
 def test_impossible_spans_are_refused(span: list[object]) -> None:
-    """The error has the span."""
+    """The error has the span; a number that JSON stores as null makes the sample unreadable."""
     with pytest.raises(ConfigError, match="times: got"):
         Timeline([span])
 

@@ -100,7 +100,14 @@ def rollout(rng: random.Random, task: int, group: int, index: int, *, words: int
     return samples
 
 
-def reply(rng: random.Random, branch: Trajectory, *, ids: Sequence[int] | None = None, text: str | None = None) -> None:
+def reply(
+    rng: random.Random,
+    branch: Trajectory,
+    *,
+    ids: Sequence[int] | None = None,
+    text: str | None = None,
+    message: Message | None = None,
+) -> None:
     """Append a reply, by default of 2 to 3 ids from a small set, so that rollouts are equal now and then."""
     if ids is None:
         ids = [rng.randint(10, 12) for _ in range(rng.randint(2, 3))]
@@ -113,4 +120,4 @@ def reply(rng: random.Random, branch: Trajectory, *, ids: Sequence[int] | None =
         prompt_digest=digest(branch.tokens),
         request_id=f"{rng.getrandbits(64):016x}",
     )
-    branch.add_reply(completion, Message("assistant", text or "reply " + " ".join(map(str, ids))))
+    branch.add_reply(completion, message or Message("assistant", text or "reply " + " ".join(map(str, ids))))

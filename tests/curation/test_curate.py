@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from rollouts.curation import Selection, Target, curate, write_folder
 from rollouts.curation.rows import IGNORED, LEFT_OUT, NO_PARTNER, SAME_TEXT, TARGETS
 from rollouts.curation.select import SEVERAL
-from rollouts.dtypes import Message, Prompt, StopReason
+from rollouts.dtypes import Message, Prompt, StopReason, ToolCall
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.writer import RunWriter
@@ -157,6 +158,34 @@ def test_two_replies_of_one_text_are_no_pair(tmp_path: Path) -> None:
     curation = curate(tmp_path / "run", "pairs")
     assert list(curation) == []
     assert curation.account.refused == {SAME_TEXT: 1, NO_PARTNER: 1}
+
+
+def test_thoughts_and_calls_are_compared_too(tmp_path: Path) -> None:
+    """A held-out text in a thought or in an argument is found; equal answers after unlike thoughts are not near."""
+    rng = random.Random(0)
+    leak, *thoughts = (" ".join(f"w{rng.randrange(900)}" for _ in range(60)) for _ in range(4))
+    call = ToolCall("run", {"code": f"# {leak}"})
+    replies = [Message("assistant", "It is 7.", reasoning=thought) for thought in thoughts]
+    replies += [Message("assistant", "It is 7.", reasoning=f"{thoughts[0]} {leak}")]
+    replies += [Message("assistant", "", tool_calls=[call])]
+    samples = []
+    for index, message in enumerate(replies):
+        prompt = Prompt([Message("user", "Q")], group_index=0, index=index)
+        branch = Trajectory("fork")
+        branch.add_context(np.array([1, 2], np.int32), prompt.messages)
+        reply(rng, branch, ids=[10, index], message=message)
+        branch.tools = TOOLS
+        branch.seal(StopReason.TASK_COMPLETED)
+        (sample,) = trajectory_to_samples([branch], prompt, str)
+        sample.reward = 1.0
+        samples.append(sample)
+    write_run(tmp_path / "run", samples)
+    (tmp_path / "held.txt.jsonl").write_text(json.dumps({"text": leak}) + "\n")
+    curation = curate(tmp_path / "run", "tokens", Selection(not_in=[tmp_path / "held.txt.jsonl"]))
+    assert [row["source"]["index"] for row in curation] == [0, 1, 2]
+    pytest.importorskip("rensa", reason="rensa is not installed")
+    near = curate(tmp_path / "run", "tokens", Selection(near=0.8))
+    assert [row["source"]["index"] for row in near] == [0, 1, 2, 3, 4]
 
 
 def test_a_continued_rollout_of_another_run_trains_only_what_is_new(tmp_path: Path) -> None:

@@ -105,3 +105,26 @@ def test_a_similarity_is_between_0_and_1(threshold: float) -> None:
     """Any two texts are at least 0 alike, and a similarity of 1 is an exact duplicate."""
     with pytest.raises(ConfigError, match="--near"):
         NearDuplicates(threshold)
+
+
+def test_writing_without_spaces_is_compared_by_its_signs() -> None:
+    """A sentence of Chinese or Japanese is not one word: each sign counts as a word, in either width."""
+    rng = random.Random(4)
+    signs = [*map(chr, range(0x4E00, 0x4E00 + 3000)), *map(chr, range(0x3042, 0x3094))]
+    held = ["".join(rng.choices(signs, k=60)) for _ in range(100)]
+    held_out = HeldOut([*held, "ＡＢＣ は いくつ です か"])
+    for number, one in enumerate(held):
+        start = rng.randrange(60 - 13)
+        before, after = ("".join(rng.choices(signs, k=40)) for _ in range(2))
+        assert held_out.has("x", [f"{before}{one[start : start + 13]}{after}"]), number
+        assert not held_out.has("x", [f"{before}{one[start : start + 12]}{after}"]), number
+    assert held_out.has("abc は いくつ です か", [])
+    pytest.importorskip("rensa", reason="rensa is not installed")
+    near = NearDuplicates(0.8)
+    originals = ["".join(rng.choices(signs, k=300)) for _ in range(100)]
+    assert all(near.add(original) for original in originals)
+    changed = [[*original] for original in originals]
+    for one in changed:
+        for place in rng.sample(range(300), 9):
+            one[place] = rng.choice(signs)
+    assert sum(not near.add("".join(one)) for one in changed) >= 95

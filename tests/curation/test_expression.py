@@ -112,6 +112,10 @@ def test_values_that_have_no_order_are_an_error() -> None:
     """A number and a string are not compared in silence."""
     with pytest.raises(ConfigError, match="two numbers, or two strings"):
         Where("label < 3")(FACTS)
+    with pytest.raises(ConfigError, match="in an object is its name"):
+        Where("label in metadata.counts")({"label": ["a"], "metadata": {"counts": {"a": 1}}})
+    with pytest.raises(ConfigError, match="a range from the lower number"):
+        Where("pass_rate in 0.9..0.1")
 
 
 def test_an_open_field_that_no_rollout_has_is_an_error() -> None:

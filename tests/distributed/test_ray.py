@@ -135,13 +135,30 @@ async def test_a_node_that_joins_is_used(cluster: Any) -> None:
         samples, _ = await games.batches(workers.config(games.config()), 1)
         with anyio.fail_after(60):
             while len(workers.alive) < 4:
-                await workers._changed.wait()
+                await workers.changed()
         node = cluster.add_node(num_cpus=2, **_SMALL)
         with anyio.fail_after(30):
             while len(workers.alive) < 6:
-                await workers._changed.wait()
+                await workers.changed()
     await anyio.to_thread.run_sync(functools.partial(cluster.remove_node, node))
     assert len({sample.index for sample in samples}) == 12
+
+
+async def test_an_actor_that_gets_sigterm_finishes_its_rollouts(cluster: Any, tmp_path: Path) -> None:
+    """It costs no attempt; a rollout has one."""
+    factory = functools.partial(games.leaving, tmp_path)
+    alone, _ = await games.batches(games.config())
+    async with in_actors(factory, (1, 2)) as workers:
+        with anyio.fail_after(120):
+            while len(workers.alive) < 2:
+                await workers.changed()
+            shared, manager = await games.batches(workers.config(factory()))
+            while not workers.departures:
+                await workers.changed()
+        assert len(workers.alive) == 1
+    assert in_order(shared) == in_order(alone)
+    assert (workers.deaths, workers.departures, workers.given_away) == (0, 1, 0)
+    assert (manager.accounting.failed, manager.failures.lost.total()) == (0, 0)
 
 
 async def test_a_message_contains_many_samples(cluster: Any) -> None:

@@ -12,7 +12,7 @@ import attrs
 import pytest
 
 from rollouts.chat_api import BudgetSpent
-from rollouts.concurrency.deadlines import pauses
+from rollouts.concurrency.deadlines import paused_deadlines, pauses
 from rollouts.distributed import in_processes
 from rollouts.distributed.join import _Built, _wait_for_servers
 from rollouts.distributed.server_reports import CUT_OFF_SECONDS, ServerReports, report_servers
@@ -300,3 +300,48 @@ async def test_a_worker_joins_only_while_a_server_answers_it() -> None:
         built.endpoint = Endpoint(base_url=server.url, model="m")
         await _wait_for_servers(built, 0.0, said.append)
     assert said == []
+
+
+@pytest.mark.parametrize("limit", ["rollout_seconds", "group_seconds"])
+def test_deadlines_stand_still_while_a_worker_waits_for_a_server(limit: str) -> None:
+    """As in one process: only the rollouts that wait are given more time, and each has its whole time afterwards."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        if prompts[0].group_index == 0:  # an outage or a pause for new weights
+            await anyio.sleep(50)
+            with paused_deadlines():
+                await anyio.sleep(1000)
+        await anyio.sleep(90 if prompts[0].group_index == 1 else 40)
+        return await games.generate(prompts)
+
+    async def run() -> None:
+        played = attrs.evolve(config(generate), **{limit: 100.0})
+        async with local_workers(played, 2, **BEAT) as (_, workers):
+            samples, manager = await games.batches(workers.config(played), 1)
+            assert 1080 < anyio.current_time() < 1100
+        assert len(samples) == 12
+        assert manager.accounting.failed == 0
+
+    on_virtual_clock(run)
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["plays", "waited before"])
+def test_a_deadline_ends_a_rollout_that_does_not_wait(paused: bool) -> None:
+    """A pause that is over, or of another rollout, gives it no time."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        if prompts[0].group_index in ((0, 1, 2) if paused else (1, 2)):
+            with paused_deadlines():
+                await anyio.sleep(1000)
+        if prompts[0].group_index == 0:
+            await anyio.sleep_forever()
+        return await games.generate(prompts)
+
+    async def run() -> None:
+        played = attrs.evolve(config(generate), group_seconds=100.0, on_failure="drop_group")
+        async with local_workers(played, 2, **BEAT) as (_, workers):
+            _, manager = await games.batches(workers.config(played), 1)
+            assert 1000 <= anyio.current_time() < 1120
+        assert manager.accounting.failed == 1
+
+    on_virtual_clock(run)

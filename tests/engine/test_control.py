@@ -14,6 +14,8 @@ from rollouts.engine import DEMO_MODEL
 
 PROMPT = [(17 * number) % 500 for number in range(30)]
 LONG = {"ignore_eos": True, "max_new_tokens": 900}
+WHOLE = {"ignore_eos": True, "max_new_tokens": 200}
+"""Of a request that runs while a test does something else, and to its end."""
 SHORT = {"ignore_eos": True, "max_new_tokens": 5}
 
 
@@ -138,7 +140,7 @@ async def test_retracted_requests_are_recomputed_with_the_new_weights(
     client: Any, other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
     """One response, split by version spans; each part has the logprobs of its weights."""
-    running = await begun(client)
+    running = await begun(client, sampling_params=WHOLE)
     await client.post("/pause_generation", mode="retract")
     flushed, _ = await client.post("/flush_cache")
     status, update = await client.post("/update_weights_from_disk", model_path=str(other_weights), weight_version="v2")
@@ -148,9 +150,9 @@ async def test_retracted_requests_are_recomputed_with_the_new_weights(
     ids, split = answer["output_ids"], meta["weight_versions"][0]["end"]
     assert (flushed, status, update["success"], update["num_paused_requests"]) == (200, 200, True, 1)
     assert meta["num_retractions"] == 1
-    assert meta["finish_reason"] == {"type": "length", "length": 900}
+    assert meta["finish_reason"] == {"type": "length", "length": 200}
     assert meta["weight_versions"] == [
-        {"version": "default", "start": 0, "end": split}, {"version": "v2", "start": split, "end": 900},
+        {"version": "default", "start": 0, "end": split}, {"version": "v2", "start": split, "end": 200},
     ]  # fmt: skip
     assert meta["weight_version"] == "v2"
     logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
@@ -160,7 +162,7 @@ async def test_retracted_requests_are_recomputed_with_the_new_weights(
 
 async def test_in_place_keeps_the_cache_and_refuses_to_flush_it(client: Any, other_weights: Path) -> None:
     """With flush_cache the weights change and the answer is still a 400; without, the request spans both versions."""
-    running = await begun(client)
+    running = await begun(client, sampling_params=WHOLE)
     await client.post("/pause_generation", mode="in_place")
     assert (await client.get("/flush_cache"))[0] == 400
     ask = {"model_path": str(other_weights), "weight_version": "v2"}
@@ -173,7 +175,7 @@ async def test_in_place_keeps_the_cache_and_refuses_to_flush_it(client: Any, oth
     meta = (await running.end())["meta_info"]
     assert meta["num_retractions"] == 0
     assert [span["version"] for span in meta["weight_versions"]] == ["default", "v2"]
-    assert meta["weight_versions"][1]["end"] == 900
+    assert meta["weight_versions"][1]["end"] == 200
 
 
 async def test_a_retracted_request_keeps_its_partial_output_when_aborted(client: Any) -> None:
@@ -202,7 +204,7 @@ async def test_an_update_waits_for_what_runs_and_drops_old_prefixes(
     client: Any, other_weights: Path, reference: Callable[..., list[float]]
 ) -> None:
     """The running request ends with its weights; the next has the new ones and no stale K/V."""
-    running = await begun(client)
+    running = await begun(client, sampling_params=WHOLE)
     ask = {"model_path": str(other_weights), "weight_version": "v2"}
     status, _ = await client.post("/update_weights_from_disk", **ask)
     before = await running.end()
@@ -249,7 +251,7 @@ async def test_an_update_that_waited_may_change_the_weights_and_not_the_cache(
 ) -> None:
     """SGLang's race as a fault: a 400, tokens of the new version, and the old version in ``/model_info``."""
     async with serving(unflushed_updates=True) as client:
-        running = await begun(client)
+        running = await begun(client, sampling_params=WHOLE)
         ask = {"model_path": str(other_weights), "weight_version": "v2"}
         status, answer = await client.post("/update_weights_from_disk", **ask)
         await running.end()
@@ -363,7 +365,7 @@ async def test_a_flush_forgets_all_prefixes(client: Any) -> None:
 
 async def test_a_flush_fails_while_requests_run(client: Any) -> None:
     """Without a timeout at once; with one it waits for an idle engine."""
-    running = await begun(client)
+    running = await begun(client, sampling_params=WHOLE)
     busy, text = await client.post("/flush_cache")
     patient, _ = await client.post("/flush_cache?timeout=30")
     wrong, _ = await client.post("/flush_cache?timeout=soon")

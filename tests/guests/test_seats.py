@@ -4,11 +4,16 @@ law holds for its replies."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rollouts.commands import main
+from rollouts.dtypes import Prompt
+from rollouts.recipes.environments import user
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.training.branches import by_rollout
@@ -45,3 +50,21 @@ def test_it_runs(name: str, engine_url: str, tmp_path: Path, capsys: pytest.Capt
     capsys.readouterr()
     assert main(["show", str(out), "--group", str(samples[0].group_index)]) == 0
     assert samples[0].seat in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "reward"), [("It is 1,420.00 euros.", 1.0), ("14201 euros", 0.0), ("0.1420", 0.0)])
+async def test_a_total_is_named_as_a_whole_number(text: str, reward: float) -> None:
+    """Digits inside another number are not the total."""
+
+    def chat_of(*texts: str) -> SimpleNamespace:
+        replies: Iterator[str] = iter(texts)
+
+        async def ask(said: str) -> SimpleNamespace:
+            return SimpleNamespace(text=next(replies), over=None)
+
+        return SimpleNamespace(ask=ask, reward=None)
+
+    chats = {"user": chat_of("Hello.", "###DONE###"), "agent": chat_of(text)}
+    seats: Any = SimpleNamespace(**{name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
+    await user.play(seats, Prompt("an errand", label=1420))
+    assert chats["agent"].reward == reward

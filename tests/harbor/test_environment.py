@@ -110,6 +110,26 @@ async def test_no_name_with_a_secret_enters_a_box(box: Any, tmp_path: Path, link
         await box.upload_dir(tmp_path / "config", "/app/in")
 
 
+@pytest.mark.timeout(60)
+async def test_a_deep_folder_is_downloaded_soon_without_what_is_too_deep(box: Any, tmp_path: Path) -> None:
+    """An agent makes one in its logs in a second: the process of the run must not be busy with it for minutes."""
+    deep = "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(1500)]; os.chdir('/logs/agent'); open('f', 'w')"
+    done = await box.exec(f'python3 -c "{deep}"', cwd="/logs/agent")
+    assert done.return_code == 0, done.stderr
+    await box.download_dir("/logs/agent", tmp_path / "logs")
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["d", "f"]
+    assert (tmp_path / "logs" / "/".join("d" * 64)).is_dir()
+    assert not (tmp_path / "logs" / "/".join("d" * 65)).exists()
+
+
+async def test_a_working_folder_that_is_none_is_made_again_in_the_fresh_box(box: Any) -> None:
+    """Also where an artifact above it is carried: without it no test would run."""
+    await box.exec("rm -rf /app; echo 42 > /app", cwd="/")
+    box.carried = ("/app",)
+    await box.enter_rung("carry")
+    assert (await box.exec("pwd")).stdout == "/app\n"
+
+
 def test_a_file_that_is_copied_through_memory_has_a_limit(tmp_path: Path) -> None:
     """Its size is known before it is read."""
     (tmp_path / "large").touch()

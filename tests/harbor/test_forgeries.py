@@ -166,6 +166,19 @@ async def test_no_artifact_is_unpacked_through_a_link_of_the_agent(tmp_path: Any
         assert (await graded(task, "carry", command)).rewards == UNDONE
 
 
+@pytest.mark.parametrize("artifact", ["/app/work", "/app"])
+@pytest.mark.parametrize("rung", ["separate", "carry"])
+@pytest.mark.parametrize("instead", ["echo 42 > work", "mkfifo work", "true"])
+async def test_a_working_folder_that_is_none_prevents_no_verdict(
+    tmp_path: Any, artifact: str, rung: Rung, instead: str
+) -> None:
+    """Also where it is, or is in, an artifact: the tests run in an empty folder, and write that nothing is done."""
+    toml = f'artifacts = ["{artifact}"]\n' + TOML.replace('"/app"', '"/app/work"')
+    toml += '[verifier]\nenvironment_mode = "separate"\n' if rung == "separate" else ""
+    task = load_task(write_task(tmp_path, TESTS, toml=toml))
+    assert (await graded(task, rung, f"cd ..; rm -rf work; {instead}")).rewards == UNDONE
+
+
 @pytest.fixture
 def long_only(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--long"):

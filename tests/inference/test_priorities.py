@@ -16,9 +16,11 @@ import pytest
 from rollouts.dtypes import Endpoint, Prompt, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.errors import EndpointUnavailable
 from rollouts.inference import vllm_wire
 from rollouts.inference.base import CompletionRequest
-from rollouts.inference.priorities import behind_training
+from rollouts.inference.priorities import AgreedOrder, behind_training
+from rollouts.inference.routing import Workers
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.token_json import SequenceCache
 from rollouts.inference.vllm import VLLMPolicy
@@ -102,6 +104,19 @@ async def test_servers_of_several_orders_get_no_priorities() -> None:
             assert await policy.priority_order() is None
         async with SGLangPolicy(Endpoint(base_url=(higher.url, higher.url), priority=True)) as policy:
             assert await policy.priority_order() == "higher first"
+
+
+async def test_without_a_server_no_priority_is_agreed() -> None:
+    """The question ends, although there is nothing to ask."""
+    async with VLLMPolicy(Endpoint(provider="vllm", priority=True)) as policy:
+
+        async def wait(error: EndpointUnavailable) -> None:
+            raise error
+
+        order = AgreedOrder(policy.servers.protocol, Workers([]), wait)
+        with anyio.fail_after(10):
+            for _ in range(2):
+                assert await order() is None
 
 
 async def test_rollouts_that_begin_together_ask_once() -> None:

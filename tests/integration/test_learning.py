@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import shutil
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -173,7 +173,17 @@ def test_the_command_of_the_page_of_samplers_is_a_lesson() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: bool) -> None:
-    """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts."""
+    """It writes CSV rows, a valid checkpoint and a result; resumed, it takes the next step with new prompts.
+
+    In a separate engine; asynchronously on a server that runs, and has the checkpoint's weights when it resumes.
+    """
+    async with AsyncExitStack() as servers:
+        url = await servers.enter_async_context(running_server(START_MODEL)) if asynchronous else None
+        await _learn_and_resume(tmp_path, None if url is None else Endpoint(base_url=url))
+
+
+async def _learn_and_resume(tmp_path: Path, server: Endpoint | None) -> None:
+    asynchronous = server is not None
     lesson = Lesson(
         recipe=ROOT / "configs" / "calculator_grpo.py",
         out=tmp_path,
@@ -189,6 +199,7 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
         held_out_rollouts=2,
         kinds=("unseen_pairs_60_99",),
         asynchronous=asynchronous,
+        endpoint=server,
     )
     console = Console(quiet=True)
     result = await learn(lesson, console)
@@ -212,17 +223,18 @@ async def test_a_lesson_is_learned_and_resumed(tmp_path: Path, asynchronous: boo
 
 async def test_a_policy_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
     """As its own teacher it finds its own logprobs: the advantages of its tokens are 0, and groups need no spread."""
-    lesson = Lesson(
-        recipe=Path("calculator_grpo"),
-        out=tmp_path,
-        options={"batch_size": "2", "n_samples_per_prompt": "2", "prompts": "20", "max_turns": "1"},
-        grpo=GrpoConfig(minibatches=1),
-        steps=1,
-        held_out=0,
-        teacher=START_MODEL,
-        slots=8,
-    )
-    await learn(lesson, Console(quiet=True))
+    async with running_server(START_MODEL) as url:
+        lesson = Lesson(
+            recipe=Path("calculator_grpo"),
+            out=tmp_path,
+            options={"batch_size": "2", "n_samples_per_prompt": "2", "prompts": "20", "max_turns": "1"},
+            grpo=GrpoConfig(minibatches=1),
+            steps=1,
+            held_out=0,
+            teacher=START_MODEL,
+            endpoint=Endpoint(base_url=url),
+        )
+        await learn(lesson, Console(quiet=True))
     (row,) = read_steps(tmp_path / "steps.csv")
     assert (row["groups"], row["kept_groups"]) == (2, 2)
     assert row["grad_norm"] < 1e-3

@@ -12,6 +12,7 @@ import re
 import shutil
 from pathlib import Path
 
+import attrs
 import msgspec
 import pytest
 from rich.console import Console
@@ -20,7 +21,7 @@ import rollouts
 from rollouts.commands import main
 from rollouts.commands.run import launch
 from rollouts.commands.target import RunTarget
-from rollouts.engine import DEMO_MODEL
+from rollouts.engine import DEMO_MODEL, running_server
 from rollouts.errors import ConfigError
 from rollouts.runs.export import export_rows
 from rollouts.runs.folder import read_rows
@@ -85,14 +86,24 @@ def test_it_shows(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_it_resumes(run: Path) -> None:
-    """It resumes on the same demo model; the whole run verifies, earlier samples are unchanged.
+    """It resumes on the same demo model, one in a separate engine, the others at a server that names it.
+
+    The whole run verifies, and earlier samples are unchanged.
 
     Settings that the run did not store are printed, and stored from now on; those that it stored are the same, but for
     the versions of packages that are newer here: these must be allowed by name.
     """
+    target = RunTarget(recipe=RECIPE, batches=3)
+    if run.name == "finished":
+        await _resume(run, target)
+        return
+    async with running_server(DEMO_MODEL, reported_model=Path("/srv/rollouts/rollouts/engine/demo_model")) as url:
+        await _resume(run, attrs.evolve(target, urls=(url,), model=str(DEMO_MODEL)))
+
+
+async def _resume(run: Path, target: RunTarget) -> None:
     stored = read_info(run).get("settings", {})
     before = {sample.index: list(sample.tokens) for sample in load_run(run)}
-    target = RunTarget(recipe=RECIPE, batches=3)
     console = Console(file=io.StringIO(), width=400)
     newer = stored.get("versions", {}) != {name: _version(name) for name in stored.get("versions", {})}
     if newer:

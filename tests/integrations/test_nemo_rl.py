@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from rollouts.errors import ConfigError
 from rollouts.integrations.nemo_rl import to_batch, to_message_log
 from rollouts.training import Status
 from rollouts.training.batch import group_advantages
+from tests.lifted import lifted
 from tests.trainer_samples import columns, scored_groups
 
 torch = pytest.importorskip("torch")
@@ -70,18 +70,13 @@ def test_forks_and_versions_without_numbers_are_refused() -> None:
         to_batch([])
 
 
-def lifted(file: str, name: str) -> Any:
-    """One function of a module of theirs, alone: the modules import the whole trainer."""
+def function_of(file: str, name: str) -> Any:
+    """One function of a module of theirs, alone."""
     spec = importlib.util.find_spec("nemo_rl")
     if spec is None or spec.origin is None:
         pytest.skip("scripts/test --trainers nemo runs it")
-    path = Path(spec.origin).parent / file
-    tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    scope: dict[str, Any] = {"torch": torch, "cast": lambda _, value: value}
-    scope |= {"LLMMessageLogType": Any, "VLMMessageLogType": Any, "backfill_missing_routed_experts": lambda logs: None}
-    exec(compile(ast.fix_missing_locations(tree), str(path), "exec"), scope)
-    return scope[name]
+    scope = {"torch": torch, "cast": lambda _, value: value, "backfill_missing_routed_experts": lambda logs: None}
+    return lifted(Path(spec.origin).parent / file, name, **scope)[name]
 
 
 @pytest.mark.trainer
@@ -91,7 +86,7 @@ def test_their_flattened_batch_has_our_rows(compared: Callable[..., None]) -> No
     utils = pytest.importorskip("nemo_rl.data.llm_message_utils")
     samples = scored_groups(3, 4)
     batch = to_batch(samples)
-    lifted("algorithms/grpo.py", "add_grpo_token_loss_masks_and_generation_logprobs")(batch["message_log"])
+    function_of("algorithms/grpo.py", "add_grpo_token_loss_masks_and_generation_logprobs")(batch["message_log"])
     flat, lengths = utils.batched_message_log_to_flat_message(
         batch["message_log"], pad_value_dict={"token_ids": 0}, make_sequence_length_divisible_by=8
     )
@@ -111,7 +106,7 @@ def test_their_baseline_and_deviation_give_our_advantages(compared: Callable[...
     samples = scored_groups(3, 4)
     batch = to_batch(samples)
     rewards, groups = batch["total_reward"], torch.tensor(batch["idx"])[:, None]
-    statistics = lifted("algorithms/utils.py", "calculate_baseline_and_std_per_prompt")
+    statistics = function_of("algorithms/utils.py", "calculate_baseline_and_std_per_prompt")
     baseline, deviation = statistics(groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=False)
     theirs = (rewards - baseline) / (deviation + 1e-6)
     worst = float(np.abs(theirs.numpy() - group_advantages(samples)).max())

@@ -11,11 +11,13 @@ import anyio
 import pytest
 
 from rollouts.commands import main
+from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.planning.plan import Given, measured, plan, shape
 from rollouts.planning.simulation import Speed
 from rollouts.runs.folder import read_rows
-from tests.stored_runs import edit_line, store_run
+from rollouts.runs.writer import RunWriter
+from tests.stored_runs import edit_line, some_sample, store_run
 
 
 def _store(run: Path, **options: Any) -> None:
@@ -83,6 +85,18 @@ def test_a_workload_is_that_of_the_run(tmp_path: Path) -> None:
         for group in groups
     )
     assert expected == drawn
+
+
+def test_a_rollout_takes_the_time_of_all_its_samples(tmp_path: Path) -> None:
+    """Of its seats and branches: the seconds of the last alone would be a part of them."""
+    config = {"batch_size": 1, "n_samples_per_prompt": 1, "over_sampling_factor": 1.0}
+    writer = RunWriter(tmp_path / "run", {"config": config})
+    samples = [some_sample(Prompt("play", group_index=0, index=0), seed) for seed in (0, 1)]
+    for sample, seat, seconds in zip(samples, ["white", "black"], [2.0, 3.0], strict=True):
+        sample.seat, sample.metrics = seat, {"generation_seconds": seconds, "environment_seconds": 1.0}
+    writer.write_batch(samples, {})
+    workload = measured([tmp_path / "run"])
+    assert (workload.seconds(0, 0), workload.outside(0, 0)) == (5.0, 2.0)
 
 
 def test_a_short_run_tells_all_that_it_has(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class Running:
 
     def _raise_at(self, step: str) -> None:
         if self.kind.fails_at == step:
-            raise SandboxError(f"planted at {step}")
+            raise self.kind.raises(f"planted at {step}")
 
 
 @attrs.define(eq=False)
@@ -121,6 +121,7 @@ class FakeSandbox:
 
     act: Act
     fails_at: str = ""
+    raises: type[Exception] = SandboxError
     counts: Counter[str] = attrs.field(factory=Counter)
     limits: SandboxLimits = attrs.field(factory=SandboxLimits)
 

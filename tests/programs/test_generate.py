@@ -243,9 +243,24 @@ async def test_a_workspace_that_cannot_be_read_costs_the_rollout() -> None:
     assert sample.failure.cause == "environment_step"
 
 
-async def test_a_sandbox_that_does_not_close_is_counted() -> None:
+@pytest.mark.parametrize("reward", ["0.5", float("nan")])
+async def test_a_workspace_that_takes_no_number_as_reward_costs_the_rollout(reward: Any) -> None:
+    """A failure by name: it would be an error of the run, or the advantage of its group."""
+
+    class Graded(FilesWorkspace):
+        async def take(self, prompt: Prompt, place: Any, filled: None) -> dict[str, Any]:
+            return {"reward": reward}
+
+    (sample,) = await rollout(ask_once, workspace=Graded(["a"]))
+    assert sample.failure is not None
+    assert (sample.status, sample.reward, sample.turns) == (Status.FAILED, None, 1)
+    assert "Graded.take: got" in sample.failure.message
+
+
+@pytest.mark.parametrize("raises", [SandboxError, OSError])
+async def test_a_sandbox_that_does_not_close_is_counted(raises: type[Exception]) -> None:
     """The rollout has ended: what it did is whole."""
-    (sample,) = await rollout(FakeSandbox(ask_once, fails_at="close"))
+    (sample,) = await rollout(FakeSandbox(ask_once, fails_at="close", raises=raises))
     assert (sample.status, sample.metrics["close_failures"]) == (Status.COMPLETED, 1)
 
 
@@ -746,6 +761,19 @@ async def test_a_function_may_end_its_session_before_it_returns() -> None:
     [sample] = await by_function(agent, limits=SessionLimits(max_calls=1))
     assert (sample.stop_reason, sample.status) == (StopReason.TASK_COMPLETED, Status.COMPLETED)
     assert (sample.reward, sample.turns) == (0.5, 1)
+
+
+async def test_a_function_that_fails_behind_the_end_of_its_session_costs_the_rollout() -> None:
+    """Without its reward the rollout is not complete, although its agent ended."""
+
+    async def agent(server: ModelServer, prompt: Prompt, over: anyio.Event, done: Callable[[], None]) -> float:
+        await chat_of(server, "one")
+        done()
+        raise KeyError("planted")
+
+    [sample] = await by_function(agent)
+    assert sample.failure is not None
+    assert (sample.status, sample.turns, "KeyError" in sample.failure.message) == (Status.FAILED, 1, True)
 
 
 async def test_a_function_that_asks_nothing_is_a_failure_by_name() -> None:

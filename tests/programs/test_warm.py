@@ -42,6 +42,7 @@ class World:
     opened: list[str] = attrs.Factory(list)
     closed: int = 0
     used_dead: int = 0
+    error: type[Exception] = SandboxError
 
 
 @attrs.define(eq=False)
@@ -53,7 +54,7 @@ class Box:
 
     async def exec(self, argv: Sequence[str], **options: Any) -> Exit:
         if self.world.dies(self.number):
-            raise SandboxError("the sandbox ended: no message")
+            raise self.world.error("the sandbox ended: no message")
         return Exit(0, "", "", 0.0)
 
     async def run(self, argv: Sequence[str], env: Any = None, **options: Any) -> Exit:
@@ -62,6 +63,8 @@ class Box:
 
     async def close(self) -> None:
         self.world.closed += 1
+        if self.world.dies(self.number):
+            raise self.world.error("it was gone")
 
 
 @attrs.frozen
@@ -135,9 +138,10 @@ def test_a_start_of_twenty_seconds_is_hidden(images: Sequence[str]) -> None:
     assert queue.counts["unused"] <= 0.2 * used
 
 
-def test_no_dead_box_is_handed_out() -> None:
-    """A box that does not answer is closed and counted, and its rollout gets another one."""
-    world = World(dies=lambda number: number % 3 == 0)
+@pytest.mark.parametrize("error", [SandboxError, OSError])
+def test_no_dead_box_is_handed_out(error: type[Exception]) -> None:
+    """A box that does not answer is closed and counted, and its rollout gets another one, whatever it raises."""
+    world = World(dies=lambda number: number % 3 == 0, error=error)
     queue = play(world, ["one"] * 100, batches=10)
     assert queue.counts["dead"] >= 30
     assert queue.counts["cold"] == 0

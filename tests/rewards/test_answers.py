@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from decimal import Decimal
 
 import pytest
 
-from rollouts.rewards.answers import boxed, decimal, final_answer, final_choice, final_reply
+from rollouts.rewards.answers import boxed, decimal, final_answer, final_choice, final_number, final_reply
 from rollouts.training import Sample
 
 
@@ -18,6 +19,8 @@ from rollouts.training import Sample
         ("\\boxed {3}", "3"),
         ("\\boxed{4} then \\boxed{5", "4"),
         ("\\boxed{", None),
+        ("\\boxed{1} \\boxed{2 \\boxed{3} {4}", "3"),
+        ("\\boxed{a \\boxed{b} c}", "b"),
         ("none", None),
     ],
 )
@@ -73,3 +76,30 @@ def test_numbers_as_people_write_them() -> None:
     assert decimal(" $1,250.50 ") == Decimal("1250.50")
     assert decimal("NaN") is None
     assert decimal("many") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("#### .5", "0.5"),
+        ("The answer is -.5", "-0.5"),
+        ("#### 1e5", "100000"),
+        ("\\boxed{1{,}000}", "1000"),
+        ("\\boxed{10,\\!000}", "10000"),
+        ("\\boxed{-\\$5}", "-5"),
+        ("#### \N{MINUS SIGN}5", "-5"),
+        ("see 1.2.", "1.2"),
+        ("#### 1e9999999", None),
+    ],
+)
+def test_a_number_is_read_whole(text: str, expected: str | None) -> None:
+    """A part of a number is another number, which would be right for another label."""
+    assert final_number(text) == (None if expected is None else Decimal(expected))
+
+
+def test_openings_that_a_model_repeats_are_read_in_linear_time() -> None:
+    """A loop of thousands of boxes or tags without an end does not hold the interpreter for half a minute."""
+    began = time.process_time()
+    assert boxed("\\boxed{" * 5_000) is None
+    assert final_answer("<answer>" * 10_000) == "<answer>" * 10_000
+    assert time.process_time() - began < 2

@@ -174,14 +174,32 @@ async def test_inputs_with_outputs() -> None:
     tests = [{"input": "3\n", "output": "6\n"}, {"input": "5", "output": "10"}]
     assert await code_tests(sample_of("print(2 * int(input()), ' ')", tests)) == 1.0
     assert await code_tests(sample_of("print(6)", tests)) == 0.0
+    long = [{"input": "", "output": "7" * 100_000}]  # more than is kept of a program's output otherwise
+    assert await code_tests(sample_of("print('7' * 100_000)", long)) == 1.0
 
 
 def test_the_code_of_a_reply() -> None:
-    """The last block; a reply that is a program; else none."""
+    """The last block that may be Python, also among blocks of other languages; a reply that is a program; else none."""
     assert code_of("```\na\n```\n```py\nb\n```") == "b\n"
+    assert code_of("```bash\npip install a\n```\n```python\na\n```\nIt prints\n```text\n1\n```\nand `b`.") == "a\n"
+    assert code_of("```Python3\r\na\r\n```") == "a\r\n"
     assert code_of("print(1)") == "print(1)"
     assert code_of("I do not know.") is None
     assert code_of("") is None
+
+
+@pytest.mark.parametrize("imports", ["import math", ["import math"]], ids=repr)
+async def test_the_imports_of_tests_are_text_or_lines(imports: Any) -> None:
+    """Text is not read as one import for each of its characters, which no program would pass."""
+    sample = sample_of("def double(x): return 2 * x", ["assert math.isclose(double(2), 4)"], test_imports=imports)
+    assert await code_tests(sample) == 1.0
+
+
+async def test_tests_whose_imports_are_missing_are_a_failure() -> None:
+    """Never a reward of 0, which would blame the program."""
+    sample = sample_of("def double(x): return 2 * x", ["assert double(2) == 4"], test_imports=["import no_such_module"])
+    with pytest.raises(RewardFailure, match=r"test_imports.*no_such_module"):
+        await code_tests(sample)
 
 
 @pytest.mark.parametrize("tests", [None, [], "assert True", [""], [3], [{"input": "1"}], ["assert ("]], ids=repr)

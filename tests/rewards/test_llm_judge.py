@@ -236,6 +236,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         (judge, {"quorum": 2}, "LLMJudge.quorum"),
         (judge, {"join": "vote"}, "LLMJudge.join"),
         (judge, {"scale": (1, 1)}, "LLMJudge.scale"),
+        (judge, {"scale": (0, math.inf)}, "LLMJudge.scale"),
         (judge, {"asks": 0}, "LLMJudge.asks"),
         (judge, {"rubric": " "}, "LLMJudge.rubric"),
         (Judge("m", "nowhere"), {}, "url"),

@@ -61,7 +61,12 @@ def test_brevity_of_equal_lengths_is_one() -> None:
     assert brevity([Sample(), Sample()]) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("parts", [{}, None, {"a": right}, {"a": (right, 1.0)}, {"a": (True, right)}])
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "parts", [{}, None, {"a": right}, {"a": (right, 1.0)}, {"a": (True, right)}, {"a": (NAN, right)}]
+)
 def test_invalid_parts_are_refused(parts: Any) -> None:
     """By name, before work starts."""
     for kind in (WeightedSum, WeightedGroupSum):

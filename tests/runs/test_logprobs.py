@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import io
+import json
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import attrs
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -24,6 +29,7 @@ from rollouts.inference.base import CompletionRequest
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.inference.weights import WhileRunning, update_weights
 from rollouts.runs.logprobs import check_logprobs
+from rollouts.runs.teacher_logprobs import check_teachers
 from rollouts.runs.verify import verify_run
 from tests.engine_requests import control, read, until_it_samples
 from tests.peft_folders import write_adapter
@@ -282,8 +288,6 @@ async def test_each_completion_has_its_own_temperature(recipe: Path, tmp_path: P
 
 async def test_long_sequences_are_computed_in_parts() -> None:
     """The parts of a sequence share one cache: the result is that of a single pass."""
-    import numpy as np
-
     from rollouts.engine import teacher
 
     tokens = packed_tokens([(7 * number) % 500 for number in range(90)])
@@ -343,3 +347,218 @@ def test_what_is_not_an_adapter_is_refused(tmp_path: Path, text: str, capsys: py
     """The message names the flag and what it takes."""
     assert main(["verify", str(tmp_path), "--model", str(DEMO_MODEL), "--lora", text]) == 2
     assert f"--lora: got {text!r}; expected VERSION=folder" in capsys.readouterr().err
+
+
+OF_TEACHERS = """
+from rollouts.dtypes import Endpoint
+from rollouts.environments import CalculatorEnvironment
+from rollouts.recipe import agent_recipe
+from rollouts.rewards import Teacher, scored_by_teachers
+
+def length(sample):
+    return float(len(sample.response))
+
+def recipe(endpoint, *, even: str, odd: str):
+    prompts = [{"prompt": f"What is {n} + 3?", "metadata": {"kind": "odd" if n % 2 else "even"}} for n in range(20)]
+    servers = {"even": Endpoint(base_url=even), "odd": Endpoint(base_url=odd)}
+    teachers = [Teacher(server, top_k=4, route=f"metadata.kind={kind}") for kind, server in servers.items()]
+    sizes = {"batch_size": 4, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 12}
+    scored = scored_by_teachers(teachers)
+    return agent_recipe("taught", endpoint, CalculatorEnvironment, prompts, reward_fn=length, filter_fn=scored, **sizes)
+"""
+
+
+@attrs.frozen
+class Taught:
+    """A run whose samples two teachers scored: ``other`` the even tasks, the demo model the odd ones."""
+
+    run: Path
+    even: str
+    odd: str
+
+    def judge(self, *folders: str) -> int:
+        return main(["check-run", str(self.run), "--teacher-model", *folders])
+
+
+@pytest.fixture(scope="module")
+def of_teachers(other: Path, tmp_path_factory: pytest.TempPathFactory) -> Taught:
+    path = tmp_path_factory.mktemp("taught")
+    (path / "taught.py").write_text(OF_TEACHERS)
+
+    async def store() -> Taught:
+        async with running_server(DEMO_MODEL) as url, running_server(other) as even:
+            target = {"recipe": path / "taught.py", "urls": (url,), "options": {"even": even, "odd": url}}
+            await play(path / "run", **target)
+        return Taught(path / "run", f"{even}/generate", f"{url}/generate")
+
+    return anyio.run(store)
+
+
+@pytest.fixture
+def taught(of_teachers: Taught, tmp_path: Path) -> Taught:
+    """A copy without the journal, which would show the edit of a row."""
+    shutil.copytree(of_teachers.run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "journal")
+    return attrs.evolve(of_teachers, run=tmp_path / "run")
+
+
+def test_honest_teachers_pass(of_teachers: Taught, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each teacher's column, and its most probable ids, are those of its folder."""
+    folders = [f"{of_teachers.even}={other}", str(DEMO_MODEL)]
+    assert of_teachers.judge(*folders, "--model", str(DEMO_MODEL)) == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r"teacher '(.*)' against (.*): (\d+) tokens, largest difference (\S+), ", printed)
+    assert {url: folder for url, folder, _, _ in found} == {
+        of_teachers.even: str(other), of_teachers.odd: str(DEMO_MODEL)
+    }  # fmt: skip
+    assert all(int(tokens) > 20 and float(largest) < 2e-4 for _, _, tokens, largest in found)
+    assert re.search(r"of teachers: holds, \d+ tokens compared, the most probable ids of \d+ \(", printed)
+    assert "note" not in printed
+
+
+def test_teachers_that_served_other_weights_are_found(
+    of_teachers: Taught, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that served the policy's weights, and two that are exchanged; laws 1 to 5 hold."""
+    assert verify_run(of_teachers.run).ok
+    assert of_teachers.judge(str(other)) == 1
+    wrong = capsys.readouterr()
+    place = rf"law 8 \(logprobs\) broken: .*teacher_log_probs, position \d+: .* of teacher '{of_teachers.odd}'"
+    assert re.search(place, wrong.err)
+    assert of_teachers.judge(f"{of_teachers.even}={DEMO_MODEL}", f"{of_teachers.odd}={other}") == 1
+    assert "most probable" in capsys.readouterr().out
+
+
+def plant_in_record(planted: str, row: dict[str, Any]) -> None:
+    """Contradict the record of a teacher's logprobs."""
+    column, stored, first = row["teacher_log_probs"], row["metadata"]["scored_by"], row["loss_mask"].index(1)
+    if planted == "no column":
+        row["teacher_log_probs"] = None
+    elif planted == "no url":
+        stored.pop("url")
+    elif planted == "torn top":
+        stored["top_ids"] = stored["top_ids"][:-4]
+    elif planted == "on context":
+        column[first - 1] = -0.5
+    else:
+        column[first] = 0.5
+
+
+def test_records_that_contradict_themselves_are_found(taught: Taught, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without weights: each by its row and field."""
+    batch = taught.run / "batches" / "batch-000000.jsonl"
+    planted = ["torn top", "above 0", "on context", "no column", "no url"]
+    for number, kind in enumerate(planted):
+        edit_line(batch, number, functools.partial(plant_in_record, kind))
+    assert verify_run(taught.run).ok
+    assert taught.judge(str(DEMO_MODEL)) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 5
+    for number, words in enumerate(["a row for each", "at most 0", "not sampled", "got none", "no url"]):
+        assert any(f"line {number + 1} (group" in line and words in line for line in err), (number, err)
+
+
+def plant_in_values(planted: str, row: dict[str, Any]) -> None:
+    """Change a value that no other field contradicts."""
+    column, stored, first = row["teacher_log_probs"], row["metadata"]["scored_by"], row["loss_mask"].index(1)
+    shape = sum(row["loss_mask"]), 4
+    ids = np.frombuffer(base64.b64decode(stored["top_ids"]), "<i4").reshape(shape).copy()
+    values = np.frombuffer(base64.b64decode(stored["top_log_probs"]), "<f4").reshape(shape).copy()
+    sampled = row["tokens"][first:]
+    at = next(number for number in range(len(ids)) if sampled[number] not in ids[number][1:])
+    other = next(token for token in range(500) if token not in (*ids[at], sampled[at]))
+    if planted == "logprob":  # in both places
+        at = next(n for n in range(len(ids)) if sampled[n] == ids[n][0] and values[n][0] - values[n][1] > 0.1)
+        values[at][0] -= 0.01
+        column[first + at] = float(values[at][0])
+    elif planted == "top id":
+        ids[at][2] = other
+    elif planted == "top logprob":
+        values[at][3] -= 0.5
+    else:  # the third most probable id is left out
+        ids[at][2:], values[at][2:] = (ids[at][3], other), (values[at][3], values[at][3] - 5)
+    stored |= {"top_ids": base64.b64encode(ids.tobytes()).decode()}
+    stored |= {"top_log_probs": base64.b64encode(values.tobytes()).decode()}
+
+
+def test_values_that_the_weights_do_not_give_are_found(
+    taught: Taught, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One logprob of a column; one of the most probable ids, its logprob, an id that is left out: each in a row."""
+    batch = taught.run / "batches" / "batch-000000.jsonl"
+    for number, kind in enumerate(["top id", "top logprob", "left out", "logprob"]):
+        edit_line(batch, number, functools.partial(plant_in_values, kind))
+    assert verify_run(taught.run).ok
+    assert taught.judge(f"{taught.even}={other}", str(DEMO_MODEL)) == 1
+    err = capsys.readouterr().err
+    assert {int(number) for number in re.findall(r"line (\d+) \(group", err)} == {1, 2, 3, 4}, err
+
+
+def test_what_cannot_be_compared_is_named(taught: Taught, capsys: pytest.CaptureFixture[str]) -> None:
+    """Samples without a column, columns without a teacher, and a tokenizer that is not there are notes, not passes."""
+    batch = taught.run / "batches" / "batch-000000.jsonl"
+    kinds = [json.loads(line)["metadata"]["kind"] for line in batch.read_bytes().splitlines()]
+    for number in (number for number, kind in enumerate(kinds) if kind == "even"):
+        edit_line(batch, number, lambda row: row.update(teacher_log_probs=None, metadata={"kind": "even"}))
+    edit_line(batch, kinds.index("odd"), lambda row: row["metadata"].pop("scored_by"))
+    edit_info(taught.run, lambda info: info.update(tokenizer="other/model"))
+    (taught.run / "unbatched.jsonl").unlink()
+    report = check_teachers(taught.run, {None: DEMO_MODEL})
+    assert report.ok
+    assert report.notes == [
+        f"{kinds.count('even')} of 8 samples in batches have no logprobs of a teacher",
+        'the columns of 1 samples name no teacher (metadata["scored_by"])',
+        f"the tokenizers of {DEMO_MODEL} and of the policy, other/model, are not both on this machine",
+    ]
+
+
+def test_a_teacher_with_other_ids_is_found(
+    of_teachers: Taught, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Equal weights and one token with another id: law T3, which no logprob shows."""
+    folder = shutil.copytree(other, tmp_path / "renamed")
+    text = (folder / "tokenizer.json").read_text()
+    vocabulary = json.loads(text)["model"]["vocab"]
+    first, second = (next(token for token, number in vocabulary.items() if number == at) for at in (10, 11))
+    text = text.replace(f'"{first}": 10,', f'"{first}": 11,').replace(f'"{second}": 11,', f'"{second}": 10,')
+    (folder / "tokenizer.json").write_text(text)
+    assert of_teachers.judge(f"{of_teachers.even}={folder}", str(DEMO_MODEL)) == 1
+    assert re.search(r"tokenizer of .*renamed: got id 10 is '.*'; expected '.*', as in ", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("given", ["nowhere", "http://t:1/generate=nowhere", "unknown", "missing", "twice"])
+def test_a_wrong_teacher_model_is_refused(of_teachers: Taught, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message quotes the argument, or names the teachers of the run."""
+    folders = {
+        "unknown": [f"http://t:1/generate={DEMO_MODEL}", str(DEMO_MODEL)],
+        "missing": [f"{of_teachers.odd}={DEMO_MODEL}"],
+        "twice": [str(DEMO_MODEL)] * 2,
+    }.get(given, [given])
+    assert of_teachers.judge(*folders) == 2
+    err = capsys.readouterr().err
+    assert "--teacher-model: got " in err
+    assert (f"{of_teachers.even}=DIR" in err) == (given in ("unknown", "missing"))
+
+
+async def test_a_run_without_teachers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing to compare is not a pass."""
+    await store_run(tmp_path / "run")
+    assert main(["check-run", str(tmp_path / "run"), "--teacher-model", str(DEMO_MODEL)]) == 2
+    assert "expected a run whose samples have teacher_log_probs: none has" in capsys.readouterr().err
+
+
+async def test_a_teacher_in_bfloat16_that_served_the_policy_is_found(
+    neighbour: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """No token shows it; the slope towards the weights of ``--model`` does."""
+    if not request.config.getoption("--long"):
+        pytest.skip("with --long: as for a policy")
+    (tmp_path / "taught.py").write_text(
+        OF_TEACHERS.replace('"batch_size": 4', '"batch_size": 10').replace(": 12", ": 60")
+    )
+    async with running_server(DEMO_MODEL, dtype="bfloat16") as url:
+        target = {"recipe": tmp_path / "taught.py", "urls": (url,), "options": {"even": url, "odd": url}}
+        await play(tmp_path / "run", **target)
+    line = ["check-run", str(tmp_path / "run"), "--dtype", "bfloat16", "--model", str(DEMO_MODEL), "--teacher-model"]
+    assert main([*line, str(neighbour)]) == 1
+    assert re.search(r"got logprobs of .* \(slope (0\.[89]|1\.[01])", capsys.readouterr().err)

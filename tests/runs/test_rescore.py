@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Endpoint
+from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments import CalculatorEnvironment
 from rollouts.errors import ConfigError
 from rollouts.recipe import Recipe
@@ -15,8 +15,10 @@ from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
 from rollouts.runs.rescore import rescore
 from rollouts.runs.verify import verify_run
+from rollouts.runs.writer import RunWriter
 from rollouts.training import DataBuffer, RolloutConfig, Sample
-from tests.stored_runs import store_run
+from rollouts.training.metrics import Accounting
+from tests.stored_runs import some_sample, store_run
 
 
 def never(prompts: Any) -> Any:
@@ -74,6 +76,20 @@ async def test_without_a_reward_that_of_the_steps_counts(tmp_path: Path) -> None
     await rescore(tmp_path / "old", a_recipe(), tmp_path / "new")
     for sample in load_run(tmp_path / "new"):
         assert sample.reward == sum(sample.step_rewards)
+
+
+async def test_a_seat_has_the_step_rewards_of_its_own_conversation(tmp_path: Path) -> None:
+    """Not their sum over all agents of the rollout, which is 0 in each game of two."""
+    prompt = Prompt("play", group_index=0, index=0)
+    samples = [some_sample(prompt, seed) for seed in (0, 1, 2)]
+    for sample, seat, number, reward in zip(samples, ["white", "white", "black"], [0, 1, 0], [1, 2, -3], strict=True):
+        sample.seat, sample.conversation, sample.step_rewards, sample.reward = seat, number, [reward], reward
+    config = {"batch_size": 1, "n_samples_per_prompt": 1}
+    writer = RunWriter(tmp_path / "old", {"config": config})
+    writer.write_batch(samples, {})
+    writer.finish("finished", Accounting(taken=1, in_batch=1))
+    await rescore(tmp_path / "old", a_recipe(**config), tmp_path / "new")
+    assert [sample.reward for sample in load_run(tmp_path / "new")] == [1, 2, -3]
 
 
 async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> None:

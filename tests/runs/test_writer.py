@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollouts.dtypes import Prompt
+from rollouts.concurrency.times import Timeline
+from rollouts.dtypes import Prompt, VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.info import read_info
@@ -115,6 +116,43 @@ def test_groups_of_many_threads_do_not_mix(tmp_path: Path) -> None:
     order = [sample.group_index for sample in load_run(tmp_path / "run", "dropped")]
     assert order[::2] == order[1::2]
     assert sorted(order[::2]) == list(range(40))
+
+
+def test_a_batch_whose_metrics_are_refused_does_not_count(tmp_path: Path) -> None:
+    """A disk that fills up between a batch and its line of metrics: the groups are stored once, in no batch."""
+    writer = RunWriter(tmp_path / "run")
+    writer.on_group(group(0))
+    (tmp_path / "run" / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        writer.write_batch(group(0).samples, {})
+    (tmp_path / "run" / "metrics.jsonl").rmdir()
+    writer.finish("failed", Accounting(taken=1, returned=1))
+    assert [sample.group_index for sample in load_run(tmp_path / "run", "all")] == [0, 0]
+    assert read_info(tmp_path / "run")["batches"] == 0
+
+
+_FULL = """
+import resource, signal, sys
+from pathlib import Path
+from rollouts.runs.writer import append
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+append(path, b"first\\n")
+resource.setrlimit(resource.RLIMIT_FSIZE, (9, resource.RLIM_INFINITY))
+try:
+    append(path, b"second\\n")
+except OSError as error:
+    assert "too large" in str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    append(path, b"third\\n")
+"""
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    """A line that the disk takes in part is removed, so that the next one is whole; short lines are not buffered."""
+    subprocess.run([sys.executable, "-c", _FULL, str(tmp_path / "lines")], check=True)
+    assert (tmp_path / "lines").read_bytes() == b"first\nthird\n"
 
 
 def test_run_json_says_how_it_stands(tmp_path: Path) -> None:
@@ -252,11 +290,15 @@ def test_no_metadata_costs_a_group(tmp_path: Path, format: Format) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_no_response_costs_a_batch(tmp_path: Path, format: Format) -> None:
-    """Half a character in the text of a generate function is stored as in metadata."""
-    RunWriter(tmp_path / "run", format=format).write_batch([Sample(tokens=[1], response="half \ud800")], {})
+def test_no_text_of_a_sample_costs_a_batch(tmp_path: Path, format: Format) -> None:
+    """Half a character in the texts of a generate function is stored as in metadata."""
+    times = Timeline([("tool", "half \ud800", 1.0, 2.0)])
+    odd = Sample(tokens=[1], loss_mask=[1], rollout_log_probs=[0], response="half \ud800", seat="a\ud800", times=times)
+    odd.versions = [VersionSpan("v\ud800", 0, 1)]
+    RunWriter(tmp_path / "run", format=format).write_batch([odd], {})
     (loaded,) = load_run(tmp_path / "run")
-    assert loaded.response == "half ?"
+    assert (loaded.response, loaded.seat, loaded.versions[0].version) == ("half ?", "a?", "v?")
+    assert [span.name for span in loaded.times] == ["half ?"]
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
@@ -272,6 +314,17 @@ def test_a_corrupted_line_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ConfigError, match=r"batch-000000.jsonl, line 2: corrupted"):
         list(load_run(tmp_path / "run"))
+
+
+def test_a_corrupted_batch_of_an_active_run_is_not_shorter(tmp_path: Path) -> None:
+    """A batch appears whole: a line that is not sound is damage, and not the end of an append."""
+    writer = RunWriter(tmp_path / "run", format="jsonl")
+    path = writer.write_batch(group(0).samples, {})
+    path.write_bytes(path.read_bytes().replace(b'"question 0"', b'"question 1"'))
+    run = load_run(tmp_path / "run")
+    assert len(run) == 2
+    with pytest.raises(ConfigError, match=r"batch-000000.jsonl, line 1: corrupted"):
+        run[0]
 
 
 def test_a_corrupted_parquet_file_is_named(tmp_path: Path) -> None:

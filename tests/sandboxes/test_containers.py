@@ -134,6 +134,22 @@ async def test_no_program_hides_from_the_deadline_of_its_command(engine: Engine)
         assert ("sleep 71.5" in left, "sleep 72.5" in left) == (True, False)
 
 
+@pytest.mark.containers
+@pytest.mark.parametrize("seconds", [0.001, 0.05, 0.2])
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_deadline_before_a_command_has_started_ends_no_other(
+    engine: Engine, seconds: float, cancelled: bool
+) -> None:
+    """The engine may need longer than the deadline to start it: that command is killed, and a service lives on."""
+    async with opened(ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)) as sandbox:
+        await sandbox.exec(["sh", "-c", "sleep 76.5 >/dev/null 2>&1 &"])
+        with anyio.move_on_after(seconds if cancelled else 100):  # a deadline counts from the start
+            end = await sandbox.exec(["sh", "-c", "sleep 77.5"], seconds=100 if cancelled else seconds)
+            assert (end.timed_out, end.code, end.stderr) == (True, -9, "")
+        left = (await sandbox.exec(["ps", "-eo", "args"])).stdout
+        assert ("sleep 76.5" in left, "sleep 77.5" in left) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("parts", "number", "text"),
     [
@@ -151,7 +167,22 @@ def test_only_the_line_with_the_mark_is_the_number_of_a_command(parts: list[byte
     tail = NumberedTail(100, "mark")
     for part in parts:
         tail.add(part)
+    assert tail.has_begun == (number is not None or sum(map(len, parts)) > 4096)
     assert (tail.number, tail.text, tail.text) == (number, text, text)
+
+
+@pytest.mark.containers
+async def test_a_deadline_of_a_command_whose_group_is_not_known_is_an_error(engine: Engine) -> None:
+    """Of a container whose shell does not write the number: every process is killed, and the message says so."""
+    async with opened(ContainerSandbox(IMAGE, engine.socket, user="0:0", keep_processes=True)) as sandbox:
+        await sandbox.exec(["sh", "-c", "sleep 78.5 >/dev/null 2>&1 &"])
+        noise = f"import os, sys\nos.write(2, b'x' * {5000})\nos.execv('/bin/dash', sys.argv)\n"
+        await sandbox.write("/tmp/loud", f"#!/usr/bin/python3\n{noise}".encode(), mode=0o755)
+        await sandbox.exec(["sh", "-c", "mv /tmp/loud /usr/bin/sh"])
+        with pytest.raises(SandboxError, match=r"its group .* is not known, and every process .* was killed"):
+            await sandbox.exec(["sleep", "79.5"], seconds=1)
+        left = (await sandbox.exec(["ps", "-eo", "args"])).stdout
+        assert ("sleep 78.5" in left, "sleep 79.5" in left) == (False, False)
 
 
 @pytest.mark.containers

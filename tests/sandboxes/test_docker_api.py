@@ -55,6 +55,8 @@ async def test_bodies_of_every_kind(answer: list[bytes]) -> None:
     ("answer", "words"),
     [
         ([], "the daemon closed the connection"),
+        ([OK + b"Content-Length: 4\r\n\r\n", b"ab"], "the daemon closed the connection"),
+        ([OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n"], "the daemon closed the connection"),
         ([b"nonsense\r\n\r\n"], "HttpParserInvalidStatusLineError|HttpParserError"),
         ([b"HTTP/1.1 500 X\r\nContent-Length: 17\r\n\r\n" + b'{"message":"why"}'], "HTTP 500: why"),
         ([b"HTTP/1.1 502 X\r\n\r\nplain"], "HTTP 502: plain"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tarfile
 from collections.abc import AsyncIterator
@@ -21,10 +22,12 @@ from rollouts.sandboxes import (
     RunningSandbox,
     Sandbox,
     SandboxError,
+    archives,
     opened,
     require_abilities,
 )
 from rollouts.sandboxes.containers import RunningContainer
+from rollouts.sandboxes.removal import remove_tree
 from tests.sandboxes.kinds import KINDS, KINDS_THAT_KEEP, requested_kind
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
@@ -188,6 +191,21 @@ async def test_a_file_may_have_any_time(sandbox: RunningSandbox, tmp_path: Path,
     await sandbox.unpack(tmp_path / "t.tar", "again")
     await sandbox.unpack(tmp_path / "u.tar", "again")
     assert (await sandbox.exec(["cat", "again/t/f"])).stdout == "x\n"
+
+
+@pytest.mark.timeout(20)
+def test_a_deep_tree_is_unpacked_soon(tmp_path: Path) -> None:
+    """An agent makes one in a second; its unpacking must not use up the deadline, without which there is no verdict."""
+    with (tmp_path / "deep.tar").open("wb+") as archive:
+        with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
+            for depth in range(1, 1000):
+                member = tarfile.TarInfo("/".join("d" * depth))
+                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                tar.addfile(member)
+        archive.seek(0)
+        archives.unpack(archive, f"{tmp_path}/new", 1 << 30)
+    assert os.path.isdir(f"{tmp_path}/new/{'/'.join('d' * 999)}")
+    remove_tree(f"{tmp_path}/new")  # pytest's own removal has no stack for it
 
 
 async def test_a_packed_tree_uses_no_program_of_the_sandbox(sandbox: RunningSandbox, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from rollouts.concurrency.deadlines import pauses
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted, JournalError
+from rollouts.http.client import HttpClient
 from rollouts.recipe import Recipe
 from rollouts.runs.verify import verify_run
 from rollouts.service import Leases, Rollouts, ServiceError, leased_run
@@ -166,6 +168,7 @@ async def test_a_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
         ("a", ["x"] * (MOST_PROMPTS + 1), "got '10001 rows'"),
         ("a", "text", "a list"),
         ("a", [""], "some text"),
+        ("a", [[{"role": "user", "content": [{"type": ["text"]}]}]], r"prompts\[0\]: message.content"),
         ("a", [7], r"prompts\[0\]: got 7"),
         ("a", [{"question": "x"}], '"prompt"'),
         ("a", [{"prompt": "x", "label": 2**70}], "64 bits"),
@@ -186,12 +189,46 @@ async def test_invalid_prompts_change_nothing(name: Any, given: Any, match: str,
 async def test_prompts_that_wait_are_bounded(tmp_path: Path) -> None:
     """The request may be repeated when groups have taken some."""
     with FedBuffer().opened(tmp_path / "log", "r") as buffer:
-        buffer._order += range(MOST_WAITING - 1)
-        buffer._prompts += [Prompt("x")] * (MOST_WAITING - 1)
+        for number in range(MOST_WAITING // MOST_PROMPTS):
+            await buffer.feed(f"{number}", ["x"] * (MOST_PROMPTS - (number == 0)))
         with pytest.raises(FedFull, match="ask again"):
             await buffer.feed("a", rows(0, 1))
         buffer.get_prompts(1)
         assert (await buffer.feed("a", rows(0, 1))).count == 2
+
+
+async def test_prompts_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
+    """Also if there are few of them; what is finished counts no more."""
+    with FedBuffer(most_bytes=4000).opened(tmp_path / "log", "r") as buffer:
+        await buffer.feed("a", ["x" * 1500, "x" * 1500])
+        with pytest.raises(FedFull, match="ask again"):
+            await buffer.feed("b", ["x" * 1500])
+        buffer.mark_done(buffer.get_prompts(1)[0])
+        assert (await buffer.feed("b", ["x" * 1500])).first == 2
+
+
+async def test_a_prompt_leaves_the_memory_when_its_group_is_finished(tmp_path: Path) -> None:
+    """Not before: a group may be returned. A restart reads those into memory that are not finished."""
+    unfinished = {2, 57, 59}
+    with FedBuffer().opened(tmp_path / "log", "r") as buffer:
+        for number in range(60):
+            await buffer.feed(f"{number}", rows(number))
+            (prompt,) = buffer.get_prompts(1)
+            buffer.put_back([prompt])
+            (prompt,) = buffer.get_prompts(1)
+            assert prompt.label == number
+            if number not in unfinished:
+                buffer.mark_done(prompt)
+            assert len(buffer.prompts) <= 3
+        assert [prompt.label for prompt in buffer.prompts] == sorted(unfinished)
+        await buffer.feed("last", rows(60, 61))
+        assert buffer.numbers()["prompts_held"] == 5
+    again = FedBuffer()
+    again.resume_after(60, unfinished)
+    with again.opened(tmp_path / "log", "r"):
+        assert [prompt.label for prompt in again.prompts] == [2, 57, 59, 60, 61]
+        assert [prompt.group_index for prompt in again.get_prompts(5)] == [2, 57, 59, 60, 61]
+        assert (len(again), await again.feed("7", rows(7))) == (62, Fed(7, 1, repeated=True))
 
 
 # -- over a run -------------------------------------------------------------------------------------------------------
@@ -235,6 +272,45 @@ async def test_a_run_without_prompts_waits_and_goes_on(tmp_path: Path) -> None:
         assert (await asked(url, "/health"))[1] == b"ok\n"
     assert not [pause for pause in pauses() if pause.blocks_new_work], "the pause ends with the run"
     assert verify_run(tmp_path).violations == []
+
+
+async def test_a_run_ends_when_clients_say_that_no_more_prompts_come(tmp_path: Path) -> None:
+    """A trainer's loop ends after the last whole batch; the end is on disk, and no prompt is taken after it."""
+    played, buffer = fed(1_000)
+    got: list[int] = []
+
+    def train(url: str) -> None:
+        with Rollouts(url) as service:
+            for batch in service.batches(3):
+                got.extend(batch.groups)
+                batch.ack()
+                if len(got) == 6:
+                    assert service.end_prompts() == service.end_prompts() == 7
+
+    async with leased_run(tmp_path, played) as leases, serving(Service(leases, fed=buffer)) as url:
+        await buffer.feed("a", rows(*range(7)))
+        with anyio.fail_after(30):
+            await anyio.to_thread.run_sync(train, url)
+        assert got == [0, 1, 2, 3, 4, 5], "the last prompt fills no batch"
+        assert await buffer.feed("a", rows(*range(7))) == Fed(0, 7, repeated=True)
+        status, answer = await asked(url, "/v1/prompts", {"id": "b", "prompts": ["x"]})
+        assert (status, b"no more prompts" in answer) == (409, True)
+        state = json.loads((await asked(url, "/v1/state"))[1])
+        assert (state["ended"], state["prompts_ended"], state["waits_for_prompts"]) == ("exhausted", 1, 0)
+    assert not [pause for pause in pauses() if pause.blocks_new_work]
+    again, buffer = fed(1_000)
+    async with leased_run(tmp_path, again) as leases:
+        with pytest.raises(DataExhausted):
+            await leases.take(1, wait_seconds=30)
+    assert verify_run(tmp_path).violations == []
+
+
+async def test_the_end_of_prompts_needs_a_fed_run(tmp_path: Path) -> None:
+    """The recipe's data end by themselves."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        async with serving(Service(leases)) as url:
+            status, answer = await asked(url, "/v1/prompts/end", {})
+            assert (status, b"rollouts up --fed" in answer) == (422, True)
 
 
 async def test_prompts_start_while_other_groups_are_in_flight(tmp_path: Path) -> None:
@@ -352,11 +428,15 @@ async def test_a_client_gives_prompts(tmp_path: Path) -> None:
 
 
 async def test_bodies_are_bounded_and_the_route_needs_a_fed_run(tmp_path: Path) -> None:
-    """17 MiB are 413; a service of a recipe's data says which option takes prompts; 503 before the run."""
+    """17 MiB are 413, nothing is decompressed; a service of a recipe's data names the option; 503 before the run."""
     async with served(tmp_path) as (buffer, url):
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x" * (17 << 20)]}))[0] == 413
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x" * (2 << 20)]}))[0] == 200
         assert (await asked(url, "/v1/prompts", {"id": "a", "prompts": ["x"], "more": 1}))[0] == 422
+        packed = zlib.compress(json.dumps({"id": "b", "prompts": ["x" * (2 << 20)]}).encode())
+        transport = HttpClient(connect_seconds=5)
+        assert (await transport.post(f"{url}/v1/prompts", packed, {"Content-Encoding": "deflate"}))[0] == 422
+        await transport.aclose()
         assert len(buffer) == 1
     with Leases(tmp_path / "other", groups_in_work=8) as leases:
         async with serving(Service(leases)) as url:

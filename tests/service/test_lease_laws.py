@@ -32,6 +32,13 @@ from tests.distributed import games
 from tests.stored_runs import some_sample
 
 
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The records of a log."""
+    records: list[dict[str, Any]] = []
+    LeaseLog(path, records.append).close()
+    return records
+
+
 def group(number: int, size: int = 2) -> list[Sample]:
     prompts = [Prompt(f"p{number}", group_index=number, index=size * number + member) for member in range(size)]
     return [some_sample(prompt, 1) for prompt in prompts]
@@ -78,9 +85,7 @@ async def test_a_task_that_is_cancelled_from_outside_leaves_no_half_write(what: 
         await (leases.acknowledge(token, step=3) if what == "acknowledge" else leases.announce_version("a"))
     with Leases(tmp_path / "log", groups_in_work=8) as leases:
         assert (sorted(leases.acknowledged), leases.version) == (([0, 1], None) if what == "acknowledge" else ([], "a"))
-    log = LeaseLog(tmp_path / "log")
-    log.close()
-    assert len([record for record in log.records if record["kind"] != "opened"]) == 1
+    assert len([record for record in records_of(tmp_path / "log") if record["kind"] != "opened"]) == 1
 
 
 @pytest.mark.parametrize("turns", range(9))
@@ -344,14 +349,16 @@ async def test_a_step_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> N
         assert (await taken(leases, 1)).groups == (0,)
 
 
+def of(number: int, version: str) -> dict[int, list[Sample]]:
+    """A group whose tokens were sampled by one version."""
+    samples = group(number, 1)
+    for sample in samples:
+        sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
+    return {number: samples}
+
+
 async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path) -> None:
     """At the first delivery and after a return; the last version may be repeated; a restart changes nothing."""
-
-    def of(number: int, version: str) -> dict[int, list[Sample]]:
-        samples = group(number, 1)
-        for sample in samples:
-            sample.versions = [attrs.evolve(span, version=version) for span in sample.versions]
-        return {number: samples}
 
     with Leases(tmp_path / "log", groups_in_work=8, max_staleness=1) as leases:
         leases.add(of(0, "a") | of(1, "a"))
@@ -371,6 +378,28 @@ async def test_versions_are_in_order_and_stale_groups_are_dropped(tmp_path: Path
         leases.restore(of(0, "a") | of(1, "a") | of(2, "b"))
         await leases.announce_version("c")
         assert (leases.dropped, (await taken(leases, 1)).groups) == ({"too old": 2}, (2,))
+
+
+async def test_a_group_that_gets_too_old_while_another_is_dropped_is_not_delivered(tmp_path: Path) -> None:
+    """The next version is announced while the record of the drop waits for an acknowledgement and for it."""
+
+    with Leases(tmp_path / "log", groups_in_work=8, max_staleness=0) as leases:
+        for name in ("a", "b"):
+            await leases.announce_version(name)
+        leases.add(of(2, "b"))
+        first = await taken(leases, 1)
+        leases.add(of(0, "a") | of(1, "b"))
+        delivered: list[Any] = []
+
+        async def take() -> None:
+            delivered.append(await leases.take(1))
+
+        async with anyio.create_task_group() as tasks:
+            for call, value in ((leases.acknowledge, first.token), (leases.announce_version, "c")):
+                tasks.start_soon(call, value)
+                await anyio.lowlevel.checkpoint()
+            tasks.start_soon(take)
+        assert (delivered, leases.dropped) == ([None], {"too old": 2})
 
 
 async def test_ready_and_leased_groups_are_bounded(tmp_path: Path) -> None:
@@ -477,9 +506,8 @@ async def test_a_killed_run_loses_no_group_and_acknowledges_none_twice(tmp_path:
         except _Killed:
             kills += 1
     assert (kills, lost_answers > 0) == (20, True)
-    log = LeaseLog(folder / "leases.log")
-    log.close()
-    stored = [number for record in log.records if record["kind"] == "acknowledged" for number in record["groups"]]
+    acknowledged = [record for record in records_of(folder / "leases.log") if record["kind"] == "acknowledged"]
+    stored = [number for record in acknowledged for number in record["groups"]]
     assert sorted(stored) == list(range(60))
     assert verify_run(folder).violations == []
     counts = read_info(folder)["accounting"]

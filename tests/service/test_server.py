@@ -23,11 +23,10 @@ import rollouts.service
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.http.client import HttpClient
 from rollouts.service import Leases
-from rollouts.service.lease_log import LeaseLog
 from rollouts.service.server import MOST_BYTES, Service, serving
 from rollouts.service.wire import read_lease
 from rollouts.training import Sample
-from tests.service.test_lease_laws import group, groups, on_virtual_clock, taken
+from tests.service.test_lease_laws import group, groups, on_virtual_clock, records_of, taken
 
 
 @asynccontextmanager
@@ -66,9 +65,8 @@ async def test_s1_a_group_is_in_one_acknowledged_lease(tmp_path: Path) -> None:
         assert third.groups == (2, 3)
         assert (await asked(url, f"/v1/leases/{third.token}/ack", {}))[0] == 200
         assert (await asked(url, "/v1/leases", {"groups": 1}))[0] == 410
-    log = LeaseLog(tmp_path / "log")
-    log.close()
-    assert [record["step"] for record in log.records if record["kind"] == "acknowledged"] == [7, None]
+    records = records_of(tmp_path / "log")
+    assert [record["step"] for record in records if record["kind"] == "acknowledged"] == [7, None]
 
 
 async def test_samples_arrive_byte_for_byte(tmp_path: Path) -> None:

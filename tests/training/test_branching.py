@@ -20,6 +20,7 @@ from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, renderer_for
+from rollouts.rewards.teacher_top import set_top
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
@@ -152,7 +153,9 @@ async def test_a_rollout_that_was_played_is_branched_by_its_turns(renderer: Rend
     kept = Kept()
     (whole, *_) = await branched_rollout_to_samples(kept.prompt(), turn=2, n=2, **options(renderer))
     turns = [turn for turn in kept.turns if turn.fields["conversation"] == "/0"]
+    set_top(whole, "http://teacher/generate", None)
     samples = await branch_rollout(whole, 1, 3, turns=turns, **options(renderer))
+    assert ["scored_by" in one.metadata for one in samples] == [True, False, False], "a teacher scored these ids only"
     assert [one.turns for one in samples] == [4, 3, 3]
     assert samples[1].tokens[: samples[1].shared] == whole.tokens[: samples[1].shared]
     with pytest.raises(ConfigError, match="turn: got 4; expected 1 to 3, of the 4 turns"):

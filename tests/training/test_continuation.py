@@ -15,6 +15,7 @@ from rollouts.environments import CalculatorEnvironment, SimulatedUser
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
+from rollouts.rewards.teacher_top import set_top
 from rollouts.runs.verify import check_sample
 from rollouts.testing.policy import Reply, ScriptedPolicy
 from rollouts.training import Prompt, Sample, Status, agent_rollout_to_sample, continue_rollout
@@ -73,6 +74,17 @@ async def test_a_finished_rollout_continues_with_a_user_message(renderer: Render
     assert [message["role"] for message in continued.messages[-3:]] == ["assistant", "user", "assistant"]
     assert (continued.index, continued.group_index, continued.label, continued.metadata) == (5, 1, "3", {"n": 1})
     assert continued.status is Status.COMPLETED
+
+
+async def test_the_continued_rollout_names_no_teacher(renderer: Renderer) -> None:
+    """A teacher's scores are of the old tokens alone: their column and their rows in the metadata stay behind."""
+    sample = await played(renderer, spoken(renderer, ADD, "The answer is 3.<|im_end|>"))
+    sample.teacher_log_probs = [-0.5] * len(sample)
+    set_top(sample, "http://teacher/generate", None)
+    continued = await continue_last(renderer, sample, spoken(renderer, "Sure.<|im_end|>"), "Are you sure?")
+    assert continued.metadata == {"n": 1}
+    assert continued.teacher_log_probs is None
+    assert sample.metadata == {"n": 1, "scored_by": {"url": "http://teacher/generate"}}
 
 
 async def test_tool_results_may_come_from_elsewhere(renderer: Renderer) -> None:

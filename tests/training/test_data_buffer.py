@@ -159,7 +159,7 @@ def test_only_what_is_out_comes_back(wrong: str) -> None:
     if wrong == "again":
         buffer.put_back([first])
     before = buffer.save_state(), repr(buffer)
-    with pytest.raises(ConfigError, match=r"put_back\(prompts\): got Prompt.*expected prompts that were taken"):
+    with pytest.raises(ConfigError, match=r"put_back\(prompts\): got Prompt.*expected prompts taken from"):
         buffer.put_back([second, bad.get(wrong, first)])
     assert (buffer.save_state(), repr(buffer)) == before
 
@@ -174,7 +174,7 @@ def test_only_what_is_out_comes_back(wrong: str) -> None:
 def test_a_buffer_goes_on_after_the_groups_that_a_run_has_used(
     size: int, seed: int | None, count: int, unsettled: set[int]
 ) -> None:
-    """As one that has handed them out, and got back those that are unsettled."""
+    """Like a buffer that handed them out, and got back the unsettled prompts."""
     buffer = DataBuffer(texts(size), seed=seed)
     for prompt in buffer.get_prompts(count):
         if prompt.group_index not in unsettled:
@@ -357,13 +357,21 @@ def test_duplicates_have_equal_labels_in_any_order_of_their_keys() -> None:
     assert [prompt.label for prompt in buffer.prompts] == [labels[0], labels[2]]
 
 
+def test_prompts_that_are_only_metadata_are_different_prompts() -> None:
+    """An environment writes their openings from it; with a text, metadata makes no difference."""
+    rows: list[dict[str, Any]] = [{"prompt": "", "metadata": {"task": number}} for number in (1, 2, 2, 3)]
+    buffer = DataBuffer([*rows, *({"prompt": "x", "metadata": {"row": number}} for number in (1, 2))])
+    assert [dict(prompt.metadata) for prompt in buffer.hold_out(2)] == [{"task": 3}, {"row": 2}]
+    assert [prompt.metadata["task"] for prompt in buffer.prompts] == [1, 2, 2]
+
+
 def test_what_was_out_before_a_state_was_loaded_cannot_be_put_back() -> None:
     """It comes out again, if the state says so."""
     buffer = DataBuffer(texts(3))
     state = buffer.save_state()
     out = buffer.get_prompts(2)
     buffer.load_state(state)
-    with pytest.raises(ConfigError, match="prompts that were taken from this buffer and are out"):
+    with pytest.raises(ConfigError, match="prompts taken from this buffer that are out"):
         buffer.put_back(out)
     assert taken(buffer, 3) == [(0, "p0"), (1, "p1"), (2, "p2")]
 

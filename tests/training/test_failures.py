@@ -30,7 +30,7 @@ from rollouts.errors import (
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, RolloutConfig, Sample
-from rollouts.training.failures import FailurePolicy, FailureStats
+from rollouts.training.failures import FailurePolicy, FailureStats, same_cause
 from rollouts.training.metrics import Accounting
 from tests.stored_runs import some_sample
 
@@ -308,3 +308,18 @@ def test_an_invalid_policy_is_refused(fields: Any) -> None:
     """By its field."""
     with pytest.raises(ConfigError, match=f"FailurePolicy.{next(iter(fields))}: got"):
         FailurePolicy(**fields)
+
+
+def test_messages_of_one_cause_are_equal_without_their_values() -> None:
+    """Quoted values, numbers and what was got are left out; the rest of a message stays."""
+    one, other = (
+        Failure("KeyError", f"row {number} of '{name}': got {name!r} + {number}; expected a key", "", "")
+        for number, name in ((1, "a"), (0x1F, "it; goes: got on"))
+    )
+    assert same_cause(one) == same_cause(other) == "KeyError: row … of …: got …; expected a key"
+
+
+def test_a_hostile_message_is_compared_in_linear_time() -> None:
+    """A message of user code that begins a value 100,000 times and ends none: minutes, if each looked for an end."""
+    message = ": got " * 100_000
+    assert same_cause(Failure("ValueError", message, "", "")) == f"ValueError: {message}"

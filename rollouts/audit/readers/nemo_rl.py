@@ -2,7 +2,8 @@
 
 A line has one sequence: each value is a list of one, padded to the width of the batch, with ``input_lengths``
 (NeMo-RL, algorithms/grpo.py: log_data; utils/logger.py: log_batched_dict_as_jsonl). ``prev_logprobs`` are those of the
-trainer's forward pass before the update, so that law 8 is judged without weights.
+trainer's forward pass before the update, so that law 8 is judged without weights; they are zeros where
+``loss_fn.force_on_policy_ratio`` skips that pass (algorithms/grpo.py: grpo_train).
 """
 
 from __future__ import annotations
@@ -37,18 +38,22 @@ def _read(path: Path) -> Iterator[AuditedRow]:
 
 
 def _row(place: str, line: _Line) -> Iterator[AuditedRow]:
-    lengths = {len(one) for one in (line.token_ids, line.token_loss_mask, line.input_lengths)}
+    optional = (line.generation_logprobs, line.prev_logprobs, line.sample_loss_mask, line.rewards)
+    columns = [line.token_ids, line.token_loss_mask, line.input_lengths, *(one for one in optional if one is not None)]
+    lengths = {len(one) for one in columns}
     if lengths != {1}:
         finding = Finding.of("broken", "rows", place, f"columns of {sorted(lengths)} sequences", "one sequence a line")
         yield AuditedRow(place, findings=[finding], trained=False)
         return
-    width, mask = line.input_lengths[0], line.token_loss_mask[0]
+    mask, whole = line.token_loss_mask[0], len(line.token_ids[0])
+    width = min(max(0, line.input_lengths[0]), whole)
+    trainer = line.prev_logprobs[0][:width] if line.prev_logprobs else []
     row = AuditedRow(
         place,
         tokens=line.token_ids[0][:width],
         mask=mask[:width],
         logprobs=None if line.generation_logprobs is None else line.generation_logprobs[0][:width],
-        trainer_logprobs=None if line.prev_logprobs is None else line.prev_logprobs[0][:width],
+        trainer_logprobs=trainer if any(trainer) else None,
         rollout=line.idx,
         rewards=line.rewards,
         trained=line.sample_loss_mask is None or any(line.sample_loss_mask),
@@ -59,6 +64,9 @@ def _row(place: str, line: _Line) -> Iterator[AuditedRow]:
         row.findings.append(
             Finding.of("broken", "mask", f"{place}, token_loss_mask, position {padding}", mask[padding], expected)
         )
+    if width != line.input_lengths[0]:
+        expected = f"0 to {whole}, the ids of the line"
+        row.findings.append(Finding.of("broken", "mask", f"{place}, input_lengths", line.input_lengths[0], expected))
     yield row
 
 

@@ -54,7 +54,9 @@ def load_plain(path: Path) -> Any:
             if len(names) != 1 or any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ConfigError.of("FILE", str(path), "an archive of torch.save: one data.pkl, not compressed")
             with archive.open(names[0]) as file:
-                return _Unpickler(file, archive, names[0].removesuffix("data.pkl")).load()
+                value = _Unpickler(file, archive, names[0].removesuffix("data.pkl")).load()
+            _check_size(value, archive.getinfo(names[0]).file_size)
+            return value
     except _Unsafe as error:
         expected = "plain values, tensors and arrays: any other name in a pickle is code that runs when it is loaded"
         raise ConfigError.of("FILE", f"{path}, which names {error}", expected) from error
@@ -63,6 +65,33 @@ def load_plain(path: Path) -> Any:
     except Exception as error:  # a damaged pickle raises any type
         got = f"{path} ({type(error).__name__}: {error})"
         raise ConfigError.of("FILE", got, "a file of torch.save, in its format since torch 1.6") from error
+
+
+def _check_size(value: Any, file_bytes: int) -> None:
+    """Check that a value can be walked and written as text.
+
+    A pickle may name one list any number of times, or inside itself, and may have integers of any number of digits.
+    """
+    left = _LEAST_ENTRIES + _ENTRIES_A_BYTE * file_bytes
+    stack: list[Any] = [[value]]
+    while stack:
+        entries = stack.pop()
+        if isinstance(entries, dict):
+            entries = [*entries, *entries.values()]
+        left -= len(entries)
+        if left < 0:
+            raise ValueError(f"more values than a file of {file_bytes} bytes has: lists that are in it many times")
+        stack += [entry for entry in entries if isinstance(entry, _CONTAINERS)]
+        longest = max((entry.bit_length() for entry in entries if type(entry) is int), default=0)
+        if longest > _MOST_BITS:
+            raise ValueError(f"an integer of {longest} bits")
+
+
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_LEAST_ENTRIES, _ENTRIES_A_BYTE = 1 << 20, 16
+"""Entries of a value of any file, and for each byte of its pickle: samples may share some of their values."""
+_MOST_BITS = 4096
+"""Python writes integers of up to 14,000 bits as text."""
 
 
 class _Unsafe(Exception):

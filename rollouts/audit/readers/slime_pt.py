@@ -6,6 +6,7 @@ Mask and logprobs are as wide as the response, the end of the tokens; a mask of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import msgspec
 
 from rollouts.audit.readers.lines import converted
 from rollouts.audit.readers.pt_file import load_plain
-from rollouts.audit.rows import AuditedRow, Reader
+from rollouts.audit.rows import AuditedRow, Finding, Reader
 from rollouts.errors import ConfigError
 
 __all__ = ["READER"]
@@ -60,12 +61,13 @@ def _plain(sample: Any) -> Any:
 
 def _row(place: str, sample: _Sample) -> Iterator[AuditedRow]:
     width = len(sample.tokens)
-    before = max(0, width - sample.response_length)
-    mask: list[Any] = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
+    length = min(max(0, sample.response_length), width)
+    before = width - length
+    mask: list[Any] = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
     logprobs = sample.rollout_log_probs
     one = sample.index if sample.rollout_id is None else sample.rollout_id
     names = f"group {sample.group_index} · index {sample.index}"
-    yield AuditedRow(
+    row = AuditedRow(
         f"{place} ({names})",
         tokens=sample.tokens,
         mask=[0] * before + mask,
@@ -82,12 +84,23 @@ def _row(place: str, sample: _Sample) -> Iterator[AuditedRow]:
         ended=sample.status == "completed",
         has_images=bool(sample.multimodal_inputs or sample.multimodal_train_inputs),
     )
+    if length != sample.response_length:
+        got, expected = sample.response_length, f"0 to {width}, the number of tokens"
+        row.findings.append(Finding.of("broken", "mask", f"{row.place}, response_length", got, expected))
+    yield row
 
 
 def _numbers(reward: Any) -> list[float | None]:
     """The numbers of a reward, which may be a dict of them (``--reward-key``)."""
     values = list(reward.values()) if isinstance(reward, dict) else [reward]
-    return [float(value) for value in values if isinstance(value, int | float)] or [None]
+    return [_number(value) for value in values if isinstance(value, int | float)] or [None]
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 READER = Reader(

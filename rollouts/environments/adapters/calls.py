@@ -19,12 +19,12 @@ __all__ = ["call", "in_thread", "numbers_of", "with_content"]
 Result = TypeVar("Result")
 
 
-async def in_thread(function: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
+async def in_thread(function: Callable[..., Result], /, *arguments: Any, **named: Any) -> Result:
     """Call a synchronous function in a worker thread; a cancelled call is abandoned, so that deadlines hold."""
     return await anyio.to_thread.run_sync(functools.partial(function, *arguments, **named), abandon_on_cancel=True)
 
 
-async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+async def call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Call a function: an ``async`` one in the event loop, another one in a worker thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)

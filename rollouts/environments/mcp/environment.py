@@ -9,6 +9,7 @@ This module does not know the transport; :mod:`rollouts.environments.mcp.session
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -75,11 +76,10 @@ class McpEnvironment(ToolEnvironment):
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
-        try:
+        async with contextlib.AsyncExitStack() as stack:  # gives all back, also if one raises
+            stack.push_async_callback(super().close)
             for index, session in sessions.items():
-                await self.servers[index].give_back(session)
-        finally:
-            await super().close()
+                stack.push_async_callback(self.servers[index].give_back, session)
 
     async def _run(self, call: ToolCall) -> tuple[ToolResult, bool]:
         index = self._server_of[call.name]

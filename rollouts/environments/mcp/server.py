@@ -98,8 +98,8 @@ class McpServer:
         if not self.shared:
             await session.close()
             return
+        self._users -= 1  # before the wait, which may be cancelled
         async with self._opening:
-            self._users -= 1
             if not self._users:
                 await self._close_shared()
 

@@ -18,7 +18,7 @@ from rollouts.integrations.slime.convert import from_slime, to_slime
 from rollouts.integrations.slime.data_source import CheckpointedDataSource
 from rollouts.integrations.slime.debug_data import export_run, write_debug_data
 from rollouts.integrations.slime.normalisation import normalise_rewards, sample_advantages
-from rollouts.integrations.slime.plugins import generate, group_reward, policy_for, reward
+from rollouts.integrations.slime.plugins import generate, policy_for, reward
 from rollouts.integrations.slime.rollout import close_rollouts, generate_rollout_batch
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "from_slime",
     "generate",
     "generate_rollout_batch",
-    "group_reward",
     "normalise_rewards",
     "policy_for",
     "reward",

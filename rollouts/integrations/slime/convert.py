@@ -11,7 +11,6 @@ This module does not know how samples are generated.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import NEEDS_ADVANTAGES
 from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
-from rollouts.training.rows import check_fields, check_has_ids
+from rollouts.training.rows import check_fields, check_has_ids, reward_of
 from rollouts.training.types import Sample, Status
 
 __all__ = [
@@ -98,8 +97,8 @@ def to_slime(
         check_trainable(sample)
     lacking = (("advantages", scored), ("loss_multiplier", sample.loss_multiplier != 0))
     check_fields(sample, "slime", *(name for name, lacks in lacking if lacks))
-    if scored and (sample.reward is None or not math.isfinite(sample.reward)):
-        raise ConfigError.of(f"{sample!r}.reward", sample.reward, "a finite number")
+    if scored:
+        reward_of(sample)
     mask, logprobs = sample.mask_column, sample.logprob_column
     assert logprobs is not None  # just checked
     logprobs = np.where(mask, logprobs, 0.0)

@@ -17,6 +17,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.saved_values import SAFE, check_plain, only_plain, restored, stored
 from rollouts.integrations.slime.settings import load_function
+from rollouts.runs.export import replacing
 
 __all__ = ["CheckpointedDataSource"]
 
@@ -116,7 +118,6 @@ class CheckpointedDataSource:
         in_flight = [] if self.in_progress is None else [self.in_progress(group) for group in self._out]
         groups = [*in_flight, *self.buffer]
         path = _path(self.args.save, rollout_id)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         images: dict[str, bytes] = {}
         left_out: list[str] = []
         columns = records().sample.__dataclass_fields__.keys() - _OF_DATA_SET
@@ -128,9 +129,8 @@ class CheckpointedDataSource:
                 data = {name: data[name] for name in _OF_DATA_SET if name in data} | {"status": "pending"}
             return data
 
-        temporary = f"{path}.writing"
-        torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, temporary)
-        os.replace(temporary, path)  # a process that is killed meanwhile leaves the last file complete
+        with replacing(Path(path)) as temporary:  # a process that is killed meanwhile leaves the last file complete
+            torch.save({"groups": [[plain(sample) for sample in group] for group in groups]}, temporary)
         if left_out:
             named = ", ".join(left_out[:_NAMED])
             more = len(left_out) - _NAMED

@@ -14,6 +14,7 @@ from typing import Any
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
+from rollouts.runs.export import replacing
 from rollouts.runs.folder import read_rows
 from rollouts.runs.layout import check_output, run_files
 from rollouts.training.rows import check_temperature
@@ -68,8 +69,6 @@ def write_debug_data(
     except ImportError:
         raise ConfigError.of("export", "no torch", f"torch installed: {install_command('engine')}") from None
     rows: list[dict[str, Any]] = [to_slime(sample).to_dict() for sample in samples]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    torch.save({"rollout_id": rollout_id, "samples": rows}, temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        torch.save({"rollout_id": rollout_id, "samples": rows}, temporary)
     return path

@@ -14,7 +14,7 @@ from typing import Any
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.integrations.slime.records import family, records
 
-__all__ = ["check_given", "check_media", "check_prompt_ids", "has_images", "is_begun", "shown_prompt", "shows_images"]
+__all__ = ["check_given", "check_prompt_ids", "has_images", "is_begun", "shown_prompt", "shows_images"]
 
 _COUNTERS = ("spec_info", "prefix_cache_info")
 _CONTINUED = ("tokens", "response", "response_length", "weight_versions", "non_generation_time", *_COUNTERS)
@@ -24,26 +24,6 @@ _CONTINUED = ("tokens", "response", "response_length", "weight_versions", "non_g
 def has_images(record: Any) -> bool:
     """Whether slime's sample has images; its data set also sets ``{"images": None}``."""
     return bool((record.multimodal_inputs or {}).get("images"))
-
-
-def check_media(record: Any, *, recipe: bool) -> None:
-    """Check that the images of slime's sample can be shown by our rollouts.
-
-    Raises:
-        ConfigError: it has videos or sounds, images with miles, or a prompt that does not say where its images are.
-    """
-    media = sorted(name for name, value in (record.multimodal_inputs or {}).items() if value is not None)
-    place = f"slime sample {record.index}"
-    if set(media) - {"images"}:
-        raise ConfigError.of(f"{place}.multimodal_inputs", media, "images only, or a custom generate function")
-    if not has_images(record):
-        return
-    if expected := family().refused.get("multimodal_keys"):
-        raise ConfigError.of(f"{place}.multimodal_inputs", media, expected)
-    if recipe and isinstance(record.prompt, str):
-        raise ConfigError.of(f"{place}.prompt", record.prompt[:80], "messages with its images: a recipe renders them")
-    if not recipe and not isinstance(record.prompt, str):
-        raise ConfigError.of(f"{place}.prompt", type(record.prompt).__name__, "text, of --apply-chat-template")
 
 
 def check_prompt_ids(record: Any) -> None:
@@ -109,24 +89,33 @@ def _brought(record: Any) -> list[str]:
 
 
 def check_given(record: Any, *, recipe: bool) -> None:
-    """Check that slime's sample can be played from its state, before a request is sent.
+    """Check that slime's sample can be played from its state and with its images, before a request is sent.
 
     Raises:
-        ConfigError: it brings ids or a response that its rollout would not continue from.
+        ConfigError: it has videos or sounds, images with miles, a prompt that does not say where its images are, or ids
+            or a response that its rollout would not continue from.
     """
-    brought = _brought(record)
-    if not brought:
-        return
-    expected = None
-    if recipe:
+    images, place = has_images(record), f"slime sample {record.index}"
+    media = sorted(name for name, value in (record.multimodal_inputs or {}).items() if value is not None)
+    if set(media) - {"images"}:
+        raise ConfigError.of(f"{place}.multimodal_inputs", media, "images only, or a custom generate function")
+    if images and (expected := family().refused.get("multimodal_keys")):
+        raise ConfigError.of(f"{place}.multimodal_inputs", media, expected)
+    if images and recipe is isinstance(record.prompt, str):
+        expected = "messages with its images: a recipe renders them" if recipe else "text, of --apply-chat-template"
+        raise ConfigError.of(
+            f"{place}.prompt", record.prompt[:80] if recipe else type(record.prompt).__name__, expected
+        )
+    brought, expected = _brought(record), None
+    if brought and recipe:
         expected = "nothing with a recipe, which renders the prompt itself"
-    elif family().package != "slime":
+    elif brought and family().package != "slime":
         expected = f"nothing with {family().package}: a rollout starts from the prompt"
-    elif has_images(record) and record.response_length:
+    elif brought and images and record.response_length:
         expected = "no response with images: slime sends the text of the prompt alone"
-    elif not records().is_slime:
+    elif brought and not records().is_slime:
         expected = "nothing without slime, whose own function continues from it"
     if expected is not None:
         value = getattr(record, brought[0])
         got = f"{len(value)} ids" if brought[0] == "tokens" else value
-        raise ConfigError.of(f"slime sample {record.index}.{brought[0]}", got, expected)
+        raise ConfigError.of(f"{place}.{brought[0]}", got, expected)

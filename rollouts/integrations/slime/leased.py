@@ -59,10 +59,7 @@ class LeasedRollout:
         if getattr(args, "custom_advantage_function_path", None) == ADVANTAGES:
             expected = "none with leases, which pass no advantages to slime"
             raise ConfigError.of("args.custom_advantage_function_path", ADVANTAGES, expected)
-        while len(self._untrained) > self._calls_ahead:
-            step, batch = self._untrained[0]
-            batch.ack(step)
-            self._untrained.popleft()
+        self._acknowledge(self._calls_ahead)
         leased = next(self._batches, None)
         if leased is None:
             self.trained()
@@ -76,7 +73,10 @@ class LeasedRollout:
 
     def trained(self) -> None:
         """Acknowledge every batch that was returned: the trainer has trained them."""
-        while self._untrained:
+        self._acknowledge(0)
+
+    def _acknowledge(self, left: int) -> None:
+        while len(self._untrained) > left:
             step, batch = self._untrained[0]
             batch.ack(step)
             self._untrained.popleft()

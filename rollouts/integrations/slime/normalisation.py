@@ -8,14 +8,15 @@ equal size, in order, the results equal slime's (slime 0.3.1, ray/rollout.py: Ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.slime.rollout import generate_rollout_batch
 from rollouts.integrations.slime.scoring import plain_reward
-from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES
+from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES, load_function
 from rollouts.training.comparisons import comparison_keys, seat_of
 
 __all__ = ["normalise_rewards", "sample_advantages"]
@@ -58,25 +59,20 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
             if not sample.remove_sample:
                 key = ("alone", position) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
                 rollouts.setdefault(key, []).append(raw[position])
-        if scale:
-            _check_alike(rollouts)
+        for rollout, of_one in rollouts.items():
+            if scale and len(set(of_one)) > 1:
+                expected = (
+                    "one reward, since rewards are divided by the deviation of the rollouts: samples of one rollout"
+                    " with unlike rewards, without a seat, need --disable-grpo-std-normalization, or another reward"
+                    " post-processing"
+                )
+                raise ConfigError.of(f"rollout_id {rollout[0]}: rewards", of_one, expected)
         means = np.array([float(np.mean(of_one)) for of_one in rollouts.values()] or [0.0], np.float32)
         spread = means.std(ddof=1, dtype=np.float32) if len(means) > 1 else np.float32(1.0)
         divisor = spread + np.float32(_EPSILON) if scale else np.float32(1.0)
         for position in positions:
             rewards[position] = float((np.float32(raw[position]) - means.mean(dtype=np.float32)) / divisor)
     return raw, rewards
-
-
-def _check_alike(rollouts: Mapping[Any, Sequence[float]]) -> None:
-    for key, rewards in rollouts.items():
-        if len(set(rewards)) > 1:
-            expected = (
-                "one reward, since rewards are divided by the deviation of the rollouts: samples of one rollout with"
-                " unlike rewards, without a seat, need --disable-grpo-std-normalization, or another reward"
-                " post-processing"
-            )
-            raise ConfigError.of(f"rollout_id {key[0]}: rewards", rewards, expected)
 
 
 def sample_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -86,9 +82,9 @@ def sample_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     MegatronTrainRayActor._get_rollout_data).
 
     Raises:
-        ConfigError: the launch has a teacher, or the batch has no column.
+        ConfigError: the launch has a teacher or another rollout function, or the batch has no column.
     """
     column = rollout_data.get("teacher_log_probs")
-    if column is None or args.use_opd:
+    if column is None or args.use_opd or load_function(args.rollout_function_path) is not generate_rollout_batch:
         raise ConfigError.of("args.custom_advantage_function_path", ADVANTAGES, NEEDS_ADVANTAGES)
     rollout_data["advantages"] = rollout_data["returns"] = column

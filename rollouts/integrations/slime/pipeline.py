@@ -34,23 +34,25 @@ from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import Reading, add_teacher, check_trainable, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_samples import check_given, check_media, check_prompt_ids, has_images, is_begun
+from rollouts.integrations.slime.given_samples import check_given, check_prompt_ids, has_images, is_begun
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.returned_samples import SlimeRecord, slime_sample_of, view
-from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, Teacher, refuse_groups_of_one
+from rollouts.integrations.slime.returned_samples import SlimeRecord, hooked, slime_sample_of
+from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, refuse_groups_of_one, score_by
 from rollouts.integrations.slime.settings import EvalSet, Settings, load_function, stop_ids_of_params
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
 from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe.files import build, built_in, load_recipe
+from rollouts.rewards.teachers import Teacher
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
 
-__all__ = ["Pipeline", "find_recipe", "policy_of_launch"]
+__all__ = ["Pipeline", "find_recipe", "generator_of", "policy_of_launch"]
 
 PROBE = (0, 0)
 """The prompt of the request that tests the server."""
+_SIZES = ("batch_size", "n_samples_per_prompt", "over_sampling_factor", "in_flight")
 _LOST = (Status.FAILED, Status.ABORTED)
 _signature = functools.lru_cache(maxsize=64)(inspect.signature)
 
@@ -83,6 +85,27 @@ def find_recipe(settings: Settings) -> Recipe | None:
     return recipe.with_options(template_kwargs={**before, **settings.template_kwargs})
 
 
+def generator_of(
+    recipe: Recipe, args: Any, sampling: SamplingParams, policy: Policy, *, evaluation: bool
+) -> GenerateFn:
+    """A recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
+    generate_fn = recipe.config.generate_fn
+    if not _is_agent_loop(generate_fn):
+        return generate_fn
+    options: dict[str, Any] = {"policy": policy, "sampling": sampling}
+    context = getattr(args, "eval_max_context_len", None) if evaluation else None
+    context = getattr(args, "rollout_max_context_len", None) if context is None else context
+    if context is not None:
+        bound = generate_fn.keywords
+        if generate_fn.func in (generate_program_batch, generate_function_batch):
+            window = min(context, bound.get("context_window") or context)
+            return functools.partial(generate_fn, **options, context_window=window)
+        turns = bound.get("max_turns")
+        limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
+        options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
+    return functools.partial(generate_fn, **options)
+
+
 def policy_of_launch(settings: Settings, client: ServerPolicy) -> ResumablePolicy:
     """The policy of the rollouts of a launch, over a client of its router."""
     return ResumablePolicy(
@@ -102,19 +125,28 @@ class Pipeline:
     """
 
     def __init__(
-        self, args: Any, settings: Settings, policy: ResumablePolicy, calls: CustomCalls, taken: Callable[[int], Taken]
+        self, args: Any, settings: Settings, policy: ResumablePolicy, calls: CustomCalls, taken: Callable[[Any], Taken]
     ) -> None:
         self.args = args
         self.settings = settings
         self.policy = policy
         self.calls = calls
         self.recipe = find_recipe(settings)
-        self.teacher = None if settings.teacher_url is None else Teacher(settings)
+        try:
+            self.teacher = None if settings.teacher_url is None else Teacher(settings.teacher_url)
+        except ConfigError as error:
+            raise ConfigError(f"args.rollouts_teacher_url: {error}") from None
         self.rollout_id = 0
         self.data: EvalSet | None = None
         """The data set of an evaluation; ``None`` in training."""
         self.params, self.sampling = settings.params, settings.endpoint.sampling
         self.replay = settings.replay
+        self.reading = Reading(
+            reward_key=settings.reward_key,
+            any_reward=settings.reward_is_processed,
+            needs_logprobs=settings.needs_logprobs,
+        )
+        """The expectations of the launch for samples of training or of a data set."""
         self._taken = taken
         """Finds the taken group of a group index."""
         self._checking, self._checked = anyio.Lock(), False
@@ -126,21 +158,7 @@ class Pipeline:
             expected = "none with a recipe, which plays every prompt"
             raise ConfigError.of("args.custom_generate_function_path", settings.custom_generate, expected)
         for data in settings.eval_sets:
-            self._check_data_set(data)
-
-    def _check_data_set(self, data: EvalSet) -> None:
-        """Refuse what this package's own rollouts would ignore; a custom generate function gets it."""
-        function = data.function("generate_function_path")
-        given: tuple[str, Any, str] | None = None
-        if self.recipe is not None and function is not None:
-            given = "custom_generate_function_path", function, "none with a recipe, which plays every prompt"
-        elif self.recipe is not None and data.apply_chat_template and data.chat_template_kwargs:
-            expected = "nothing with a recipe: its prompts are messages"
-            given = "apply_chat_template_kwargs", data.chat_template_kwargs, expected
-        elif not (function or self.settings.custom_generate or data.params["no_stop_trim"]):
-            given = "no_stop_trim", False, "true: the response keeps the text that ends it, as its tokens do"
-        if given is not None:
-            raise ConfigError.of(f"eval data set {data.name}.{given[0]}", *given[1:])
+            data.check(recipe=self.recipe is not None, custom_generate=settings.custom_generate)
 
     async def check(self) -> None:
         """Test the recipe's environment, template, tools and dialect, and the server's replies; once.
@@ -165,11 +183,9 @@ class Pipeline:
         plays_text = self.recipe is None and settings.custom_generate is None
         if plays_text or any(sampling.stop for sampling in (self.sampling, *(data.sampling for data in sets))):
             await anyio.to_thread.run_sync(codec_of, settings.endpoint.model)
-        if flags and settings.custom_generate is None:
-            await self._check_replay()
-
-    async def _check_replay(self) -> None:
-        """Send one request, and check that neither server nor router leaves out a column that the trainer replays."""
+        if not flags or settings.custom_generate is not None:
+            return
+        # Neither the server nor its router may leave out a column that the trainer replays.
         sampling = SamplingParams(max_new_tokens=1, top_p=self.sampling.top_p)
         try:
             await self.policy.complete(CompletionRequest(packed_tokens(PROBE), sampling))
@@ -178,12 +194,13 @@ class Pipeline:
             expected = f"a server that returns meta_info.{error.field} ({error})"
             raise ConfigError.of(f"args.{flag}", getattr(self.args, flag), expected) from error
 
-    def for_evaluation(self, data: EvalSet, rollout_id: int, taken: Callable[[int], Taken]) -> Pipeline:
+    def for_evaluation(self, data: EvalSet, rollout_id: int, taken: Callable[[Any], Taken]) -> Pipeline:
         """A copy for one data set: its policy shares the limit of the training rollouts, but not their pauses."""
         other, policy = copy.copy(self), self.policy
         other.data, other.rollout_id, other._taken = data, rollout_id, taken
         other.params, other.sampling, other.teacher = data.params, data.sampling, None
         other.replay = self.replay.in_evaluation()
+        other.reading = Reading(reward_key=self.settings.eval_reward_key, evaluation=True)
         other.policy = ResumablePolicy(
             policy.inner,
             decode=policy.decode,
@@ -197,15 +214,8 @@ class Pipeline:
         """The config of training rollouts."""
         settings = self.settings
         base = self.recipe.config if self.recipe is not None else None
-        options: dict[str, Any] = {
-            "batch_size": settings.batch_size,
-            "n_samples_per_prompt": settings.n_samples_per_prompt,
-            "over_sampling_factor": settings.over_sampling_factor,
-            "generate_fn": self.generate,
-        }
-        if settings.in_flight is not None:
-            options["in_flight"] = settings.in_flight
-        options |= self._limits()
+        sizes = {name: value for name in _SIZES if (value := getattr(settings, name)) is not None}
+        options: dict[str, Any] = {**sizes, "generate_fn": self.generate, **self._limits()}
         if settings.group_rm and not settings.scored_by_slime and base is None:
             raise ConfigError.of("args.group_rm", True, "--custom-rm-path with it, or a recipe")
         if settings.scored_by_slime or base is None:
@@ -244,29 +254,17 @@ class Pipeline:
         of_launch = {name: getattr(self.settings, name) for name in names}
         return found | {name: value for name, value in of_launch.items() if value is not None}
 
-    @property
-    def reading(self) -> Reading:
-        """The expectations of the launch for samples of training or of a data set."""
-        settings = self.settings
-        if self.data is not None:
-            return Reading(reward_key=settings.eval_reward_key, evaluation=True)
-        return Reading(
-            reward_key=settings.reward_key,
-            any_reward=settings.reward_is_processed,
-            needs_logprobs=settings.needs_logprobs,
-        )
-
     # -- one rollout --
 
     async def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """Play the rollout of one prompt: generate, check that it can be trained on, and run slime's sample hooks."""
         (prompt,) = prompts
-        taken, number = self._place(prompt)
+        taken = self._taken(prompt.group_index)
+        number = (prompt.index or 0) % len(taken.group)
         prompt = taken.own_prompt(number, prompt)
         taken.started.setdefault(number, time.time())
         record, recipe = taken.group[number], self.recipe is not None
         if self._custom(record) is None:
-            check_media(record, recipe=recipe)
             check_given(record, recipe=recipe)
         if recipe and (path := getattr(record, "generate_function_path", None)):
             expected = "none with a recipe, which plays every sample"
@@ -278,15 +276,17 @@ class Pipeline:
         if any(sample.status in _LOST for sample in samples):
             return samples
         for branch, sample in enumerate(samples):
+            sample.group_index, sample.index = prompt.group_index, prompt.index  # as the manager does later
             try:
                 if slime_sample_of(sample) is None:  # a sample of slime's function was checked on return
                     check_trainable(sample)
                     if self.data is None:
                         check_temperature(sample, "slime", self.params["temperature"])
                 if self.settings.sample_hooks:
-                    samples[branch] = await self._hooked(sample, prompt, branch)
+                    self.record_of(sample)
+                    samples[branch] = await hooked(sample, prompt, branch, self.reading, self._call_hooks)
                 if self.teacher is not None:
-                    await self.teacher.score(self._numbered_record(samples[branch], prompt))
+                    await score_by(self.teacher, samples[branch], self.record_of(samples[branch]))
             except ConfigError as error:
                 raise GenerateFailure(str(error)) from error
         return samples
@@ -299,7 +299,7 @@ class Pipeline:
             seed = settings.seed + (prompt.index or 0) % size
             params, sampling = {**params, "sampling_seed": seed}, attrs.evolve(sampling, seed=seed)
         if self.recipe is not None:
-            generate = self.recipe_generator(sampling, policy, evaluation=self.data is not None)
+            generate = generator_of(self.recipe, self.args, sampling, policy, evaluation=self.data is not None)
             return list(await generate([prompt]))
         path, images = self._custom(record), has_images(record)
         if not (path or images or is_begun(record)):
@@ -328,37 +328,11 @@ class Pipeline:
                 check_prompt_ids(slime_sample_of(sample))
         return samples
 
-    def recipe_generator(self, sampling: SamplingParams, policy: Policy, *, evaluation: bool) -> GenerateFn:
-        """The recipe's generate function; if it accepts a policy, with this one and the launch's sampling, context."""
-        assert self.recipe is not None
-        generate_fn = self.recipe.config.generate_fn
-        if not _is_agent_loop(generate_fn):
-            return generate_fn
-        options: dict[str, Any] = {"policy": policy, "sampling": sampling}
-        context = getattr(self.args, "eval_max_context_len", None) if evaluation else None
-        context = getattr(self.args, "rollout_max_context_len", None) if context is None else context
-        if context is not None:
-            bound = generate_fn.keywords
-            if generate_fn.func in (generate_program_batch, generate_function_batch):
-                window = min(context, bound.get("context_window") or context)
-                return functools.partial(generate_fn, **options, context_window=window)
-            turns = bound.get("max_turns")
-            limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
-            options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
-        return functools.partial(generate_fn, **options)
-
     def _custom(self, record: Any) -> str | None:
         """The path of the custom generate function: that of slime's sample, or of the launch."""
         if self.recipe is not None:
             return None
         return getattr(record, "generate_function_path", None) or self.settings.custom_generate
-
-    def _place(self, rollout: Prompt | Sample, taken: Taken | None = None) -> tuple[Taken, int]:
-        """The group of a rollout, and the rollout's number in it."""
-        if taken is None:
-            assert rollout.group_index is not None  # the manager numbers prompts and samples
-            taken = self._taken(rollout.group_index)
-        return taken, (rollout.index or 0) % len(taken.group)
 
     # -- slime's sample of ours --
 
@@ -370,7 +344,8 @@ class Pipeline:
         record = slime_sample_of(sample)
         if record is not None:
             return record
-        taken, number = self._place(sample, taken)
+        taken = taken or self._taken(sample.group_index)
+        number = (sample.index or 0) % len(taken.group)
         settings, evaluation = self.settings, self.data is not None
         keeps_session = settings.keeps_session and (not evaluation or family().router_policy is not None)
         record = to_slime(
@@ -383,7 +358,9 @@ class Pipeline:
             checked=sample.status not in _LOST,  # by generate
             kl_weights=settings.kl_weights,
         )
-        record.reward = self._given_reward(taken.group[number])
+        given = taken.group[number]  # a recipe's reward replaces that of the data source, slime does not
+        is_open = getattr(given.status, "value", "") in ("pending", "aborted")  # (as its generate_and_rm, above)
+        record.reward = given.reward if is_open and (self.recipe is None or settings.scored_by_slime) else None
         if evaluation:
             record.group_index = None  # as in slime; the rows of a data set are in order
         if self.params["skip_special_tokens"]:
@@ -393,28 +370,16 @@ class Pipeline:
         sample.trainer_record = SlimeRecord(record)
         return record
 
-    def _given_reward(self, given: Any) -> Any:
-        """The reward that the data source set: a recipe's reward replaces it, slime does not.
-
-        (slime 0.3.1, rollout/sglang_rollout.py: generate_and_rm)
-        """
-        if self.recipe is not None and not self.settings.scored_by_slime:
-            return None
-        return given.reward if getattr(given.status, "value", "") in ("pending", "aborted") else None
-
     def finished(self, sample: Sample, taken: Taken | None = None) -> Any:
         """slime's sample of ours, with the reward; after a filter of slime it stays as the filter left it."""
         record = self.record_of(sample, taken)
         if record.teacher_log_probs is None:  # else the record is younger than the teacher's scores
             add_teacher(record, sample, self.settings.kl_weights)
-        if sample.trainer_record.owns_reward:
-            return record
-        if self.data is None and self.settings.reward_is_processed and record.reward is not None:
+        if sample.trainer_record.owns_reward or (self.reading.any_reward and record.reward is not None):
             return record
         key = self.settings.reward_key
-        if key is not None and not isinstance(record.reward, dict):
-            record.reward = {key: sample.reward}
-        elif self.reading.number(record.reward) != sample.reward:
+        lacks_key = key is not None and not isinstance(record.reward, dict)
+        if lacks_key or self.reading.number(record.reward) != sample.reward:
             record.reward = sample.reward if key is None else {key: sample.reward}
         return record
 
@@ -452,16 +417,8 @@ class Pipeline:
             record.reward = link.unfiltered
         return record
 
-    def _numbered_record(self, sample: Sample, prompt: Prompt) -> Any:
-        """slime's sample of ours, before the manager has numbered it."""
-        sample.group_index = prompt.group_index if sample.group_index is None else sample.group_index
-        sample.index = prompt.index if sample.index is None else sample.index
-        return self.record_of(sample)
-
-    async def _hooked(self, sample: Sample, prompt: Prompt, branch: int) -> Sample:
-        """Run the sample hooks; if they changed the tokens, return a sample with the changed columns."""
-        record = self._numbered_record(sample, prompt)
-        rollout, before = sample.trainer_record.rollout, _columns(record)
+    async def _call_hooks(self, record: Any) -> Any:
+        """Call the sample hooks in order; return slime's sample, or that of a hook in its place."""
         for path in self.settings.sample_hooks:
             hook = load_function(path)
             options = {"rollout_id": self.rollout_id, "evaluation": self.data is not None}
@@ -473,22 +430,7 @@ class Pipeline:
             record = record if result is None else result
             if not isinstance(record, records().sample):
                 raise GenerateFailure(f"sample hook {function_name(hook)}: got {record!r}; expected a Sample or None")
-        if rollout is not None:
-            rollout[branch] = record
-        changed = view(record, prompt, self.reading, rollout)
-        if before != _columns(record):
-            return changed
-        sample.trainer_record = changed.trainer_record
-        sample.metadata = changed.metadata if record.metadata is None else record.metadata
-        sample.response, sample.label, sample.status = record.response, record.label, changed.status
-        sample.reward = sample.reward if record.reward is None else changed.reward
-        return sample
-
-
-def _columns(record: Any) -> tuple[list[Any], ...]:
-    """A copy of the columns of slime's sample."""
-    columns = (record.tokens, record.loss_mask, record.rollout_log_probs)
-    return tuple([] if column is None else list(column) for column in columns)
+        return record
 
 
 def _is_agent_loop(generate_fn: GenerateFn) -> TypeGuard[functools.partial[Any]]:

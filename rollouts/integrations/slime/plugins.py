@@ -15,6 +15,8 @@ import weakref
 from asyncio import AbstractEventLoop, get_running_loop
 from typing import Any
 
+import attrs
+
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.inference.policy import ServerPolicy
@@ -22,17 +24,17 @@ from rollouts.inference.shared import shared_policy
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import check_trainable, from_slime, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
-from rollouts.integrations.slime.given_samples import check_given
-from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
+from rollouts.integrations.slime.given_samples import check_given, shown_prompt
+from rollouts.integrations.slime.pipeline import Pipeline, generator_of, policy_of_launch
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, sampling_of
+from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
-from rollouts.training.config import RolloutConfig
 from rollouts.training.rollout_attempt import ends, share_rewards
-from rollouts.training.rows import check_fields
+from rollouts.training.rows import check_fields, reward_of
 from rollouts.training.types import Status
 
-__all__ = ["generate", "group_reward", "policy_for", "removed_sample", "reward"]
+__all__ = ["generate", "policy_for", "removed_sample", "reward"]
 
 _ATTEMPTS = 2
 
@@ -50,24 +52,21 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         One sample, or a list if the rollout forks. The reward is set if the recipe's reward scores single samples.
 
     Raises:
-        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids.
+        ConfigError, EnvironmentFailure: the recipe fails its first test, which runs once; or the sample brings ids, or
+            images that its prompt does not show.
     """
-    pipeline, config = _pipeline(args)
+    pipeline, recipe = _pipeline(args)
+    config = recipe.config
     check_given(sample, recipe=True)
     await pipeline.check()
-    prompt = Prompt(
-        sample.prompt,
-        label=sample.label,
-        metadata=sample.metadata or {},
-        group_index=sample.group_index,
-        index=sample.index,
-    )
+    places = {"group_index": sample.group_index, "index": sample.index}
+    prompt = Prompt(shown_prompt(sample), label=sample.label, metadata=sample.metadata or {}, **places)
     sample.metadata = dict(prompt.metadata)  # it may be JSON text
     failure: Failure | None = None
     for _ in range(_ATTEMPTS):
         try:
             sampling = sampling_of({**pipeline.settings.params, **sampling_params})
-            play = pipeline.recipe_generator(sampling, pipeline.policy, evaluation=evaluation)
+            play = generator_of(recipe, pipeline.args, sampling, pipeline.policy, evaluation=evaluation)
             samples = list(await play([prompt]))
             lost = [entry for entry in samples if entry.status is Status.FAILED]
             if lost:
@@ -105,35 +104,30 @@ generate.abort_mode = "request"  # type: ignore[attr-defined]  # a cancelled cal
 
 async def reward(args: Any, sample: Any, **_: Any) -> Any:
     """The recipe's reward for one of slime's samples, or for each of a list of them."""
-    if isinstance(sample, list):
-        return await group_reward(args, sample)
-    return (await group_reward(args, [sample]))[0]
-
-
-async def group_reward(args: Any, samples: list[Any], **_: Any) -> list[float]:
-    """The recipe's rewards for a group of slime's samples."""
-    config = _pipeline(args)[1]
-    ours = [from_slime(sample) for sample in samples]
+    config = _pipeline(args)[1].config
     if config.reward_fn is None:
         raise ConfigError.of("recipe.config.reward_fn", None, "a function: --custom-rm-path names the recipe's reward")
+    ours = [from_slime(each) for each in (sample if isinstance(sample, list) else [sample])]
     if config.group_rm:
         await score_group(ours, config.reward_fn, seconds=config.reward_seconds)
     else:
-        for sample in ours:
-            await score(sample, config.reward_fn, seconds=config.reward_seconds)
-    return [float(sample.reward or 0.0) for sample in ours]
+        for each in ours:
+            await score(each, config.reward_fn, seconds=config.reward_seconds)
+    rewards = [reward_of(each) for each in ours]
+    return rewards if isinstance(sample, list) else rewards[0]
 
 
 _PIPELINES: weakref.WeakKeyDictionary[AbstractEventLoop, list[Pipeline]] = weakref.WeakKeyDictionary()
 
 
-def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
-    """The pipeline of the launch, created once per event loop and set of flags, and the config of its recipe."""
+def _pipeline(args: Any) -> tuple[Pipeline, Recipe]:
+    """The pipeline of the launch, created once per event loop and set of flags, and its recipe."""
     if not hasattr(args, "sglang_router_ip"):
         from rollouts.integrations.slime import demo  # here: only this call needs the extra "engine"
 
         args = demo.args(args)
-    settings = Settings.from_args(args)
+    # This function is that of the launch, and plays its data sets, too.
+    settings = attrs.evolve(Settings.from_args(args), custom_generate=None, eval_sets=())
     pipelines = _PIPELINES.setdefault(get_running_loop(), [])
     pipeline = next((made for made in pipelines if made.settings == settings), None)
     if pipeline is None:
@@ -143,7 +137,7 @@ def _pipeline(args: Any) -> tuple[Pipeline, RolloutConfig]:
         pipelines.append(pipeline)
     if pipeline.recipe is None:
         raise ConfigError.of("args.rollouts_recipe", None, f"a recipe there, or in {RECIPE_VARIABLE}")
-    return pipeline, pipeline.recipe.config
+    return pipeline, pipeline.recipe
 
 
 def removed_sample(sample: Any, failure: Failure | None) -> Any:

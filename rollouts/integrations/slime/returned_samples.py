@@ -9,6 +9,7 @@ In this module ``record`` is slime's sample. It knows no server and no schedule.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import attrs
@@ -27,7 +28,7 @@ from rollouts.integrations.slime.convert import (
 from rollouts.integrations.slime.records import records
 from rollouts.training.types import Sample, Status
 
-__all__ = ["SlimeRecord", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
+__all__ = ["SlimeRecord", "hooked", "slime_sample_of", "versions_of", "view", "views_of_rollout"]
 
 
 @attrs.define(eq=False)
@@ -97,6 +98,34 @@ def view(record: Any, request: Prompt | None, reading: Reading, rollout: list[An
     ours.status, ours.reward = status, reading.number(record.reward)
     ours.trainer_record = SlimeRecord(record, rollout)
     return ours
+
+
+async def hooked(
+    sample: Sample, request: Prompt, branch: int, reading: Reading, call: Callable[[Any], Awaitable[Any]]
+) -> Sample:
+    """Our sample after ``call``, which gives slime's to the sample hooks; another one if they changed its columns.
+
+    Raises:
+        ConfigError: slime could not train on it.
+    """
+    link, before = sample.trainer_record, _columns(sample.trainer_record.sample)
+    record = await call(link.sample)
+    if link.rollout is not None:
+        link.rollout[branch] = record
+    changed = view(record, request, reading, link.rollout)
+    if before != _columns(record):
+        return changed
+    sample.trainer_record = changed.trainer_record
+    sample.metadata = changed.metadata if record.metadata is None else record.metadata
+    sample.response, sample.label, sample.status = record.response, record.label, changed.status
+    sample.reward = sample.reward if record.reward is None else changed.reward
+    return sample
+
+
+def _columns(record: Any) -> tuple[list[Any], ...]:
+    """A copy of the columns of slime's sample."""
+    columns = (record.tokens, record.loss_mask, record.rollout_log_probs)
+    return tuple([] if column is None else list(column) for column in columns)
 
 
 def versions_of(sample: Sample, *, mask_earlier_versions: bool) -> list[str]:

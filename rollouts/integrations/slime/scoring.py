@@ -15,18 +15,18 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
+import numpy as np
 
 from rollouts.concurrency.gathered import gather
-from rollouts.errors import ConfigError, RewardFailure, shortened, without_password
+from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.integrations.slime.convert import Reading, leaves
 from rollouts.integrations.slime.given_samples import has_images
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.settings import Settings, load_function
-from rollouts.rewards.http import Poster
-from rollouts.rewards.teacher_wire import teacher_logprobs
+from rollouts.integrations.slime.settings import load_function
+from rollouts.rewards.teachers import Teacher
 from rollouts.training.types import Sample, Status
 
-__all__ = ["SlimeFilter", "SlimeReward", "Teacher", "as_slime_filter", "plain_reward", "refuse_groups_of_one"]
+__all__ = ["SlimeFilter", "SlimeReward", "as_slime_filter", "plain_reward", "refuse_groups_of_one", "score_by"]
 
 RecordOf = Callable[[Sample], Any]
 """Returns slime's sample of ours: the same object each time."""
@@ -132,41 +132,26 @@ class SlimeFilter:
         return answer
 
 
-class Teacher:
-    """A client of the teacher of a launch with ``rollouts_teacher_url``; the task's rewards stay unchanged.
+async def score_by(teacher: Teacher, sample: Sample, record: Any) -> None:
+    """Set ``teacher_log_probs`` of slime's sample, float32, as long as its response; its reward stays unchanged.
 
-    slime's functions for distillation work without it, and replace the rewards
+    slime's functions for distillation work without a teacher here, and replace the rewards
     (slime 0.3.1, rollout/on_policy_distillation.py: reward_func, post_process_rewards).
 
     Raises:
-        ConfigError: ``rollouts_teacher_url`` is not a URL.
+        ConfigError: the sample has images.
+        RewardFailure: no answer, or not a logprob for each token.
     """
+    import torch
 
-    def __init__(self, settings: Settings) -> None:
-        self._url: Any = settings.teacher_url
-        if not isinstance(self._url, str) or not self._url.startswith(("http://", "https://")):
-            expected = "a URL that starts with http:// or https://"
-            raise ConfigError.of("args.rollouts_teacher_url", without_password(str(self._url)), expected)
-        self._post = Poster(self._url)
-        self._temperature = settings.endpoint.sampling.temperature
-
-    async def score(self, record: Any) -> None:
-        """Set ``teacher_log_probs`` of slime's sample, float32, as long as its response.
-
-        Raises:
-            ConfigError: the sample has images.
-            RewardFailure: no answer, or not a logprob for each token.
-        """
-        import torch
-
-        if has_images(record):
-            expected = "none for samples with images: its requests have token ids only"
-            raise ConfigError.of("args.rollouts_teacher_url", without_password(self._url), expected)
-        params = {"temperature": self._temperature, "max_new_tokens": 0, "skip_special_tokens": False}
-        body = {"input_ids": record.tokens, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        reply = await self._post(body, "logprobs of the teacher")
-        logprobs = teacher_logprobs(reply, record.tokens, record.response_length)
-        record.teacher_log_probs = torch.from_numpy(logprobs)
+    if has_images(record):
+        expected = "none for samples with images: its requests have token ids only"
+        raise ConfigError.of("args.rollouts_teacher_url", repr(teacher), expected)
+    await teacher.score(sample)
+    column = sample.teacher_column
+    # A sample that trains no token has no scores; slime's batch has a column of every sample, or of none.
+    scores = np.zeros(record.response_length, np.float32) if column is None else column[-record.response_length :]
+    record.teacher_log_probs = torch.from_numpy(scores.copy())
 
 
 def _traced(samples: Any, name: str) -> AbstractContextManager[Any]:

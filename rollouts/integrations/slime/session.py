@@ -50,6 +50,46 @@ _LOG = logging.getLogger(__name__)
 _STALE = "stale"
 
 
+class _Ages:
+    """How many policy versions old the tokens of a launch are; filters ask from threads."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._lock = settings, threading.Lock()
+        self._staleness = Staleness(max_staleness=settings.max_staleness)
+        """Of every policy version seen so far."""
+
+    def observe(self, versions: Iterable[str], *, earlier: bool = False) -> int:
+        """Take note of versions; return the age of the oldest."""
+        versions = list(versions)
+        with self._lock:
+            self._staleness.observe(versions, earlier=earlier)
+            return self._staleness.age_of(versions)
+
+    def is_stale(self, samples: Iterable[Sample]) -> bool:
+        """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
+        masked = self._settings.mask_earlier_versions
+        used = [name for sample in samples for name in versions_of(sample, mask_earlier_versions=masked)]
+        return self._staleness.too_old(self.observe(used))
+
+    def filtered(self, further: Any, samples: list[Sample]) -> Any:
+        """A filter that drops stale groups, and applies another filter to the rest."""
+        if self.is_stale(samples):
+            return DynamicFilterOutput(False, _STALE)
+        return True if further is None else further(samples)
+
+    def masks(self, sample: Sample, record: Any) -> bool:
+        """Whether a batch trains only its call's weights, and others sampled the last token: the mask has the others.
+
+        Engines that never pause have several versions in a call.
+        """
+        settings = self._settings
+        if not (settings.mask_earlier_versions and settings.carry_over) or settings.fully_async:
+            return False
+        return (
+            self.observe([span.version for span in sample.versions[-1:]] or map(str, record.weight_versions[-1:])) > 0
+        )
+
+
 class TrainerRollouts:
     """Serves the calls of one trainer; call every public method from the trainer's thread.
 
@@ -62,8 +102,7 @@ class TrainerRollouts:
         self.data_source = data_source
         self.buffer = TrainerBuffer(data_source, settings.n_samples_per_prompt, settings.wave, kept)
         self.buffer.on_new = self._add_finished
-        self._staleness = Staleness(max_staleness=settings.max_staleness)
-        """Of every policy version seen so far."""
+        self._ages = _Ages(settings)
         self._settled: list[Group] = []
         self._lock = threading.Lock()
         self._stack = ExitStack()
@@ -91,7 +130,7 @@ class TrainerRollouts:
         await pipeline.check()
         config = pipeline.training()
         if settings.carry_over and settings.max_staleness is not None:
-            config = attrs.evolve(config, filter_fn=functools.partial(self._filtered, config.filter_fn))
+            config = attrs.evolve(config, filter_fn=functools.partial(self._ages.filtered, config.filter_fn))
         return policy, pipeline, AsyncRolloutManager(config, self.buffer, on_group=self._on_group)
 
     # -- calls --
@@ -146,7 +185,7 @@ class TrainerRollouts:
         try:
             with at(f"rollout {rollout_id}"):
                 await self._record_version()
-                stale = self.manager.withdraw(lambda group: self._is_stale(list(group.samples)))
+                stale = self.manager.withdraw(lambda group: self._ages.is_stale(group.samples))
                 for group in stale:
                     self.buffer.play_again(group.group_index, stale=True)
                 await self._filter_waiting()
@@ -298,7 +337,7 @@ class TrainerRollouts:
         record = self.pipeline.finished(sample, taken)
         if taken.begun < self.pipeline.rollout_id:
             _set_start(record, taken.begun)
-        if self._masks_earlier and self._ended_before(sample, record):
+        if self._ages.masks(sample, record):
             record.loss_mask = [0] * record.response_length
         return record
 
@@ -317,14 +356,14 @@ class TrainerRollouts:
         finished: dict[int, list[Sample]] = {}
         for number, record in enumerate(group):
             if is_begun(record):
-                self._observe(map(str, record.weight_versions), earlier=True)
+                self._ages.observe(map(str, record.weight_versions), earlier=True)
             if record.reward is None or getattr(record.status, "value", "") not in ("completed", "truncated"):
                 continue
             try:
                 sample = view(record, None, self.pipeline.reading)
             except ConfigError:
                 continue  # not trainable: it is played again
-            self._observe(versions_of(sample, mask_earlier_versions=False), earlier=True)
+            self._ages.observe(versions_of(sample, mask_earlier_versions=False), earlier=True)
             sample.group_index = index
             sample.index = sample.rollout_id = index * self.settings.n_samples_per_prompt + number
             finished[number] = [sample]
@@ -354,36 +393,7 @@ class TrainerRollouts:
         except EndpointError:
             return
         if version is not None:
-            self._observe([version])
-
-    def _observe(self, versions: Iterable[str], *, earlier: bool = False) -> int:
-        """Take note of versions; return the age of the oldest."""
-        versions = list(versions)
-        with self._lock:  # filters run in threads
-            self._staleness.observe(versions, earlier=earlier)
-            return self._staleness.age_of(versions)
-
-    @property
-    def _masks_earlier(self) -> bool:
-        """Whether a batch trains only tokens of its call's weights; engines that never pause have several in a call."""
-        return self.settings.mask_earlier_versions and self.settings.carry_over and not self.settings.fully_async
-
-    def _ended_before(self, sample: Sample, record: Any) -> bool:
-        """Whether the last token was sampled by weights before the current ones; the mask has the tokens before it."""
-        last = [span.version for span in sample.versions[-1:]] or list(map(str, record.weight_versions[-1:]))
-        return self._observe(last) > 0
-
-    def _is_stale(self, samples: list[Sample]) -> bool:
-        """Whether the oldest token that would be trained is more than ``max_staleness`` versions old."""
-        masked = self.settings.mask_earlier_versions
-        used = [name for sample in samples for name in versions_of(sample, mask_earlier_versions=masked)]
-        return self._staleness.too_old(self._observe(used))
-
-    def _filtered(self, further: Any, samples: list[Sample]) -> Any:
-        """A filter that drops stale groups, and applies another filter to the rest."""
-        if self._is_stale(samples):
-            return DynamicFilterOutput(False, _STALE)
-        return True if further is None else further(samples)
+            self._ages.observe([version])
 
     # -- settled groups --
 

@@ -38,7 +38,10 @@ __all__ = [
 
 RECIPE_VARIABLE = "ROLLOUTS_RECIPE"
 ADVANTAGES = "rollouts.integrations.slime.sample_advantages"
-NEEDS_ADVANTAGES = "Sample.advantages of our rollouts, without --use-opd: the column of a teacher carries them"
+NEEDS_ADVANTAGES = (
+    "Sample.advantages, with --rollout-function-path rollouts.integrations.slime.generate_rollout_batch and without"
+    " --use-opd: the column of a teacher carries them"
+)
 
 OWN_KEYS: Mapping[str, str] = {
     "rollouts_recipe": "recipe: a file, or file.py:function, or package.module.function",
@@ -72,10 +75,11 @@ _NOT_SAMPLING |= {"stop_token_ids", "custom_params"}
 policy, the others concern text."""
 
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+_OPD_SCORES = "slime.rollout.on_policy_distillation.post_process_rewards"
 _TEACHER = (
     "a source of the teacher's logprobs with --use-opd: rollouts_teacher_url, rollouts_recipe_filter with a filter of"
-    " rewards.scored_by_teachers, or --custom-reward-post-process-path"
-    f" slime.rollout.on_policy_distillation.post_process_rewards with --custom-rm-path {OPD_REWARD}"
+    f" rewards.scored_by_teachers, or --custom-reward-post-process-path {_OPD_SCORES} with --custom-rm-path"
+    f" {OPD_REWARD}"
 )
 NO_GROUP_RM = "off with an evaluation: its rollouts are scored one by one"
 """The expected value of ``--group-rm`` in an evaluation."""
@@ -118,6 +122,24 @@ class EvalSet:
         name = "custom_generate_function_path" if field == "generate_function_path" else field
         path: str | None = getattr(self.source, name, None)
         return path
+
+    def check(self, *, recipe: bool, custom_generate: str | None) -> None:
+        """Refuse what this package's own rollouts would ignore; a custom generate function gets it.
+
+        Raises:
+            ConfigError: it names the field.
+        """
+        function = self.function("generate_function_path")
+        given: tuple[str, Any, str] | None = None
+        if recipe and function is not None:
+            given = "custom_generate_function_path", function, "none with a recipe, which plays every prompt"
+        elif recipe and self.apply_chat_template and self.chat_template_kwargs:
+            expected = "nothing with a recipe: its prompts are messages"
+            given = "apply_chat_template_kwargs", self.chat_template_kwargs, expected
+        elif not (function or custom_generate or self.params["no_stop_trim"]):
+            given = "no_stop_trim", False, "true: the response keeps the text that ends it, as its tokens do"
+        if given is not None:
+            raise ConfigError.of(f"eval data set {self.name}.{given[0]}", *given[1:])
 
 
 @attrs.frozen
@@ -337,7 +359,8 @@ def _refuse(args: Any, get: Any) -> None:
             (closest,) = difflib.get_close_matches(name, OWN_KEYS, 1, 0.0)
             raise ConfigError.of(f"args.{name}", value, f"no such key; the closest is {closest}")
     fully_async = get("rollouts_fully_async", False)
-    distils = get("use_opd", False) and get("opd_type") == "sglang"
+    distils, scores = get("use_opd", False) and get("opd_type") == "sglang", get("custom_reward_post_process_path")
+    by_token = get("custom_advantage_function_path") == ADVANTAGES
     refusals = {
         "opd_type": (distils and not any(map(get, _TEACHERS)), _TEACHER),
         "dynamic_sampling_filter_path": (
@@ -352,8 +375,12 @@ def _refuse(args: Any, get: Any) -> None:
             fully_async and get("buffer_filter_path"),
             "none with rollouts_fully_async: its groups never wait between calls",
         ),
-        "use_opd": (get("use_opd") and get("custom_advantage_function_path") == ADVANTAGES, NEEDS_ADVANTAGES),
-        "rollout_temperature": (get("rollout_temperature", 1.0) <= 0, "a number > 0"),
+        "use_opd": (by_token and get("use_opd"), NEEDS_ADVANTAGES),
+        "custom_reward_post_process_path": (by_token and scores == _OPD_SCORES, NEEDS_ADVANTAGES),
+        "rollout_temperature": (
+            (temperature := get("rollout_temperature", 1.0)) <= 0 or (get("rollouts_teacher_url") and temperature != 1),
+            "a number > 0; 1 with rollouts_teacher_url: servers report logprobs of prompts before the temperature",
+        ),
         "rollout_global_dataset": (get("rollout_global_dataset", True) is False, "on"),
         "colocate": (
             fully_async and get("colocate", False),

@@ -32,7 +32,10 @@ class Workspace(Protocol):
         ...
 
     async def take(self, prompt: Prompt, place: RunningSandbox, filled: Any) -> Mapping[str, Any]:
-        """Return metadata of the sample, as JSON values, once the program has ended or was killed."""
+        """Return metadata of the sample, as JSON values, once the program has ended or was killed.
+
+        A number under ``"reward"`` is the reward of the rollout; another value there fails it.
+        """
         ...
 
 

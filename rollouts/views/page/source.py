@@ -5,6 +5,7 @@ Invariant: groups are read one at a time, and nothing is written. A run may be a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,9 +63,10 @@ class Source:
         """Name, size and time of change of its files: another stamp means other content."""
         found = []
         for file in sorted(self.path.rglob("*")):
-            if file.is_file() and file.name != "engine.log":
-                state = file.stat()
-                found.append((str(file.relative_to(self.path)), state.st_size, state.st_mtime_ns))
+            with contextlib.suppress(FileNotFoundError):  # renamed since
+                if file.is_file() and file.name != "engine.log" and not file.name.endswith(".writing"):
+                    state = file.stat()
+                    found.append((str(file.relative_to(self.path)), state.st_size, state.st_mtime_ns))
         return tuple(found)
 
 

@@ -68,6 +68,22 @@ async def test_calls_run_and_the_reward_comes_at_the_end() -> None:
     assert (played.rewards, played.done) == ([5.0], True)
 
 
+async def test_arguments_and_columns_may_have_any_name() -> None:
+    """Also that of a parameter of this package: ``function``, which is a common one of tools."""
+
+    class Plot(Counter):
+        async def slope(self, function: str) -> str:
+            return f"slope of {function}"
+
+        def plot(self, function: str) -> str:
+            return f"plot of {function}"
+
+    replies = [calling("plot", function="x"), calling("slope", function="y"), "Done."]
+    prompt = Prompt("Plot.", metadata={"start": 5, "function": "x"})
+    played = await play(TRLEnvironment(Plot), prompt, replies)
+    assert [message.content for message in played.messages if message.role == "tool"] == ["plot of x", "slope of y"]
+
+
 async def test_any_exception_of_a_tool_is_a_message_to_the_model() -> None:
     """TRL's form of it, and counted; later calls of the reply run."""
     calls = [ToolCall("increment", {"by": -1}, id="a"), ToolCall("increment", {"by": 1}, id="b")]

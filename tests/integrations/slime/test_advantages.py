@@ -24,6 +24,7 @@ from tests.integrations.slime.launches import Launch, made_sample
 from tests.integrations.slime.test_with_slime import DOOR, ROOT, Trainer, trainer_args
 
 FLAG = {"custom_advantage_function_path": f"{DOOR}.sample_advantages"}
+OURS = f"{DOOR}.generate_rollout_batch"
 
 TRAINER = """
 import sys
@@ -40,6 +41,7 @@ from slime.backends.megatron_utils.loss import compute_advantages_and_returns
 ranks, function, size = torch.load(sys.argv[1], weights_only=False), sys.argv[2] or None, int(sys.argv[3])
 args = Namespace(custom_advantage_function_path=function, advantage_estimator="grpo", kl_coef=0.0, use_opd=False)
 args.use_rollout_logprobs, args.normalize_advantages = True, False
+args.rollout_function_path = "rollouts.integrations.slime.generate_rollout_batch"
 found = []
 for number in range(size):
     helpers.stub_megatron_in_worker(size, number)
@@ -79,7 +81,7 @@ def test_the_recipes_advantages_leave_in_the_batch() -> None:
         expected = [(place - 7 + sample.index) * bit for place, bit in enumerate(sample.loss_mask, 3)]
         assert sample.teacher_log_probs == expected
     data = {"teacher_log_probs": [sample.teacher_log_probs for sample in samples]}
-    sample_advantages(Namespace(use_opd=False), data)
+    sample_advantages(Namespace(use_opd=False, rollout_function_path=OURS), data)
     assert data["advantages"] == data["returns"] == data["teacher_log_probs"]
     with pytest.raises(ConfigError, match=r"advantages.*slime has no field for it"):
         generate_rollout_batch(launch.args(), 0, launch.source())
@@ -102,9 +104,28 @@ def test_a_launch_that_distils_is_refused() -> None:
     launch = Launch()
     with pytest.raises(ConfigError, match=r"args\.use_opd: got True; expected Sample\.advantages"):
         generate_rollout_batch(launch.args(**FLAG, use_opd=True, opd_type="megatron"), 0, launch.source())
-    for args, data in ((True, {"teacher_log_probs": [[-0.5]]}), (False, {})):
-        with pytest.raises(ConfigError, match=r"args\.custom_advantage_function_path: .*use-opd"):
-            sample_advantages(Namespace(use_opd=args), dict(data))
+    scores = "slime.rollout.on_policy_distillation.post_process_rewards"
+    with pytest.raises(ConfigError, match=r"args\.custom_reward_post_process_path: .*teacher"):
+        generate_rollout_batch(launch.args(**FLAG, custom_reward_post_process_path=scores), 0, launch.source())
+
+
+@pytest.mark.parametrize(
+    ("opd", "function", "data"),
+    [
+        (True, OURS, {"teacher_log_probs": [[-0.5]]}),
+        (False, OURS, {}),
+        (False, f"{__name__}.wrapped", {"teacher_log_probs": [[-0.5]]}),
+    ],
+)
+def test_another_column_is_never_advantages(opd: bool, function: str, data: dict[str, Any]) -> None:
+    """slime's trainer takes only the column of our own rollouts: another function may set a teacher's."""
+    with pytest.raises(ConfigError, match=r"args\.custom_advantage_function_path: .*generate_rollout_batch.*use-opd"):
+        sample_advantages(Namespace(use_opd=opd, rollout_function_path=function), dict(data))
+
+
+def wrapped(args: Any, rollout_id: int, source: Any, evaluation: bool = False) -> Any:
+    """A rollout function around ours, which could set the column afterwards."""
+    return generate_rollout_batch(args, rollout_id, source, evaluation)
 
 
 @pytest.mark.extra

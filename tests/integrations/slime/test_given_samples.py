@@ -28,7 +28,7 @@ from rollouts.environments import SingleTurnEnvironment
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.integrations.slime import close_rollouts, generate_rollout_batch
 from rollouts.integrations.slime.convert import leaves, to_slime
-from rollouts.integrations.slime.given_samples import check_media, check_prompt_ids, shown_prompt
+from rollouts.integrations.slime.given_samples import check_given, check_prompt_ids, shown_prompt
 from rollouts.integrations.slime.pipeline import PROBE
 from rollouts.integrations.slime.records import records, use_family
 from rollouts.recipe import Recipe, agent_recipe
@@ -409,7 +409,7 @@ def a_record(prompt: Any, **media: Any) -> Any:
 def test_media_that_cannot_be_shown_are_refused(record: Any, recipe: bool, message: str) -> None:
     """By the sample and its field; nothing is left out of a prompt in silence."""
     with pytest.raises(ConfigError, match=message):
-        check_media(record, recipe=recipe)
+        check_given(record, recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", [False, True])
@@ -419,7 +419,7 @@ def test_images_of_samples_are_refused_with_miles(recipe: bool) -> None:
     use_family("miles")
     try:
         with pytest.raises(ConfigError, match=r"sample 4.multimodal_inputs: got \['images'\]; expected none: rollouts"):
-            check_media(record, recipe=recipe)
+            check_given(record, recipe=recipe)
     finally:
         use_family("slime")
 
@@ -428,7 +428,7 @@ def test_images_of_samples_are_refused_with_miles(recipe: bool) -> None:
 def test_a_text_sample_of_a_vision_model_is_a_text_sample(recipe: bool) -> None:
     """slime's data set sets ``{"images": None}`` on each sample where the model has a processor."""
     for record in (a_record("a"), a_record("a", images=None, videos=None)):
-        check_media(record, recipe=recipe)
+        check_given(record, recipe=recipe)
         assert shown_prompt(record) == "a"
 
 

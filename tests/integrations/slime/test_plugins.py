@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rollouts.dtypes import SamplingParams, StopReason
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.inference.base import CompletionRequest
-from rollouts.integrations.slime import generate, group_reward, policy_for, reward
+from rollouts.integrations.slime import generate, policy_for, reward
 from rollouts.integrations.slime.records import records
 from rollouts.testing.server import StubServer
 from rollouts.training import Prompt, Sample, Status
@@ -26,10 +27,12 @@ def asked(**fields: Any) -> Any:
 
 
 async def test_the_sample_is_filled_in_place() -> None:
-    """Tokens, mask, logprobs and the recipe's reward; what slime had put on it stays."""
+    """Tokens, mask, logprobs and the recipe's reward; what slime had put on it stays. Its flag names the function."""
     launch = Launch(play=_alone, reward=lambda sample: 0.5)
-    sample = asked(session_id="s", metadata={"a": 1})
-    made = await generate(launch.args(), sample, dict(SAMPLING))
+    sample, flag = asked(session_id="s", metadata={"a": 1}), "rollouts.integrations.slime.generate"
+    sets = [Namespace(name="one", path="", custom_generate_function_path=flag)]
+    args = launch.args(custom_generate_function_path=flag, eval_datasets=sets)
+    made = await generate(args, sample, dict(SAMPLING))
     assert made is sample
     assert (made.response_length, made.reward, made.session_id, made.metadata) == (10, 0.5, "s", {"a": 1})
     assert made.status is records().sample.Status.COMPLETED
@@ -104,7 +107,6 @@ async def test_the_recipes_reward_scores_one_or_many() -> None:
     samples = [asked(response="ab", tokens=[1, 2], response_length=1, loss_mask=[1]) for _ in range(2)]
     assert await reward(args, samples[0]) == 2.0
     assert await reward(args, samples) == [2.0, 2.0]
-    assert await group_reward(args, samples) == [2.0, 2.0]
 
 
 async def test_without_a_recipe_it_says_so() -> None:
@@ -148,6 +150,23 @@ async def test_a_sample_with_ids_is_refused() -> None:
     """The recipe renders its prompt: the ids that the sample brings would not be sent."""
     with pytest.raises(ConfigError, match=r"slime sample 3\.tokens: got '2 ids'; expected nothing with a recipe"):
         await generate(Launch(play=_alone).args(), asked(tokens=[5, 6]), dict(SAMPLING))
+
+
+async def test_images_are_shown_or_refused() -> None:
+    """Those that slime's data set loaded are in the messages; a text does not say where they are."""
+    picture = pytest.importorskip("PIL.Image").new("RGB", (2, 3))
+    shown: list[Any] = []
+
+    async def play(prompt: Prompt) -> list[Sample]:
+        shown.extend((image.width, image.height) for message in prompt.messages for image in message.images)
+        return [made_sample(prompt)]
+
+    args, media = Launch(play=play, reward=lambda sample: 1.0).args(), {"multimodal_inputs": {"images": [picture]}}
+    messages = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    await generate(args, asked(prompt=messages, **media), dict(SAMPLING))
+    assert shown == [(2, 3)]
+    with pytest.raises(ConfigError, match=r"slime sample 3\.prompt: .*expected messages with its images"):
+        await generate(args, asked(prompt="<image> What?", **media), dict(SAMPLING))
 
 
 async def test_the_client_is_shared() -> None:

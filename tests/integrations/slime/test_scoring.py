@@ -9,11 +9,13 @@ import pytest
 
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
-from rollouts.integrations.slime.convert import leaves
+from rollouts.integrations.slime.convert import Reading, leaves
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.scoring import Teacher
-from rollouts.integrations.slime.settings import Settings
+from rollouts.integrations.slime.returned_samples import view
+from rollouts.integrations.slime.scoring import score_by
+from rollouts.rewards.teachers import Teacher
 from rollouts.testing.server import StubServer
+from rollouts.training import Sample
 from tests.integrations.slime.launches import Launch, Source
 from tests.integrations.slime.test_pipeline import single_turn
 
@@ -32,20 +34,39 @@ def teacher(**changed: Any) -> Callable[[list[int], dict[str, Any]], Mapping[str
 
 @pytest.mark.parametrize("recipe", [False, True], ids=["single turn", "recipe"])
 def test_every_sample_has_the_logprobs_of_the_teacher(serve: Serve, recipe: bool) -> None:
-    """The rewards of the task stay what they are; the request is that of slime's own reward function."""
+    """The rewards of the task stay what they are; the request is for the logprobs of the response."""
     stub, judge = serve(), serve(reply=teacher())
     flags = {"use_opd": True, "opd_type": "sglang", "rollouts_teacher_url": f"{judge.url}/generate"}
-    args = Launch().args(**flags) if recipe else single_turn(stub, rollout_temperature=0.5, **flags)
+    args = Launch().args(**flags) if recipe else single_turn(stub, **flags)
     samples = list(leaves(generate_rollout_batch(args, 0, Source(2)).samples))
     for sample in samples:
-        expected = [-token / 1024 for token in sample.tokens[-sample.response_length :]]
+        response = sample.tokens[-sample.response_length :]
+        expected = [-token / 1024 * bit for token, bit in zip(response, sample.loss_mask, strict=True)]
         assert str(sample.teacher_log_probs.dtype) == "torch.float32"
         assert sample.teacher_log_probs.tolist() == expected
     assert {sample.reward for sample in samples} == ({0.0, 1.0} if recipe else {1.0})
     request = judge.requests[0]
-    params = {"temperature": 1.0 if recipe else 0.5, "max_new_tokens": 0, "skip_special_tokens": False}
-    assert request.sampling_params == params
-    assert (request.body["return_logprob"], request.body["logprob_start_len"]) == (True, 0)
+    first = len(samples[0].tokens) - samples[0].response_length
+    assert (request.body["return_logprob"], request.body["logprob_start_len"]) == (True, first - 1)
+
+
+def test_a_teacher_at_another_temperature_is_refused(serve: Serve) -> None:
+    """A server reports the logprobs of a prompt before the temperature, the trainer's are after it."""
+    args = single_turn(serve(), rollout_temperature=0.5, rollouts_teacher_url=f"{serve().url}/generate")
+    with pytest.raises(ConfigError, match=r"args\.rollout_temperature: got 0\.5.*rollouts_teacher_url"):
+        generate_rollout_batch(args, 0, Source(2))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+async def test_a_sample_that_trains_no_token_has_a_column(serve: Serve, masked: bool) -> None:
+    """slime converts a column of every sample or of none; no request is sent for it."""
+    pytest.importorskip("torch")
+    judge = serve(reply=teacher())
+    made = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -0.5], "loss_mask": [1, 1]}
+    changed = {"loss_mask": [0, 0]} if masked else {"remove_sample": True}
+    record = records().sample(**{**made, **changed})
+    await score_by(Teacher(f"{judge.url}/generate"), view(record, None, Reading()), record)
+    assert (record.teacher_log_probs.tolist(), judge.requests) == ([0.0, 0.0], [])
 
 
 @pytest.mark.parametrize(
@@ -87,14 +108,15 @@ def test_a_filter_of_a_teachers_replies_is_refused() -> None:
 @pytest.mark.parametrize("url", ["teacher:8000", 8000])
 def test_a_teacher_is_a_url(url: Any) -> None:
     """By the name of the key."""
-    with pytest.raises(ConfigError, match=r"args\.rollouts_teacher_url: got .*; expected a URL"):
+    with pytest.raises(ConfigError, match=r"args\.rollouts_teacher_url: url: got .*; expected a URL"):
         generate_rollout_batch(Launch().args(rollouts_teacher_url=url), 0, Source(2))
 
 
 async def test_a_refusal_of_images_does_not_show_the_password_of_a_teacher() -> None:
     """A failure is stored and printed."""
     pytest.importorskip("torch")
-    client = Teacher(Settings.from_args(Launch().args(rollouts_teacher_url="http://user:secret@127.0.0.1:1/generate")))
+    client = Teacher("http://user:secret@127.0.0.1:1/generate")
+    record = records().sample(multimodal_inputs={"images": ["an image"]})
     with pytest.raises(ConfigError, match="none for samples with images") as refused:
-        await client.score(records().sample(multimodal_inputs={"images": ["an image"]}))
+        await score_by(client, Sample(prompt="asked", response="", tokens=[]), record)
     assert "secret" not in str(refused.value)

@@ -26,13 +26,14 @@ def get(url: str, path: str, host: str | None = None) -> tuple[int, bytes]:
 
 
 def test_a_batch_that_comes_changes_the_stamp_and_the_parts(tmp_path: Path) -> None:
-    """The page has no data; its parts are those of the run as it is now."""
+    """The page has no data; its parts are those of the run as it is now, without a file that is being written."""
     writer = RunWriter(tmp_path / "run")
     view = LiveView([functools.partial(open_source, tmp_path / "run", verify=False)], [None])
     with serving_view(view, 0) as url:
         status, page = get(url, "/")
         assert (status, b'id="head-0"></script>' in page, b"connect-src &#x27;self&#x27;" in page) == (200, True, True)
         first, head = get(url, "/stamp"), get(url, "/part/head-0")
+        (tmp_path / "run" / ".run.json.writing").touch()
         assert get(url, "/stamp") == first
         assert get(url, "/part/chunk-0-0")[0] == 404
         writer.write_batch([Sample("?", "", [1], [0], 1.0, group_index=0, index=0)], {})
