@@ -117,3 +117,11 @@ class Load:
         """Every sampled token with its judge, the largest difference first."""
         rows = [row for tokens, reply in self.replies for row in judged(tokens, reply, judges)]
         return sorted(rows, key=lambda row: -abs(row.found - row.exact))
+
+    def rounding(self, judges: Mapping[str, Teacher], others: Mapping[str, Teacher]) -> float:
+        """The largest difference between two judges of the same tokens."""
+        return max(
+            abs(one.exact - other.exact)
+            for tokens, reply in self.replies
+            for one, other in zip(judged(tokens, reply, judges), judged(tokens, reply, others), strict=True)
+        )

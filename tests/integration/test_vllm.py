@@ -308,6 +308,6 @@ async def test_adapters_are_updated_under_load(
     server.flags = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
     server.start()
     try:
-        await check_adapters(server.endpoint, tmp_path, while_running, TOLERANCE)
+        await check_adapters(server.endpoint, tmp_path, while_running)
     finally:
         server.kill()

@@ -239,6 +239,7 @@ async def test_neighbouring_weights_are_found_in_bfloat16(
     assert ("logprobs of" in printed.err) == bool(code)
 
 
+@pytest.mark.timeout(900)  # 20 runs: 225 s on two cores
 async def test_twenty_honest_runs_in_bfloat16_pass(
     neighbour: Path, recipe: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
