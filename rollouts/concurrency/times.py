@@ -7,12 +7,12 @@ the clock of the machine is set: two spans of one process are in the order in wh
 from __future__ import annotations
 
 import functools
+import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from rollouts.base.validators import is_number
 from rollouts.errors import ConfigError
 
 __all__ = ["Activity", "Span", "Timeline", "checked_spans", "now"]
@@ -120,7 +120,8 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
 
 def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
-    named = len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str)
-    if named and is_number(values[2]) and is_number(values[3]):  # JSON stores NaN as null
-        return Span(values[0], values[1], float(values[2]), float(values[3]))
+    if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
+        numbers = isinstance(values[2], int | float) and isinstance(values[3], int | float)
+        if numbers and -math.inf < values[2] + values[3] < math.inf:  # JSON stores others as null
+            return Span(values[0], values[1], float(values[2]), float(values[3]))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")

@@ -28,6 +28,7 @@ __all__ = ["STRATEGIES", "Kept", "Strategy", "bridge_text", "closes_turns", "is_
 
 _SENTINEL = "qz7"
 _USER_TURN = Message("user", "U")
+_POSITION = operator.itemgetter(0)
 
 Strategy = Callable[[Sequence[Message]], list[Message]]
 """Build the dummy's messages between the system prompt and its last turn, from the real history."""
@@ -78,7 +79,7 @@ def with_kept(strategy: Strategy, kept: Kept) -> Strategy:
         by_position: dict[int, Message | None] = {} if kept.last_user is None else {kept.last_user: None}
         by_position.update(kept.messages)
         built: list[Message] = []
-        for _, message in sorted(by_position.items(), key=operator.itemgetter(0)):
+        for _, message in sorted(by_position.items(), key=_POSITION):
             message = message or _USER_TURN
             built += _before(message, built)
             built.append(message)
@@ -210,7 +211,7 @@ def _calls(reply: Message | None, results: Sequence[Message], sentinel: str) -> 
         name = result.name or (call.name if call is not None else "") or "f"
         id = result.tool_call_id or (call.id if call is not None else "")
         calls.append((at, ToolCall(name, {"x": sentinel}, id=id)))
-    return [call for _, call in sorted(calls, key=operator.itemgetter(0))]
+    return [call for _, call in sorted(calls, key=_POSITION)]
 
 
 def _up_to_first(rest: str, words: Sequence[str], new: Sequence[Message]) -> str:

@@ -33,7 +33,7 @@ class Openings:
         """The ids of :meth:`Renderer.opening <rollouts.renderer.Renderer.opening>`."""
         # Arguments are compared by repr: True == 1 in Python, but a template writes them differently. The repr of an
         # image has its hash, so that the cache does not keep its bytes.
-        by_repr = any(message.tool_calls or message.images for message in messages)
+        by_repr = [message for message in messages if message.tool_calls or message.images]
         continues = continues_turn(messages) and not new_turn
         key = (repr(tuple(messages)) if by_repr else tuple(messages), self._model.template.key_of(tools), continues)
         with self._lock:

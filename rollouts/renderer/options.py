@@ -50,7 +50,6 @@ def with_prompt_options(options: RendererOptions, metadata: Mapping[str, Any]) -
     if variables is None:
         return options
     if not isinstance(variables, Mapping):
-        raise ConfigError.of(
-            f"Prompt.metadata[{TEMPLATE_KWARGS!r}]", variables, "a mapping of variables of the template"
-        )
+        name = f"Prompt.metadata[{TEMPLATE_KWARGS!r}]"
+        raise ConfigError.of(name, variables, "a mapping of variables of the template")
     return {**options, "template_kwargs": {**(options.get("template_kwargs") or {}), **variables}}

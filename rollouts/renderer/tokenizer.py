@@ -121,10 +121,8 @@ def response_template_of(tokenizer: Any) -> Any:
 
     The tokenizers of older versions of transformers do not have it as an attribute.
     """
-    declared = getattr(tokenizer, RESPONSE_TEMPLATE, None) or getattr(tokenizer, "init_kwargs", {}).get(
-        RESPONSE_TEMPLATE
-    )
-    return declared or _model_file(_source_of(tokenizer), "tokenizer_config.json").get(RESPONSE_TEMPLATE)
+    own = getattr(tokenizer, RESPONSE_TEMPLATE, None) or getattr(tokenizer, "init_kwargs", {}).get(RESPONSE_TEMPLATE)
+    return own or _model_file(_source_of(tokenizer), "tokenizer_config.json").get(RESPONSE_TEMPLATE)
 
 
 def vocab_size_of(tokenizer: Any) -> int:

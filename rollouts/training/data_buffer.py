@@ -206,15 +206,14 @@ class DataBuffer:
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
         out = [(position, group_index) for group_index, position in self._positions.items()]
+        sampler = None if self.sampler is None else {_CLASS: type(self.sampler).__name__, **self.sampler.state_dict()}
         return BufferState(
             cursor=self._cursor,
             epoch=self._epoch,
             next_group_index=self._next_group_index,
             leftovers=tuple(sorted([*self._leftovers, *out], key=lambda entry: entry[1])),
             fingerprint=self.fingerprint,
-            sampler=None
-            if self.sampler is None
-            else {_CLASS: type(self.sampler).__name__, **self.sampler.state_dict()},
+            sampler=sampler,
         )
 
     def load_state(self, state: BufferState) -> None:

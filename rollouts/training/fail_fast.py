@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.errors import DataExhausted, FilterFailure, GenerateFailure
+from rollouts.errors import DataExhausted, EndpointAway, FilterFailure, GenerateFailure
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats, same_cause
 from rollouts.training.metrics import Accounting
@@ -73,8 +73,9 @@ class FailFast:
         self._error = self._error or error
 
     def begin_call(self) -> None:
-        """Forget the failures of an earlier call, of which no group is in flight."""
+        """Forget the failures of an earlier call, of which no group is in flight; an outage is found again."""
         self._first_failed = []
+        self._error = None if isinstance(self._error, EndpointAway) else self._error
 
     @property
     def may_run_ahead(self) -> bool:

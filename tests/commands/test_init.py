@@ -561,6 +561,7 @@ OPTIONS = {
     "--tasks": "the first N prompts",
     "--temperature": "temperature of a trainer",
     "--template-kwargs": "variables of the chat template",
+    "--teacher-model": "the weights of teachers, to compare their logprobs with",
     "--text": "the text of a prompt; or: store text, which a chat API has instead of ids",
     "--threshold": "lowest reward that passes",
     "--to": "the output format of an export",

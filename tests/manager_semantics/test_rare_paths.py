@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.errors import TokenMismatchError
+from rollouts.errors import EndpointAway, TokenMismatchError
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, Sample
 from rollouts.training.samplers import PassRateSampler
 from tests.manager_semantics.test_admission import on_virtual_clock
@@ -81,6 +81,34 @@ def slow_to_close(first: Exception, seconds: float = 20.0) -> GenerateFn:
         return await answer_at_once(prompts)
 
     return generate
+
+
+def test_an_outage_that_ends_one_call_does_not_end_the_next() -> None:
+    """13.2 Each group meets it at its own time, some as the first call is closing."""
+
+    async def run() -> None:
+        away = True
+
+        async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+            (request,) = prompts
+            if away and request.group_index == 1 and request.index == 3:
+                try:
+                    await anyio.sleep_forever()
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(20)
+            if away:
+                await anyio.sleep(2 - request.group_index)
+                raise EndpointAway("no server answers")
+            return await answer_at_once(prompts)
+
+        manager = manager_of(generate, batch_size=2, n_samples_per_prompt=2, over_sampling_factor=1)
+        with pytest.raises(EndpointAway):
+            await manager.generate_batch()
+        away = False
+        assert {sample.group_index for sample in await manager.generate_batch()} == {0, 1}
+
+    on_virtual_clock(run)
 
 
 @pytest.mark.parametrize("end", ["group_seconds", "put_back", "close"])
