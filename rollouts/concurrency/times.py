@@ -122,6 +122,6 @@ def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
     if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
         numbers = isinstance(values[2], int | float) and isinstance(values[3], int | float)
-        if numbers and -math.inf < values[2] + values[3] < math.inf:  # JSON stores others as null
+        if numbers and -math.inf < values[2] < math.inf and -math.inf < values[3] < math.inf:  # JSON has no others
             return Span(values[0], values[1], float(values[2]), float(values[3]))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")
