@@ -36,7 +36,6 @@ from training.sft import Job, run_verb, scores_of, train
 __all__ = ["distill"]
 
 _RECIPE = "calculator_grpo"
-"""Kinds of problems to evaluate with; no student trains on them."""
 
 
 @attrs.frozen(kw_only=True)

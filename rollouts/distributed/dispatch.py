@@ -51,10 +51,10 @@ from rollouts.distributed.slots import (
     Record,
     Slot,
     SlotEmpty,
-    Slots,
     State,
     WorkerLeft,
     WorkerSilent,
+    WorkerSlots,
 )
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError, shortened
@@ -118,7 +118,7 @@ Workers: TypeAlias = int | tuple[int, int]
 class _Stay:
     """The time of one worker in a slot."""
 
-    slots: Slots
+    slots: WorkerSlots
     slot: Slot
     link: Link
     silent_seconds: float
@@ -214,7 +214,7 @@ class Dispatcher:
         self._connect = connect
         self._orders = orders
         self._refills = refills
-        self._slots = Slots(maximum)
+        self._slots = WorkerSlots(maximum)
         self._entered = False
         self._group_slots: dict[int, Slot] = {}
         self._numbers = itertools.count()

@@ -220,7 +220,7 @@ def servers_record(away: str, answered: bool) -> bytes:
 
 
 def clocks_record(paused: Sequence[int], running: Sequence[int]) -> bytes:
-    """The report of a worker: requests whose deadlines are paused now, and those whose deadlines are no longer."""
+    """A worker's report: the requests whose deadlines were paused, and those whose deadlines run again."""
     return framed({"number": -1, "kind": "clocks", "paused": list(paused), "running": list(running)}, None)
 
 

@@ -15,19 +15,17 @@ import functools
 import importlib
 import importlib.util
 import signal
-import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
 import anyio.to_thread
-from anyio.from_thread import BlockingPortal
+from anyio.from_thread import start_blocking_portal
 
 from rollouts.base.extras import install_command
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
 from rollouts.distributed.worker import ConfigFactory, Player, create_config
 from rollouts.errors import ConfigError
-from rollouts.training.config import RolloutConfig
 
 __all__ = ["LINGER_SECONDS", "SAMPLES_A_MESSAGE", "in_actors"]
 
@@ -85,26 +83,6 @@ def _ray() -> Any:
         raise ConfigError(f"Ray is not installed: {install_command('ray')}") from error
 
 
-class _Loop:
-    """The event loop of an actor, in a thread, with its player."""
-
-    portal: BlockingPortal
-    player: Player
-
-    def __init__(self, config: RolloutConfig) -> None:
-        self._is_up = threading.Event()
-        options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
-        run = functools.partial(anyio.run, self._run, config, backend_options=options)
-        threading.Thread(target=run, name="player", daemon=True).start()
-        self._is_up.wait()
-
-    async def _run(self, config: RolloutConfig) -> None:
-        async with BlockingPortal() as self.portal:
-            self.player = Player(config, at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
-            self._is_up.set()
-            await self.portal.sleep_until_stopped()
-
-
 class _Actor:
     """A player in a Ray process; Ray calls its methods in threads.
 
@@ -113,26 +91,31 @@ class _Actor:
     """
 
     def __init__(self, factory: ConfigFactory) -> None:
-        self._loop = _Loop(create_config(factory))
+        config = create_config(factory)
+        options = {"use_uvloop": importlib.util.find_spec("uvloop") is not None}
+        self._loop = start_blocking_portal(backend_options=options, name="player")  # runs until the process ends
+        self._portal = self._loop.__enter__()
+        new_player = functools.partial(Player, config, at_least=SAMPLES_A_MESSAGE, linger=LINGER_SECONDS)
+        self._player: Player = self._portal.call(new_player)
         signal.signal(signal.SIGTERM, self._leave)  # in place of Ray's handler, which ends the process
 
     def _leave(self, number: int, frame: object) -> None:
-        self._loop.portal.start_task_soon(self._loop.player.leave)
+        self._portal.start_task_soon(self._player.leave)
 
     def work(self) -> None:
-        self._loop.portal.call(self._loop.player.run)
+        self._portal.call(self._player.run)
 
     def ready(self) -> None:
-        self._loop.portal.call(self._loop.player.started.wait)
+        self._portal.call(self._player.started.wait)
 
     def submit(self, message: bytes) -> None:
-        self._loop.portal.call(self._loop.player.submit, message)
+        self._portal.call(self._player.submit, message)
 
     def collect(self) -> bytes:
-        return self._loop.portal.call(self._loop.player.collect)
+        return self._portal.call(self._player.collect)
 
     def stop(self) -> None:
-        self._loop.portal.call(self._loop.player.stop)
+        self._portal.call(self._player.stop)
 
 
 class _ActorLink:

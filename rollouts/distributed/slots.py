@@ -28,10 +28,10 @@ __all__ = [
     "Record",
     "Slot",
     "SlotEmpty",
-    "Slots",
     "State",
     "WorkerLeft",
     "WorkerSilent",
+    "WorkerSlots",
 ]
 
 MESSAGE_BYTES = 1 << 24
@@ -184,7 +184,7 @@ class Slot:
         return len(numbers)
 
 
-class Slots:
+class WorkerSlots:
     """The slots of one run, and what their workers report of the inference servers.
 
     Args:
@@ -203,7 +203,7 @@ class Slots:
         self.given_away = 0
 
     def __repr__(self) -> str:
-        return f"<Slots: {', '.join(slot.state.name for slot in self._slots)}>"
+        return f"<WorkerSlots: {', '.join(slot.state.name for slot in self._slots)}>"
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)

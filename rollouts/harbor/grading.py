@@ -242,7 +242,7 @@ def new_folders(workdir: str) -> str:
 
 
 def folders_again(workdir: str) -> str:
-    """The command that makes folders again that an agent removed or made files: without them there is no verdict."""
+    """The command that restores folders which an agent removed or replaced by files: grading needs them."""
     folders = f"/logs {_quoted(workdir)}"
     way = f'for p in {folders}; do until [ -d "$p" ]; do rm -rf "$p"; p=${{p%/*}}; p=${{p:-/}}; done; done'
     return f"{way}; mkdir -p {folders}"

@@ -226,7 +226,7 @@ class Renderer:
                 system messages and messages with a switch are rendered.
             new: all messages since the reply: the tool results of the step, or user messages.
             tools: the tools of the opening.
-            tail: the reply's sampled ids; the last one is enough where there are no images.
+            tail: the reply's sampled ids; the last one is enough, unless the renderer takes images.
             memory: the findings of earlier bridges of the same ``history``, a list that grows; without it, the whole
                 history is searched for switches, and the bridge is compared.
 

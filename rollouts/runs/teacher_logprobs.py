@@ -95,8 +95,8 @@ def check_teachers(
         tolerance: largest difference of a logprob; by default that of :data:`~rollouts.runs.logprobs.TOLERANCES`.
 
     Raises:
-        ConfigError: there is no run, no sample has logprobs of a teacher, a teacher has no folder, a folder has no
-            teacher, or does not load.
+        ConfigError: the run does not exist or has no logprobs of a teacher, a teacher has no folder, or a folder has
+            no teacher or does not load.
     """
     from rollouts.engine.teacher import Teacher, dtype_of  # here: it imports torch
 

@@ -58,7 +58,7 @@ __all__ = ["ContainerSandbox"]
 _WORKSPACE, _HOME = "/workspace", "/home/agent"
 _SETUP_SECONDS, _GRACE_SECONDS = 60.0, 20.0
 _START_SECONDS = 30.0
-"""In which a command is not cut that has not said the number of its processes' group."""
+"""Time in which the shell of a command must write the number of its process group; until then it is not killed."""
 _NEW_NETWORK = 0x40000000
 _HOST = "host.docker.internal"
 _DOCKER = "/var/run/docker.sock"
@@ -455,7 +455,7 @@ class RunningContainer(Running):
         return str(created["Id"])
 
     async def _started(self, identity: str, command: Command, numbered: NumberedTail | None = None) -> Exit:
-        """Start a command and wait for its end; what it says before its number is waited for before that."""
+        """Start a command and wait for its end; with ``numbered``, its deadline counts from the number of its group."""
         tails = Tail(self._kind.limits.output_bytes), numbered or Tail(self._kind.limits.output_bytes)
         began = time.monotonic()
         try:

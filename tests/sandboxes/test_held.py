@@ -195,7 +195,7 @@ async def test_a_file_may_have_any_time(sandbox: RunningSandbox, tmp_path: Path,
 
 @pytest.mark.timeout(20)
 def test_a_deep_tree_is_unpacked_soon(tmp_path: Path) -> None:
-    """An agent makes one in a second; its unpacking must not use up the deadline, without which there is no verdict."""
+    """An agent makes one in a second; if unpacking outlasts the deadline, the rollout gets no verdict."""
     with (tmp_path / "deep.tar").open("wb+") as archive:
         with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
             for depth in range(1, 1000):
