@@ -28,6 +28,7 @@ import attrs
 from rollouts.base.validators import as_texts, number
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.base import log_close_failure
 
 __all__ = [
     "Files",
@@ -311,7 +312,7 @@ async def evaluate(task: RepositoryTask, sandbox: Sandbox, diff: bytes | str) ->
 
 async def score(task: RepositoryTask, sandbox: Sandbox, diff: bytes) -> Verdict:
     """Run the tests in a fresh place, with a diff, or at the base if it is empty."""
-    async with opened(sandbox) as place:
+    async with opened(sandbox, log_close_failure) as place:
         prepared = await prepare(task, place)
         if diff:
             apply = [*_GIT, "apply", "--index", "--binary", "--whitespace=nowarn", "-"]

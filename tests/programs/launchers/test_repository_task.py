@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from rollouts.errors import ConfigError
+from rollouts.harbor.grading import open_box
 from rollouts.programs.launchers.repository_task import (
     Files,
     GitCommit,
@@ -26,6 +27,7 @@ from rollouts.programs.launchers.repository_task import (
 )
 from rollouts.recipes.environments.repositories.tasks import SOLUTIONS, TASKS
 from rollouts.sandboxes import ProcessSandbox, SandboxError, SandboxLimits, opened
+from rollouts.sandboxes.process import RunningProcess
 from tests.sandboxes.kinds import kind_of
 
 TASK = TASKS["leap"]
@@ -45,6 +47,32 @@ async def verdict_of(script: str, task: RepositoryTask = TASK, **variables: str)
 
 
 SOLVE = 'printf %s "$SOLVED" > leap.py; '
+
+
+class Stuck(ProcessSandbox):
+    """Its folder is deleted with an error, as where a process that left its group still writes."""
+
+    async def open(self) -> RunningProcess:
+        running = await super().open()
+        close = running.close
+
+        async def close_and_fail() -> None:
+            await close()
+            raise SandboxError("cannot be deleted")
+
+        running.close = close_and_fail  # type: ignore[method-assign]
+        return running
+
+
+@pytest.mark.parametrize(("diff", "outcome"), [(TASK.reference, "resolved"), (b"nonsense", "diff_not_applied")])
+async def test_a_sandbox_that_does_not_close_costs_no_verdict(
+    diff: bytes, outcome: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a solution whose tests leave a process that writes would lose its verdict where it fails; it is logged."""
+    assert (await evaluate(TASK, Stuck(), diff)).outcome == outcome
+    assert "cannot be closed: cannot be deleted" in caplog.text
+    async with open_box(Stuck(), None, seconds=20) as box:
+        assert (await box.shell("true")).code == 0
 
 
 async def test_a_solution_is_resolved() -> None:
