@@ -17,6 +17,7 @@ import posixpath
 import secrets
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
@@ -116,8 +117,24 @@ class GitCommit:
     commit: str
 
     async def tree(self) -> bytes:
-        """The files of the commit as a tar archive."""
-        line = ["git", "-C", self.path, "archive", "--format=tar", "--end-of-options", self.commit]
+        """The files of the commit as a tar archive, as they are in the commit.
+
+        The repository's own attributes may keep files out of archives, and expand text in them: the archive is made in
+        a folder with the same objects, whose attributes take precedence.
+        """
+        here = ["git", "-C", self.path, "rev-parse", "--path-format=absolute"]
+        commit = (await self._done([*here, "--verify", "--end-of-options", self.commit])).decode().strip()
+        objects = await self._done([*here, "--git-path", "objects"])
+        form = (await self._done([*here, "--show-object-format"])).decode().strip()
+        with tempfile.TemporaryDirectory(prefix="rollouts-commit-") as name:
+            folder = Path(name)
+            await self._done(["git", "init", "-q", "--bare", "--template=", f"--object-format={form}", name])
+            (folder / "objects" / "info" / "alternates").write_bytes(objects)
+            (folder / "info").mkdir()
+            (folder / "info" / "attributes").write_text("* -export-ignore -export-subst\n")
+            return await self._done(["git", f"--git-dir={name}", "archive", "--format=tar", commit])
+
+    async def _done(self, line: Sequence[str]) -> bytes:
         done = await anyio.run_process(line, check=False, stderr=subprocess.PIPE)
         if done.returncode != 0:
             raise ConfigError(f"GitCommit: got {self!r}: {done.stderr.decode(errors='replace').strip()}")

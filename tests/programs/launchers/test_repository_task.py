@@ -222,10 +222,11 @@ async def test_sources(tmp_path: Path) -> None:
     """A folder, a commit without its history, a tar archive, a folder of the image: the same files."""
     folder = tmp_path / "repository"
     (folder / "sub").mkdir(parents=True)
-    (folder / "sub" / "a.txt").write_text("one")
+    (folder / "sub" / "a.txt").write_text("$Format:%H$")
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
     for line in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         await anyio.run_process([*git, *line])
+    (folder / ".git" / "info" / "attributes").write_text("a.txt export-subst\nsub export-ignore\n")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         archive.add(folder / "sub", "sub")
@@ -241,6 +242,7 @@ async def test_sources(tmp_path: Path) -> None:
             await prepare(attrs.evolve(TASK, source=source), place)
             assert (await place.exec(["git", "ls-files"])).stdout == "sub/a.txt\n"
             assert (await place.exec(["git", "rev-list", "--count", "--all"])).stdout == "1\n"
+            assert await place.read("sub/a.txt") == b"$Format:%H$"
 
 
 @pytest.mark.parametrize(
