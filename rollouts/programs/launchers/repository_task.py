@@ -64,6 +64,16 @@ _GIT = (
 )
 """Fixed names and dates: the base commit has the same hash in all places of a task."""
 _DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
+_OPEN_UP = """
+find . -mindepth 2 -name .git -prune -exec sh -c '
+    of=$1; shift
+    for at; do case "$(git --git-dir="$of" ls-files -s -- ":(literal)${at%/.git}")" in
+        160000*) ;;
+        *) rm -rf "$at" ;;
+    esac; done' sh "$1" {} +
+"""
+"""Makes the repositories that a program made below the workspace plain folders, whose files git would leave out of a
+diff; those of the base stay."""
 _TAIL = 4000
 
 RUNNER = """
@@ -302,6 +312,7 @@ async def take_diff(prepared: Prepared, place: RunningSandbox) -> bytes | str:
     git = [*_GIT, f"--git-dir={folder}/.git", f"--work-tree={place.workspace}"]
     for data, command in (
         (prepared.git, ["sh", "-c", 'mkdir -p "$1" && tar -xf - -C "$1"', "sh", folder]),
+        (b"", [*_GIT[:-1], "sh", "-c", _OPEN_UP, "sh", f"{folder}/.git"]),
         (b"", [*git, "add", "-A"]),
         (b"", [*git, *_DIFF, f"--output={folder}/diff", prepared.base]),
     ):

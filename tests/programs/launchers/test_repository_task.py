@@ -87,6 +87,20 @@ async def test_a_solution_is_resolved() -> None:
     assert "test_defect passed" in metadata["output"]
 
 
+@pytest.mark.parametrize("commit", ["", "git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"])
+async def test_a_repository_that_a_program_made_in_a_folder_is_part_of_its_change(commit: str) -> None:
+    """git refuses the whole change for one without a commit, and leaves out the files of one with commits."""
+    verdict = await verdict_of(SOLVE + "git init -q n; echo 1 > n/file; " + commit)
+    assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", True)
+
+
+async def test_a_repository_inside_the_base_is_as_before() -> None:
+    """It is no part of the change, which is applied to the same base."""
+    script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"
+    verdict = await verdict_of(SOLVE + "echo 2 > n/file", attrs.evolve(TASK, setup=[["sh", "-c", script]]))
+    assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", False)
+
+
 @pytest.mark.parametrize(
     ("script", "outcome", "restored"),
     [
