@@ -105,7 +105,7 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                 links = [os.path.realpath(os.path.join(root, member.linkname))] if member.islnk() else []
                 if ".." in member.name.split("/") or not all(
                     os.path.commonpath([root, inner]) == root for inner in (place, parent, *links)
-                ):  # ``link/../file`` is beside the folder that the link leads to
+                ):  # ``link/../file`` is next to the folder of the link
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
                 if member.ischr() or member.isblk():
                     raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")

@@ -316,8 +316,8 @@ async def opened(
     """Open a sandbox, and close it in any case, within 30 s, also if this task is cancelled.
 
     Args:
-        on_close_failure: called with the error of a sandbox that cannot be closed, which is raised without it. What was
-            done in the sandbox is whole, and a program may be the cause of the error.
+        on_close_failure: called with the error of a sandbox that cannot be closed, which is raised without it. The work
+            in the sandbox is whole then, and a program may be the cause of the error.
     """
     running = await sandbox.open()
     try:

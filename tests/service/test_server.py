@@ -340,8 +340,8 @@ async def test_a_request_while_the_service_stops_is_503(tmp_path: Path) -> None:
 
 
 async def test_a_lease_is_not_returned_by_the_first_of_two_requests_for_it(tmp_path: Path) -> None:
-    """Its client is noticed to have left when the repetition has the lease already, which would be answered with one
-    that has ended: its groups would be trained twice."""
+    """Its client is noticed to have left when the repetition has the lease already: the answer would have a lease
+    whose groups are ready again, so that they are trained twice."""
     async with service_of(tmp_path, 0) as (leases, url), anyio.create_task_group() as tasks:
         request, bodies = {"groups": 1, "request": "a"}, list[bytes]()
 

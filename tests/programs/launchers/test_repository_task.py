@@ -95,7 +95,7 @@ async def test_a_repository_that_a_program_made_in_a_folder_is_part_of_its_chang
 
 
 async def test_a_repository_inside_the_base_is_as_before() -> None:
-    """It is no part of the change, which is applied to the same base."""
+    """Its files are not in the change, which is applied to the same base."""
     script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"
     verdict = await verdict_of(SOLVE + "echo 2 > n/file", attrs.evolve(TASK, setup=[["sh", "-c", script]]))
     assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", False)
