@@ -336,7 +336,7 @@ async def opened(
 
 def log_close_failure(error: Exception) -> None:
     """The ``on_close_failure`` of :func:`opened` where there is a verdict, which it does not cost."""
-    _LOG.warning("a sandbox with a verdict cannot be closed: %s", error)
+    _LOG.warning("a sandbox cannot be closed: %s", error)
 
 
 class Tail:

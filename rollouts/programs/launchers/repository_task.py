@@ -70,10 +70,10 @@ find . -mindepth 2 -name .git -prune -exec sh -c '
     for at; do case "$(git --git-dir="$of" ls-files -s -- ":(literal)${at%/.git}")" in
         160000*) ;;
         *) rm -rf "$at" ;;
-    esac; done' sh "$1" {} +
+    esac; done' sh "$1" {} + 2>/dev/null || :
 """
 """Makes the repositories that a program made below the workspace plain folders, whose files git would leave out of a
-diff; those of the base stay."""
+diff; those of the base stay. git itself leaves out a folder that cannot be read."""
 _TAIL = 4000
 
 RUNNER = """
