@@ -308,13 +308,20 @@ def require_abilities(sandbox: Sandbox, *names: Ability) -> None:
 
 @contextlib.asynccontextmanager
 async def opened(sandbox: Sandbox) -> AsyncIterator[RunningSandbox]:
-    """Open a sandbox, and close it in any case, within 30 s, also if this task is cancelled."""
+    """Open a sandbox, and close it in any case, within 30 s, also if this task is cancelled.
+
+    Raises:
+        SandboxError: it does not open or close.
+    """
     running = await sandbox.open()
     try:
         yield running
     finally:
         with anyio.move_on_after(_CLOSE_SECONDS, shield=True) as scope:
-            await running.close()
+            try:
+                await running.close()
+            except OSError as error:
+                raise SandboxError(f"{type(sandbox).__name__}: not closed: {error}") from error
         if scope.cancelled_caught:
             raise SandboxError(f"{type(sandbox).__name__}: not closed within {_CLOSE_SECONDS:g} s")
 
