@@ -131,7 +131,7 @@ class ServedWeights:
     def check(self, name: str, info: ServerInfo) -> None:
         """Check the weights of a server that was unreachable.
 
-        The version must be the one that a server changed to last. One never seen before is accepted after an
+        The version must be that of the last change of a server. One never seen before is accepted after an
         update, since another process may update the weights; before any update it means another model.
 
         Raises:

@@ -1,6 +1,6 @@
 """Namespaces of servers' prefix caches, which keep K/V of different weights apart after updates in place.
 
-Invariant: a conversation keeps the namespace that it began with. Those that begin after an update in place by this
+Invariant: a conversation keeps the namespace that it began with. New ones after an update in place by this
 process share a new namespace, and each that begins during the update has a separate one, so they read no K/V of earlier
 weights. An update by another process is seen in replies: conversations that begin after the first reply of other
 weights share a new namespace. An update back to an earlier version is an update like any other: conversations of its

@@ -24,13 +24,13 @@ _AFTER = re.compile(
     r"""|[,.:]\d|_[\d{]|\s?[xyzn\u03c0](?!\w)"""  # 1,5 or 1.2.3 or 12:30; a base; 2x
 )
 _UNIT = re.compile(r"\s*(?:\^\s*\{?\s*(?:\\circ|°)|/\s*(?:[a-zA-Z]|\\(?:text|mathrm)))")
-"""What looks like an operator and is a unit: degrees, and ``5/hour``."""
+"""Units that look like operators: degrees, and ``5/hour``."""
 _BEFORE = re.compile(
     r"""(?:[×÷·√±^/]|\w_|\\(?:times|cdot|div|pm|sqrt|[dtc]?frac|log|ln|exp|sin|cos|tan)(?:_\w)?)\s*[\[{(]?\s*$"""
     r"""|\]\{$|[\w)\]}]\*{1,2}$|\d\s+\*\s+$|(?:[\d)\]}]|(?<!\w)[b-zB-Z])(?:\s*\+|\s+[-\u2013]|[-\u2013])\s*$|\d[,.:]$"""
 )
 _BEFORE_SIGN = re.compile(r"(?:[\d)\]}]|(?<!\w)[b-zB-Z])$")
-"""In front of a minus that is no sign: ``10-12``, ``x-2``."""
+"""In front of a minus that subtracts: ``10-12``, ``x-2``."""
 _CONTEXT = 24
 """Characters in front of a number that are looked at."""
 _THOUSANDS = re.compile(r"[-+]*\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")

@@ -71,7 +71,7 @@ async def test_a_worker_that_is_away_does_not_make_its_router_unreachable(client
 
 
 async def test_a_dead_worker_is_not_the_death_of_its_router(transport: HttpClient) -> None:
-    """Also where it is the last one that the router lists."""
+    """Also where the router lists it last."""
     async with StubServer() as dead:
         pass
     async with StubServer() as alive, StubServer(workers=[alive.url, dead.url]) as router:

@@ -363,7 +363,7 @@ async def test_a_server_that_keeps_other_weights_is_refused_by_name(client: Clie
 
 
 async def test_a_server_may_come_back_with_earlier_weights_to_which_it_was_updated(client: Client) -> None:
-    """A trainer that resumes from an earlier step loads an earlier version: the one that is served since is right."""
+    """A trainer that resumes from an earlier step loads an earlier version, which is the right one since then."""
     info = {"model_path": "m", "weight_version": "v1"}
     server = Restartable(model_info=info)
     await server.start()

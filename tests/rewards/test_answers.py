@@ -137,7 +137,7 @@ def test_a_number_is_read_whole(text: str, expected: str | None) -> None:
         ("The answer is 3 + 4 = 7 apples, 2 each", "7"),
         ("\\boxed{x = 5}", "5"),
         ("\\boxed{2^3 = 8}", "8"),
-        # signs, marks, units and words beside a number
+        # signs, marks, units and words around a number
         ("The answer is **72**.", "72"),
         ("**72** 5", "5"),
         ("*72* 3 of them", "3"),
@@ -157,7 +157,7 @@ def test_a_number_is_read_whole(text: str, expected: str | None) -> None:
     ],
 )
 def test_a_number_that_is_part_of_an_expression_is_not_the_answer(text: str, expected: str | None) -> None:
-    """A fraction is its value; signs, marks and units beside a number are not operators."""
+    """A fraction is its value; signs, marks and units around a number are not operators."""
     assert final_number(text) == (None if expected is None else Decimal(expected))
 
 
