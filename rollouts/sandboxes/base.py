@@ -318,6 +318,9 @@ async def opened(
     Args:
         on_close_failure: called with the error of a sandbox that cannot be closed, which is raised without it. The work
             in the sandbox is whole then, and a program may be the cause of the error.
+
+    Raises:
+        SandboxError: it does not open or close.
     """
     running = await sandbox.open()
     try:
@@ -329,9 +332,12 @@ async def opened(
             if scope.cancelled_caught:
                 raise SandboxError(f"{type(sandbox).__name__}: not closed within {_CLOSE_SECONDS:g} s")
         except Exception as error:
-            if on_close_failure is None:
+            if on_close_failure is not None:
+                on_close_failure(error)
+            elif isinstance(error, OSError):
+                raise SandboxError(f"{type(sandbox).__name__}: not closed: {error}") from error
+            else:
                 raise
-            on_close_failure(error)
 
 
 def log_close_failure(error: Exception) -> None:
