@@ -12,7 +12,16 @@ from decimal import Decimal, InvalidOperation
 from rollouts.dtypes import chat_text
 from rollouts.training.types import Sample
 
-__all__ = ["boxed", "decimal", "final_answer", "final_choice", "final_number", "final_reply", "tagged_text"]
+__all__ = [
+    "boxed",
+    "decimal",
+    "final_answer",
+    "final_choice",
+    "final_number",
+    "final_reply",
+    "numbers",
+    "tagged_text",
+]
 
 _NUMBER = re.compile(r"-?\$?-?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+(?!\w))?")
 _LARGEST_EXPONENT = 5_000
@@ -79,8 +88,12 @@ def final_number(text: str) -> Decimal | None:
         if ends:
             number = _NUMBER.search(re.split(r"[\n}]", text[ends[-1] :])[0])
             return decimal(number[0]) if number else None
-    numbers = _NUMBER.findall(text)
-    return decimal(numbers[-1]) if numbers else None
+    return (numbers(text) or [None])[-1]
+
+
+def numbers(text: str) -> list[Decimal | None]:
+    """Every number that is written in text, in order, as :func:`decimal`."""
+    return [decimal(number) for number in _NUMBER.findall(text)]
 
 
 def final_choice(text: str, letters: str) -> str | None:
