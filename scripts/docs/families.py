@@ -94,7 +94,7 @@ class Assets:
         self.folder, self.unpacked = folder, unpacked
 
     def getfixturevalue(self, name: str) -> Callable[..., Any]:
-        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "tokenizer": self.tokenizer}
+        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "small_tokenizer": self.tokenizer}
         return fixtures[name]
 
     def template(self, name: str) -> str:
