@@ -524,9 +524,10 @@ def main() -> int:
 
 def exit_code(program: str, train: Callable[[], object], *others: type[Exception]) -> int:
     """Train; an error of the package, or of these further types, is one line on stderr, and the exit code 2."""
+    expected: tuple[type[Exception], ...] = (RolloutsError, *others)
     try:
         train()
-    except (RolloutsError, *others) as error:
+    except expected as error:
         with contextlib.suppress(OSError):
             print(visible(f"{program}: error: {error}"), file=sys.stderr)
         return 2
