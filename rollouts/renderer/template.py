@@ -112,7 +112,7 @@ class ChatTemplate:
     def reads(self) -> frozenset[str]:
         """The variables that a caller can set, special tokens included, without the variables that each rendering sets.
 
-        A name that the template assigns is one of its own variables, unless the template asks whether it is defined.
+        A name that the template assigns is its own variable, unless the template asks whether it is defined.
         """
         environment = self._compiled.environment
         tree = environment.parse(self.source)

@@ -365,8 +365,10 @@ def test_nemo_refuses_seats_whose_prompts_do_not_tell_them_apart() -> None:
     samples[1] = attrs.evolve(samples[0], seat="player1", reward=-1.0)
     with pytest.raises(ConfigError, match=r"its prompt ids: got 'the same'; expected another than that of 0/player0"):
         nemo_rl.to_batch(samples)
+    samples = two_seats()
+    samples[2].tokens = [999, *samples[2].token_column[1:].tolist()]
     with pytest.raises(ConfigError, match=r"its prompt ids: got 'others'; expected those of .*player0"):
-        nemo_rl.to_batch(two_seats())
+        nemo_rl.to_batch(samples)
 
 
 def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
