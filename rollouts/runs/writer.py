@@ -153,7 +153,7 @@ class RunWriter:
         """
         writer = cls.__new__(cls)
         writer.path = Path(path)
-        if (writer.path / "run.json").is_file():  # no lock where there is no run
+        if (writer.path / "run.json").is_file():  # a folder without a run gets no lock
             writer._take_lock("--resume")
         info = read_info(path)
         writer.format, writer.finished = info.get("format", "jsonl"), False

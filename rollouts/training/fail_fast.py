@@ -151,7 +151,7 @@ class FailFast:
             text += f", and {failed} failed before it"
         if len(rewards) == 1:
             text += f"; every reward was {_rounded(next(iter(rewards)))}, so there is nothing to learn"
-            text += ' (keep="all" of agent_recipe keeps such groups)'
+            text += ' (keep="all" of agent_recipe, in place of a filter, keeps such groups)'
         return FilterFailure(f"{text}; mean reward {_rounded(mean_reward)}. {_kept(accounting)}")
 
     def _reset_patience(self) -> None:
