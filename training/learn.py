@@ -522,12 +522,11 @@ def main() -> int:
     return exit_code("learn", train)
 
 
-def exit_code(program: str, train: Callable[[], object], *others: type[Exception]) -> int:
-    """Train; an error of the package, or of these further types, is one line on stderr, and the exit code 2."""
-    expected: tuple[type[Exception], ...] = (RolloutsError, *others)
+def exit_code(program: str, train: Callable[[], object], errors: tuple[type[Exception], ...] = (RolloutsError,)) -> int:
+    """Train; one of these errors is one line on stderr, and the exit code 2."""
     try:
         train()
-    except expected as error:
+    except errors as error:
         with contextlib.suppress(OSError):
             print(visible(f"{program}: error: {error}"), file=sys.stderr)
         return 2

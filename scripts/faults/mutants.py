@@ -36,7 +36,12 @@ _SEMANTICS = (
     "tests/manager_semantics/test_exhausted_data.py",
     "tests/manager_semantics/test_rewards_before_filters.py",
     "tests/manager_semantics/test_broken_laws_are_crashes.py",
+    "tests/manager_semantics/test_call_shapes.py",
+    "tests/manager_semantics/test_rare_paths.py",
+    "tests/manager_semantics/test_admission.py",
+    "tests/training/test_filters.py",
 )
+_SAMPLERS = ("tests/training/samplers/test_base.py", "tests/training/samplers/test_pass_rate.py")
 _EPISODE = (
     "tests/agent/test_episode.py",
     "tests/agent/test_loop.py",
@@ -77,7 +82,6 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/training/sample_validator.py": ("tests/training/test_rollout_attempt.py",),
     "rollouts/training/group_runner.py": (
         "tests/training/test_failures.py",
-        "tests/training/test_filters.py",
         *_SEMANTICS,
     ),
     "rollouts/training/rollout_attempt.py": (
@@ -86,7 +90,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *_SEMANTICS,
     ),
     "rollouts/training/staleness.py": ("tests/training/test_staleness.py",),
-    "rollouts/training/data_buffer.py": ("tests/training/test_data_buffer.py", *_SEMANTICS),
+    "rollouts/training/data_buffer.py": ("tests/training/test_data_buffer.py", *_SAMPLERS, *_SEMANTICS),
 }
 """Test files of each module, or of the modules of a glob, the fastest first."""
 
