@@ -13,7 +13,6 @@ numbers below 60; they are evaluated on problems with numbers from 60 on. Needs 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 import time
@@ -27,10 +26,9 @@ import msgspec
 from rich.table import Table
 
 from rollouts.curation import Selection, curate, write_folder
-from rollouts.errors import RolloutsError
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, START_MODEL, Lesson, learn
+from training.learn import HELD_OUT_KINDS, START_MODEL, Lesson, exit_code, learn
 from training.sft import Job, run_verb, scores_of, train
 
 __all__ = ["distill"]
@@ -121,15 +119,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rollouts", type=int, default=192, help="of the teacher, for SFT (default: 192)")
     args = parser.parse_args(arguments)
     names = ("seed", "tasks", "teacher_steps", "steps", "rollouts")
-    console = SafeConsole()
-    try:
-        sizes = _Sizes(**{name: getattr(args, name) for name in names})
-        console.print(_table(distill(args.out, args.teacher, sizes, console)))
-    except RolloutsError as error:
-        with contextlib.suppress(OSError):
-            print(f"training.distill: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    sizes, console = _Sizes(**{name: getattr(args, name) for name in names}), SafeConsole()
+    show = console.print
+    return exit_code("training.distill", lambda: show(_table(distill(args.out, args.teacher, sizes, console))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Invariant: no token of the rival is trained. Held-out problems have numbers from
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -26,13 +25,12 @@ import attrs
 from rollouts.dtypes import Endpoint, Limits, Prompt
 from rollouts.engine.process import engine_process
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.seats import Seat, Seats, gather, play_recipe
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, learn
+from training.learn import HELD_OUT_KINDS, Lesson, exit_code, learn
 
 __all__ = ["duel", "play", "recipe"]
 
@@ -87,14 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         held_out=args.held_out,
         kinds=HELD_OUT_KINDS,
     )
-    console = SafeConsole()
-    try:
-        anyio.run(duel, lesson, console)
-    except RolloutsError as error:
-        with contextlib.suppress(OSError):
-            print(f"training.duel: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("training.duel", lambda: anyio.run(duel, lesson, SafeConsole()))
 
 
 if __name__ == "__main__":

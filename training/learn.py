@@ -29,7 +29,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,6 +78,7 @@ __all__ = [
     "changes",
     "endpoint_of",
     "evaluate",
+    "exit_code",
     "held_out_prompts",
     "learn",
     "lesson_of",
@@ -511,13 +512,24 @@ def lesson_of(arguments: Sequence[str] | None = None) -> Lesson:
 
 def main() -> int:
     """The command line."""
-    try:
+
+    def train() -> None:
         lesson = lesson_of()
         read_options(load_recipe(lesson.recipe), lesson.options)
         _make_room(lesson)
         anyio.run(learn, lesson, Console())
-    except RolloutsError as error:
-        print(visible(f"learn: error: {error}"), file=sys.stderr)
+
+    return exit_code("learn", train)
+
+
+def exit_code(program: str, train: Callable[[], object], *others: type[Exception]) -> int:
+    """Train; an error of the package, or of these further types, is one line on stderr, and the exit code 2."""
+    expected: tuple[type[Exception], ...] = (RolloutsError, *others)
+    try:
+        train()
+    except expected as error:
+        with contextlib.suppress(OSError):
+            print(visible(f"{program}: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

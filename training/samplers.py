@@ -11,7 +11,6 @@ included; the checks are not.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -23,10 +22,9 @@ import attrs
 import msgspec
 from rich.table import Table
 
-from rollouts.errors import RolloutsError
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, learn
+from training.learn import HELD_OUT_KINDS, Lesson, exit_code, learn
 
 __all__ = ["compare_samplers"]
 
@@ -102,13 +100,8 @@ def main(arguments: Sequence[str]) -> int:
         kinds=HELD_OUT_KINDS,
     )
     console = SafeConsole()
-    try:
-        console.print(_table(compare_samplers(lesson, args.seeds, console)))
-    except RolloutsError as error:
-        with contextlib.suppress(OSError):
-            print(f"training.samplers: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    show = console.print
+    return exit_code("training.samplers", lambda: show(_table(compare_samplers(lesson, args.seeds, console))))
 
 
 if __name__ == "__main__":

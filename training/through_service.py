@@ -10,6 +10,7 @@ training problem has.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import sys
@@ -25,14 +26,12 @@ from rich.console import Console
 
 from rollouts.dtypes import Prompt
 from rollouts.engine.process import server_process
-from rollouts.errors import RolloutsError
 from rollouts.recipe.files import build, load_recipe
 from rollouts.service import Rollouts, ServiceError
 from rollouts.service.batches import SampleBatch, sample_batches
-from rollouts.views.terminal.transcript import visible
 from training.board import Board
 from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, changes, endpoint_of, evaluate, spend, trainer_of
+from training.learn import HELD_OUT_KINDS, Lesson, changes, endpoint_of, evaluate, exit_code, spend, trainer_of
 
 __all__ = ["learn_through_service"]
 
@@ -108,12 +107,8 @@ def main(arguments: list[str]) -> int:
         held_out_rollouts=1,
         kinds=HELD_OUT_KINDS,
     )
-    try:
-        anyio.run(learn_through_service, lesson, args.groups, Console())
-    except (RolloutsError, ServiceError) as error:
-        print(visible(f"learn: error: {error}"), file=sys.stderr)
-        return 2
-    return 0
+    train = functools.partial(anyio.run, learn_through_service, lesson, args.groups, Console())
+    return exit_code("training.through_service", train, ServiceError)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 
 from rollouts.dtypes import Prompt
-from rollouts.rewards.answers import decimal
+from rollouts.rewards.answers import numbers
 from rollouts.seats import Seats
 
 __all__ = ["errands", "play"]
@@ -16,7 +15,6 @@ PERSONA = (
     "You are the customer of a shop: {errand} Say so in one short sentence, answer questions, and say ###DONE### when "
     "you have the total."
 )
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 POLICY = "You are the assistant of a shop. Use your tools to compute, and tell the customer the total."
 
 
@@ -26,7 +24,7 @@ async def play(seats: Seats, prompt: Prompt) -> None:
     said, named = (await user.ask("Hello, how can I help?")).text, False
     for _ in range(6):
         reply = await agent.ask(said or "...")
-        named = named or prompt.label in map(decimal, _NUMBER.findall(reply.text))
+        named = named or prompt.label in numbers(reply.text)
         if reply.over:
             break
         answer = await user.ask(reply.text or "...")

@@ -15,7 +15,6 @@ from rollouts.errors import ConfigError
 
 __all__ = ["bytes_of_url", "decoded", "png_of"]
 
-_RGB_8 = b"\x08\x02"  # bit depth and colour type in the header of a PNG
 _EXIF_ORIENTATION = 0x0112
 _MAX_PIXELS = 1 << 26
 """A few bytes can hold an image of any size."""
@@ -60,14 +59,17 @@ def decoded(data: bytes) -> Any:
     return image
 
 
-def png_of(value: Any) -> bytes:
-    """The bytes of an RGB PNG with the pixels of an image file or a PIL image."""
+def png_of(value: Any, kept: bytes) -> bytes:
+    """The bytes of an RGB PNG with the pixels of an image file or a PIL image.
+
+    A PNG whose header has ``kept`` as bit depth and colour type stays as it is, unless it is turned or transparent.
+    """
     pillow = _pillow()
     image = value
     if isinstance(value, bytes | bytearray):
         image = decoded(bytes(value))
         upright = image.getexif().get(_EXIF_ORIENTATION, 1) == 1
-        if image.format == "PNG" and value[24:26] == _RGB_8 and upright and "transparency" not in image.info:
+        if image.format == "PNG" and value[24:26] == kept and upright and "transparency" not in image.info:
             return bytes(value)
         image = image if upright else pillow.ImageOps.exif_transpose(image)
     elif not isinstance(value, pillow.Image.Image):

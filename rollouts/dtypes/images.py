@@ -69,7 +69,7 @@ class Image:
                 return cls.of(Path(value).read_bytes())
             except (OSError, ValueError) as error:
                 raise ConfigError.of("image", str(value)[:200], f"a file with an image ({error})") from error
-        return cls(png_of(value))
+        return cls(png_of(value, _RGB_8))
 
     @property
     def width(self) -> int:

@@ -112,7 +112,7 @@ class ChatTemplate:
     def reads(self) -> frozenset[str]:
         """The variables that a caller can set, special tokens included, without the variables that each rendering sets.
 
-        A name that the template assigns is one of its own variables, unless the template asks whether it is defined.
+        A name that the template assigns is its own variable, unless the template asks whether it is defined.
         """
         environment = self._compiled.environment
         tree = environment.parse(self.source)
@@ -169,7 +169,7 @@ class ChatTemplate:
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""
-        images = message.images
+        images = () if type(message.content) is str else message.images
         if images and not self._shows_images:
             message.only_text(f"the renderer of chat template {self.name}")
         chat = (attrs.evolve(message, content="") if images else message).to_chat()

@@ -12,7 +12,16 @@ from decimal import Decimal, InvalidOperation
 from rollouts.dtypes import chat_text
 from rollouts.training.types import Sample
 
-__all__ = ["boxed", "decimal", "final_answer", "final_choice", "final_number", "final_reply", "tagged_text"]
+__all__ = [
+    "boxed",
+    "decimal",
+    "final_answer",
+    "final_choice",
+    "final_number",
+    "final_reply",
+    "numbers",
+    "tagged_text",
+]
 
 _ONE = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+(?!\w))?"
 _NUMBER = re.compile(rf"(-?\$?-?)(?:(\d+) +(?=\d+/\d))?({_ONE})(?:\s*/\s*({_ONE}))?")
@@ -32,7 +41,7 @@ _BEFORE = re.compile(
 _BEFORE_SIGN = re.compile(r"(?:[\d)\]}]|(?<!\w)[b-zB-Z])$")
 """In front of a minus that subtracts: ``10-12``, ``x-2``."""
 _CONTEXT = 24
-"""Characters in front of a number that are looked at."""
+"""Characters in front of a number, and behind it, that are looked at."""
 _THOUSANDS = re.compile(r"[-+]*\d{1,3}(?:,\d{3})+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _LARGEST_EXPONENT = 5_000
 """Arithmetic of decimals raises an error above 999,999."""
@@ -107,15 +116,20 @@ def final_number(text: str) -> Decimal | None:
                 marked = re.sub(r",\s+(?=[-\d])", ",", marked)  # a list of numbers is not a number either
             found = [number for part in (marked, marked.rpartition("=")[2]) if (number := _NUMBER.search(part))]
             return next((value for number in found if (value := _value(number)) is not None), None)
-    numbers = list(_NUMBER.finditer(text))
-    return _value(numbers[-1]) if numbers else None
+    matches = list(_NUMBER.finditer(text))
+    return _value(matches[-1]) if matches else None
+
+
+def numbers(text: str) -> list[Decimal | None]:
+    """Every number that is written in text, in order; ``None`` in the place of a part of a larger expression."""
+    return [_value(number) for number in _NUMBER.finditer(text)]
 
 
 def _value(number: re.Match[str]) -> Decimal | None:
     """The value of a number or fraction; ``None`` if it is part of a larger expression, or cannot be read."""
     text, start, end = number.string, number.start(), number.end()
-    before = text[max(text.rfind("\n", 0, start) + 1, start - _CONTEXT) : start]
-    after = text[end:].partition("\n")[0]
+    before = text[max(start - _CONTEXT, 0) : start].rpartition("\n")[2]
+    after = text[end : end + _CONTEXT].partition("\n")[0]
     if _BEFORE.search(before) or ("-" in number[1] and _BEFORE_SIGN.search(before)):
         return None
     if _AFTER.match(after) and not _UNIT.match(after):

@@ -183,7 +183,7 @@ def naive(play: Play, url: str) -> Round:
             said = decode(answer["output_ids"], skip_special_tokens=False)
             call = re.search(r"<tool_call>(.*?)</tool_call>", said, re.DOTALL)
             if call is not None and json.loads(call[1])["name"] != "look":
-                raise SystemExit("another call than the one that was canned")
+                raise SystemExit("another call than the canned one")
             tokens += [token for _, token, _ in triples]
             logprobs += [logprob for logprob, _, _ in triples]
             mask += [1] * len(triples)

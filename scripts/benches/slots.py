@@ -175,7 +175,7 @@ async def _stream(job: Job) -> Outcome:
 
 async def _played(job: Job, play: Play) -> Outcome:
     alive = [0, 0, 0]
-    """Rollouts that run, the most of them, and those that ended."""
+    """Rollouts that run, the most at once, and rollouts that ended."""
     began: dict[int, int] = {}
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:

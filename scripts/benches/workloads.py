@@ -55,7 +55,7 @@ _MOST_TURNS = 32
 
 
 def _observation(number: int, turn: int, length: int) -> str:
-    """A text for one turn of one sample: no other turn or sample has the same."""
+    """The text of one turn of one sample: no other turn or sample has the same."""
     at = length * (_MOST_TURNS * number + turn) % (len(BOOK) - length)
     return f"{number} {BOOK[at : at + length].strip()}"
 

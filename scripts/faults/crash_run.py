@@ -10,7 +10,7 @@ is executed without a kill, and both are compared. Exits with 1 if anything was 
 With ``--harbor`` each program plays a Harbor task in a box over an image, and is graded in another box: no process of a
 killed run, no box and no folder may be left, and every rollout has a verdict.
 
-With ``--programs`` each rollout is a process that asks the model through the gateway. A program cannot be restored: one
+With ``--programs`` each rollout is a process that asks the model through the gateway. Programs cannot be restored: each
 that was under way at a kill must have begun again and say so in ``restarted_at_resume``, and no other may say so. No
 program of a killed run may continue.
 

@@ -1,7 +1,7 @@
 """Forked processes, each of which works in its own copy of the working tree: no import is paid twice.
 
-Invariant: the working tree is never changed, and no process outlives the crew. What one of them prints goes to a log
-next to its copy. This module knows no mutant and no test.
+Invariant: the working tree is never changed, and no process outlives the crew. The output of each goes to a log next
+to its copy. This module knows no mutant and no test.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def lines_run_by(tree: Path, file: str, modules: Iterable[str]) -> dict[str, Any
 
 
 def play(tree: Path, trials: Sequence[Trial], found: Found) -> None:
-    """Play mutants one after another. First those that are more than functions, each with imports of its own."""
+    """Play mutants one after another. Changes outside of functions come first, each with new imports."""
     for trial in trials:
         if not trial.tests:
             found(trial, "")

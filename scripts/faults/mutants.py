@@ -4,7 +4,7 @@
 :data:`NEAREST`, by a fixed seed, and runs the test files of each until one fails. A survivor is a missing test, or a
 change without effect. Mutants run in copies of the working tree, which itself is never changed.
 
-Before, the tests run without a mutant, to learn which lines each of them runs: a mutant is given only to those that run
+Before, the tests run without a mutant, to learn which lines each of them runs: a mutant is given only to tests that run
 its statement, the fastest first. ``mutations.py`` has the changes, ``mutant_tests.py`` the tests and ``mutant_crew.py``
 the processes.
 """

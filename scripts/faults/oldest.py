@@ -23,7 +23,7 @@ def lowest_versions(project: Mapping[str, Any], extras: Sequence[str]) -> list[s
 
     Args:
         project: the table ``project`` of pyproject.toml.
-        extras: names of its optional dependencies; those that they name of the project itself are included.
+        extras: names of its optional dependencies; extras of the project that they name are included.
 
     Raises:
         ValueError: a dependency has no lower bound.

@@ -2,8 +2,8 @@
 
 Control routes of SGLang pause the server and replace its weights, so it listens on this machine only, or with a key.
 Keys come from ROLLOUTS_API_KEY and ROLLOUTS_ADMIN_KEY, the same variables that the client reads; the server gets them
-in a file, because every user of a machine can read the arguments of a process. The server has a process group of its
-own, which ends with this process on Ctrl-C, SIGTERM or SIGHUP.
+in a file, because every user of a machine can read the arguments of a process. The server has its process group,
+which ends with this process on Ctrl-C, SIGTERM or SIGHUP.
 
 All other flags go to SGLang as they are; docs/servers.md names the flags that matter.
 """
@@ -60,7 +60,7 @@ REFUSED = {
     "--api-key": "ROLLOUTS_API_KEY in the environment: every user of this machine can read an argument",
     "--admin-api-key": "ROLLOUTS_ADMIN_KEY in the environment: every user of this machine can read an argument",
     "--config": "flags: the file with the keys is given by this flag",
-    "--allow-auto-truncate": "no such flag: the server would answer another prompt than the one that is stored",
+    "--allow-auto-truncate": "no such flag: the server would answer another prompt than the stored one",
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_SECONDS = 0.5

@@ -317,7 +317,7 @@ async def test_a_seat_learns_against_a_frozen_one(request: pytest.FixtureRequest
 
 
 def test_a_proposal_is_a_call_within_the_trained_numbers() -> None:
-    """Its problem and answer are those of the call; other replies are no proposal."""
+    """Its problem and answer are those of the call; other replies are not a proposal."""
 
     def of(name: str, arguments: Any) -> Any:
         return proposers.proposal(

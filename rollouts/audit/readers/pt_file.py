@@ -39,6 +39,11 @@ _STORAGES = {
 _ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
 _KINDS = "biuf"
 """The kinds of dtypes of arrays that are read: numbers."""
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_LEAST_ENTRIES, _ENTRIES_A_BYTE = 1 << 20, 16
+"""Entries of a value of any file, and for each byte of its pickle: samples may share some of their values."""
+_MOST_BITS = 4096
+"""Python writes integers of up to 14,000 bits as text."""
 
 
 def load_plain(path: Path) -> Any:
@@ -85,13 +90,6 @@ def _check_size(value: Any, file_bytes: int) -> None:
         longest = max((entry.bit_length() for entry in entries if type(entry) is int), default=0)
         if longest > _MOST_BITS:
             raise ValueError(f"an integer of {longest} bits")
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_LEAST_ENTRIES, _ENTRIES_A_BYTE = 1 << 20, 16
-"""Entries of a value of any file, and for each byte of its pickle: samples may share some of their values."""
-_MOST_BITS = 4096
-"""Python writes integers of up to 14,000 bits as text."""
 
 
 class _Unsafe(Exception):

@@ -23,10 +23,9 @@ __all__ = ["Taken", "TrainerBuffer"]
 
 @attrs.define(eq=False)
 class Taken:
-    """A group of slime's samples that was taken from the source."""
+    """A group of slime's samples, unchanged, that was taken from the source."""
 
     group: list[Any]
-    """slime's samples, unchanged."""
     begun: int = 0
     """slime's rollout_id of the call that took it."""
     started: dict[int, float] = attrs.field(factory=dict)

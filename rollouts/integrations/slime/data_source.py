@@ -3,8 +3,7 @@
 Invariant: every group that left the data set and is in no batch yet is in the checkpoint, with its finished rollouts:
 groups in the buffer, and groups in flight. slime's own data source saves only its cursor
 (slime 0.3.1, rollout/data_source.py: RolloutDataSource.save). Only our rollout function reports the groups in flight:
-with another function, a checkpoint has the buffer alone. A sample of the data set with a value that cannot be loaded
-safely is refused when it is taken, so a checkpoint never fails because of a value.
+with another function, a checkpoint has the buffer alone. No value of a sample makes a checkpoint fail.
 
 It reads no prompts itself: slime's data source, or the class of ``args.rollouts_inner_data_source_path``, does.
 """

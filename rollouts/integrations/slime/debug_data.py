@@ -36,8 +36,7 @@ def export_run(
         temperature: slime's ``--rollout-temperature``, by which its trainer divides logits.
 
     Raises:
-        ConfigError: the run is missing or has no batch, a sample cannot be trained on, or was sampled at another
-            temperature, ``out`` exists or is among the files of a run, or torch is not installed.
+        ConfigError: as :func:`write_debug_data`; no run, no batch, or ``out`` exists or is among the files of a run.
     """
     template = str(out)
     batch_count = sum(outcome == "kept" for outcome, _ in run_files(run))

@@ -1,8 +1,5 @@
 """Filters for slime's flags: our filters as dynamic sampling filters, and buffer filters that order waiting groups.
 
-Dynamic: ``--dynamic-sampling-filter-path rollouts.integrations.slime.filters.check_reward_nonzero_std``; groups with
-forked rollouts are flattened. Buffer: ``--buffer-filter-path rollouts.integrations.slime.filters.pop_stalest``.
-
 Invariant of the buffer filters: they remove and return at most ``num_samples`` groups of the buffer; the rest keeps its
 order.
 """

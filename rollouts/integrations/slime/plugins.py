@@ -5,8 +5,7 @@ attempts becomes a sample that slime removes from the loss
 (slime 0.3.1, ray/rollout.py: RolloutManager._convert_samples_to_train_data), with the reason in
 ``metadata["failure"]``.
 
-They need a recipe (``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``). With ``generate_rollout_batch`` as
-the rollout function, these plug-ins are not needed.
+They need a recipe: ``args.rollouts_recipe`` or the variable ``ROLLOUTS_RECIPE``.
 """
 
 from __future__ import annotations

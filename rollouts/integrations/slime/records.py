@@ -1,10 +1,8 @@
 """The record classes of slime, or of its fork miles, where it is installed, and stand-ins of slime's shape elsewhere.
 
-Invariant: :class:`Sample` here has slime's fields, defaults, ``to_dict`` and ``from_dict``, so slime reads data that
-was written without it. Only a call of :func:`records` imports slime. All that differs between slime and miles is in
-:data:`FAMILIES`; one process serves one of them.
-
-The stand-in lacks the methods of slime's sample but these two.
+Invariant: :class:`Sample` here has slime's fields, defaults, and of its methods ``to_dict`` and ``from_dict``, so slime
+reads data that was written without it. Only a call of :func:`records` imports slime. All that differs between slime and
+miles is in :data:`FAMILIES`; one process serves one of them.
 """
 
 from __future__ import annotations

@@ -413,10 +413,8 @@ class TrainerRollouts:
     def _release(self, settled: list[Group]) -> None:
         """Remove settled groups that are in no batch; stale ones are played again."""
         for group in settled:
-            if group.outcome == "kept":
-                continue
-            if group.group_index not in self.buffer.taken:
-                continue  # a buffer filter took it out
+            if group.outcome == "kept" or group.group_index not in self.buffer.taken:
+                continue  # in a batch, or taken out by a buffer filter
             if group.reason == _STALE:
                 self.buffer.play_again(group.group_index, stale=True)
             else:

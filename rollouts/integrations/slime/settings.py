@@ -109,7 +109,6 @@ class EvalSet:
     """The column of each kind of media: slime's own data set reads such rows."""
     n_samples: int
     params: Mapping[str, Any]
-    """slime's sampling parameters, as a custom generate function gets them."""
     sampling: SamplingParams
     """The same for our policy; stop ids and the text of a reply are read from ``params``."""
     apply_chat_template: bool
