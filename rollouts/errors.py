@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -188,20 +187,21 @@ def _cause(error: BaseException) -> str:
 
 _PLACE: contextvars.ContextVar[str] = contextvars.ContextVar("rollouts_place", default="here")
 
-
-def current_place() -> str:
-    """The place set by the enclosing :func:`at`, ``"here"`` outside of any."""
-    return _PLACE.get()
+current_place: Callable[[], str] = _PLACE.get
+"""Returns the place set by the enclosing :func:`at`, ``"here"`` outside of any."""
 
 
-@contextlib.contextmanager
-def at(place: str) -> Iterator[None]:
+class at:  # noqa: N801 - used as `with at(...)`
     """Set the place that waits and failures inside are attributed to."""
-    token = _PLACE.set(place)
-    try:
-        yield
-    finally:
-        _PLACE.reset(token)
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._token = _PLACE.set(self._place)
+
+    def __exit__(self, *_: object) -> None:
+        _PLACE.reset(self._token)
 
 
 def shortened(value: Any) -> str:

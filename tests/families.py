@@ -60,7 +60,7 @@ MARKS = (*GLM, *GRANITE, *PHI)
 def _real(name: str, tokenizer: str = "qwen3", marks: tuple[str, ...] = (), stops: tuple[str, ...] = ()) -> Any:
     def make(request: Any, **options: Any) -> Renderer:
         source = request.getfixturevalue("chat_template")(name)
-        found = request.getfixturevalue("tokenizer")(tokenizer, *marks)
+        found = request.getfixturevalue("small_tokenizer")(tokenizer, *marks)
         return Renderer(found, **{"chat_template": source, "stop_token_ids": _ids(found, stops), **options})
 
     return make

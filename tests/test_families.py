@@ -9,7 +9,7 @@ replies, several user turns, unusual tokenization of replies).
    the history; each sampled token is trained once.
 3. A family whose bridge would be wrong is refused with the reason before anything is sampled.
 
-``--long`` plays 2,000 conversations of each family.
+``--long`` plays 2,000 conversations of each family, with its whole vocabulary.
 """
 
 from __future__ import annotations

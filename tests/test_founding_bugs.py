@@ -122,10 +122,10 @@ async def test_a_failing_rollout_fails_alone() -> None:
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 @pytest.mark.parametrize("system", ["You are careful.", ""])
 async def test_the_mask_marks_the_sampled_tokens(
-    tokenizer_folder: Callable[[str], Path], name: str, system: str
+    small_tokenizer_folder: Callable[[str], Path], name: str, system: str
 ) -> None:
     """Each message was rendered alone: headers and tool results were trained, final words and stop tokens were not."""
-    tokenizer = load_tokenizer(tokenizer_folder(name))
+    tokenizer = load_tokenizer(small_tokenizer_folder(name))
     renderer = renderer_for(tokenizer)
     texts = ['<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call><|im_end|>',
             "The answer is 8<|im_end|>"]  # fmt: skip

@@ -3,6 +3,7 @@
 A call id of a wrong form, an odd name, an empty reply and a cut call are mistakes of the policy. They end in an error
 message to the model or in a stop reason, so that they are scored, and never in ``StopReason.FAILED``, which removes the
 rollout from its group. Each mistake is played on each chat template of the tests, in short and in long conversations.
+``--long`` takes the whole vocabularies.
 """
 
 from __future__ import annotations

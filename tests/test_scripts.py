@@ -99,7 +99,7 @@ def test_learn_passes_its_recipe_on(tmp_path: Path) -> None:
     assert said[-3:] == ["calculator_program", "--steps", "2"]
 
 
-@pytest.mark.parametrize("first", ["--sft", "--distill", "--service", "--samplers", "--duel"])
+@pytest.mark.parametrize("first", ["--sft", "--distill", "--service", "--samplers", "--duel", "--proposer"])
 def test_learn_has_other_trainings(first: str, tmp_path: Path) -> None:
     """Each is another module, which gets the arguments that follow."""
     flag, module, *rest = learn_says(tmp_path, first, "--out", "folder")

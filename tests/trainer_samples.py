@@ -25,7 +25,8 @@ def scored_groups(
 ) -> list[Sample]:
     """Groups of ``n`` rollouts, each with one to three turns and a reward; with ``tails`` every third ends in context.
 
-    Rewards are exact in float32. Turns after the first have the next version, if it is a number.
+    The rollouts of a group have one opening. Rewards are exact in float32. Turns after the first have the next version,
+    if it is a number.
 
     With ``forks`` every second rollout has a second branch: it shows the first reply of the first branch as context,
     after a rewritten opening.
@@ -36,11 +37,12 @@ def scored_groups(
             index = group * n + number
             prompt = Prompt(f"question {group}", label=str(group), group_index=group, index=index)
             rng = random.Random(index)
-            branches = [_branch(rng, [], 1 + index % 3, version, temperature, unanswered=tails and index % 3 == 2)]
+            opening = _ids(random.Random(f"opening of {group}"))
+            branches = [_branch(rng, opening, 1 + index % 3, version, temperature, unanswered=tails and index % 3 == 2)]
             if forks and index % 2:
                 branches[0].seal(StopReason.FORKED)
                 shown = branches[0].tokens[-3:].tolist()
-                branches.append(_branch(rng, shown, 1, version, temperature, unanswered=False))
+                branches.append(_branch(rng, [*_ids(rng), *shown], 1, version, temperature, unanswered=False))
             branches[-1].seal(StopReason.MAX_TOKENS if index % 3 == 2 else StopReason.TASK_COMPLETED)
             made = trajectory_to_samples(branches, prompt, lambda tokens: " ".join(map(str, tokens)))
             reward = rng.randrange(17) / 16
@@ -52,9 +54,11 @@ def scored_groups(
 
 def two_seats() -> list[Sample]:
     """A group of three plays of a zero-sum game: each of its rollouts has a sample of either seat."""
-    rows = scored_groups(1, 6)
+    first, second = scored_groups(1, 6), scored_groups(2, 6)[6:]  # each seat has one opening
+    rows = [(first, second)[number % 2][number] for number in range(6)]
     for number, sample in enumerate(rows):
         index, sample.seat = divmod(number, 2)[0], "player0" if number % 2 == 0 else "player1"
+        sample.group_index = 0
         sample.index = sample.rollout_id = index
         sample.reward = (1.0, -1.0, 2.0)[index] * (1 if number % 2 == 0 else -1)
     return rows
@@ -74,11 +78,11 @@ def proposed(rollouts: int = 2) -> list[Sample]:
 
 
 def _branch(
-    rng: random.Random, shown: Sequence[int], turns: int, version: str, temperature: float, *, unanswered: bool
+    rng: random.Random, opening: Sequence[int], turns: int, version: str, temperature: float, *, unanswered: bool
 ) -> Trajectory:
     trajectory = Trajectory()
     for turn in range(turns):
-        context = [*_ids(rng), *(shown if not turn else [])]
+        context = _ids(rng) if turn else opening
         trajectory.add_context(np.array(context, np.int32), [Message("tool" if turn else "user", f"text {turn}")])
         name = str(int(version) + min(turn, 1)) if version.isdecimal() else version
         reply = completion(trajectory, _ids(rng), rng, name)

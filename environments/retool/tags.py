@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from rollouts.dtypes import Message, Tool
@@ -33,8 +33,7 @@ _INVALID = (
 )
 _NO_CODE = "\n\n<interpreter>\nError: No Python code found\n</interpreter>\n\n"
 _ANSWER = re.compile(r"Answer:\s*\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", re.DOTALL)
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_CODE = (re.compile(r"<code>(.*?)</code>", re.DOTALL), re.compile(r"```python\s*(.*?)\s*```", re.DOTALL))
+_CODE = (("<code>", "</code>"), ("```python", "```"))
 
 
 class CodeTagsEnvironment(PythonToolEnvironment):
@@ -93,12 +92,21 @@ class CodeTagsEnvironment(PythonToolEnvironment):
 
 def _program(text: str) -> str | None:
     """The program of a reply, ``""`` if it is empty, ``None`` if there is none: a call counts before tags."""
-    called = _CALL.search(text)
-    code = _called_program(called[1]) if called is not None else ""
+    call = next((call for call in _between(text, "<tool_call>", "</tool_call>") if call[:1] + call[-1:] == "{}"), None)
+    code = _called_program(call) if call is not None else ""
     if code:
         return code
-    found = next((match for pattern in _CODE if (match := pattern.search(text)) is not None), None)
-    return None if found is None else found[1].strip()
+    return next((code for tags in _CODE for code in _between(text, *tags)), None)
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[str]:
+    """The texts between tags, without spaces around them; each character is read once, also of a reply of megabytes."""
+    start = end = 0
+    while (start := text.find(opening, start) + len(opening)) >= len(opening):
+        end = end if end >= start else text.find(closing, start)
+        if end < 0:
+            return
+        yield text[start:end].strip()
 
 
 def _called_program(text: str) -> str:

@@ -40,7 +40,7 @@ _INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
 )
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
+_OPENING = re.compile(r"<(search|answer)>")
 _EXPECTED = "prompt or question, and label, golden_answers, answer or reward_model.ground_truth.target"
 
 
@@ -60,14 +60,26 @@ class SearchR1Environment(SingleTurnEnvironment):
         self.top = top
 
     async def step(self, reply: Message) -> StepResult:
-        action = _ACTION.search(f"{reply.reasoning or ''}{reply.text}")
+        action = _action(f"{reply.reasoning or ''}{reply.text}")
         if action is None:
             return StepResult(continuation=_INVALID, metrics={"invalid_actions": 1})
-        if action[1] == "answer":
+        if action[0] == "answer":
             return StepResult(done=True)
-        found = await self.retrieve(action[2].strip(), self.top)
+        found = await self.retrieve(action[1].strip(), self.top)
         text = f"\n\n<information>{_shown(found).strip()}</information>\n\n"
         return StepResult(continuation=text, metrics={"searches": 1})
+
+
+def _action(text: str) -> tuple[str, str] | None:
+    """The first tag that is closed, and the text in it; an opening that a model repeats is read once."""
+    unclosed: set[str] = set()
+    for opening in _OPENING.finditer(text):
+        if opening[1] not in unclosed:
+            end = text.find(f"</{opening[1]}>", opening.end())
+            if end >= 0:
+                return opening[1], text[opening.end() : end]
+            unclosed.add(opening[1])
+    return None
 
 
 def _shown(found: Sequence[Document]) -> str:

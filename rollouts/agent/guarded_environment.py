@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import anyio
 import attrs
 import msgspec
 
@@ -104,12 +103,11 @@ class GuardedEnvironment:
 
     async def close(self, trajectory: Trajectory) -> None:
         """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
-        with anyio.CancelScope(shield=True):
-            try:
-                what, close, seconds = f"{self.name}.close", self.environment.close, self.limits.close_seconds
-                await call_foreign(EnvironmentFailure, what, close, seconds=seconds, kind="environment_step")
-            except EnvironmentFailure:
-                trajectory.count("close_failures")
+        what, close, seconds = f"{self.name}.close", self.environment.close, self.limits.close_seconds
+        try:
+            await call_foreign(EnvironmentFailure, what, close, seconds=seconds, kind="environment_step", shield=True)
+        except EnvironmentFailure:
+            trajectory.count("close_failures")
 
     async def _run_calls(self, reply: Message, trajectory: Trajectory, *, has_tools: bool) -> StepResult:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""

@@ -5,7 +5,8 @@
     eval.json         settings and estimates
 
 Invariant: a finished rollout is on disk and is never played again; ``--resume`` with the same
-recipe plays the rest. A folder never mixes rollouts of different recipes, models or sampling parameters.
+recipe plays the rest. A folder never mixes rollouts of different recipes, models or sampling parameters, and those of
+another reward function, environment or options only with ``--allow-changes``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ from rollouts.recipe import Recipe, preflight
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.layout import check_outside
 from rollouts.runs.locks import take_lock
+from rollouts.runs.reading import reading
 from rollouts.runs.run import observe
+from rollouts.runs.settings import changes, settings_of
 from rollouts.runs.tools import ToolFolder, with_named_tools
 from rollouts.runs.writer import append
 from rollouts.training.evaluation import (
@@ -59,6 +62,21 @@ __all__ = ["EvalOptions", "add", "compare_evaluations", "evaluate", "load_evalua
 _LINE_SECONDS = 5.0
 _SAME = ("recipe", "environment", "generate", "tokenizer", "model", "api", "sampling")
 """The settings that must not change when an evaluation is resumed."""
+_COMPARED = ("reward", "environment", "generate", "options")
+"""Groups of :func:`~rollouts.runs.settings.settings_of` that change only with ``--allow-changes``."""
+_NOT_PLAYED = frozenset(
+    (
+        "batch_size",
+        "n_samples_per_prompt",
+        "over_sampling_factor",
+        "keep",
+        "sampler",
+        "sampler_runs",
+        "epochs",
+        "batches",
+    )
+)
+"""Options of every recipe that an evaluation does not use."""
 _FILES = ("eval.json", "rollouts.jsonl", "greedy.jsonl")
 
 
@@ -82,8 +100,12 @@ class EvalOptions:
     """Continue the evaluation in ``out``."""
     overwrite: bool = False
     """Replace the evaluation in ``out``."""
+    allow_changes: bool = False
+    """Continue it with another reward function, environment or options, whose rollouts are then mixed."""
 
     def __attrs_post_init__(self) -> None:
+        if not is_number(self.threshold):
+            raise ConfigError.of("--threshold", self.threshold, "a finite number")
         if not self.ks or not all(1 <= k <= self.rollouts for k in self.ks):
             raise ConfigError.of("--k", self.ks, f"numbers from 1 to {self.rollouts}, the rollouts of each task")
 
@@ -113,9 +135,9 @@ async def _evaluated(target: RunTarget, options: EvalOptions, console: Console) 
     async with open_target(target, options.out / "engine.log") as (recipe, _):
         await preflight(recipe)
         prompts = recipe.data_buffer.prompts[: options.tasks]
-        settings = _settings(recipe)
+        settings = _settings(recipe, target.options)
         if options.resume:
-            _check_same(options.out, settings)
+            _check_same(options.out, settings, allow_changes=options.allow_changes)
         for name in _FILES if options.overwrite else ():
             (options.out / name).unlink(missing_ok=True)
         _write(options.out / "eval.json", {**settings, "rollouts": options.rollouts, "threshold": options.threshold})
@@ -253,14 +275,18 @@ def _stored(file: Path, *, cut: bool = False) -> Iterator[Sample]:
             raise ConfigError(f"{file}, line {number}: not a rollout ({error})") from None
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
+def _settings(recipe: Recipe, options: Mapping[str, str]) -> dict[str, Any]:
     description = recipe.describe()
     endpoint = recipe.endpoint
     names = {name: description[name] for name in ("recipe", "environment", "generate", "tokenizer")}
     # The model of a chat API is known by its name alone, and another API may have another model of this name.
     of_endpoint = description["endpoint"]
     api = {"api": of_endpoint["base_url"]} if of_endpoint["provider"] == CHAT_PROVIDER else {}
-    return {**names, "model": endpoint.model, **api, "sampling": attrs.asdict(endpoint.sampling)}
+    played = {name: value for name, value in options.items() if name not in _NOT_PLAYED}
+    every = settings_of(recipe, None, played, {}, {})
+    compared = {name: every[name] for name in _COMPARED}
+    sampling = attrs.asdict(endpoint.sampling)
+    return {**names, "model": endpoint.model, **api, "sampling": sampling, "settings": compared}
 
 
 def _check_folder(options: EvalOptions) -> None:
@@ -278,13 +304,18 @@ def _check_folder(options: EvalOptions) -> None:
         raise ConfigError.of(option, str(path), expected)
 
 
-def _check_same(path: Path, settings: dict[str, Any]) -> None:
+def _check_same(path: Path, settings: dict[str, Any], *, allow_changes: bool) -> None:
     old, new = _read(path), msgspec.json.decode(msgspec.json.encode(settings, enc_hook=repr))
     if isinstance(old.get("sampling"), dict):  # an older folder lacks the newer parameters
         old["sampling"] = {**attrs.asdict(SamplingParams()), **old["sampling"]}
     for name in _SAME:
         if old.get(name) != new.get(name):
             raise ConfigError.of(f"--resume {path}: {name}", new.get(name), f"{old.get(name)}, as in its first part")
+    with reading(path / "eval.json"):
+        changed = changes(old.get("settings", {}), new["settings"])  # folders of an earlier version have none
+    if changed and not allow_changes:
+        listed = " · ".join(map(str, changed))
+        raise ConfigError(f"--resume {path}: {listed}, as in its first part; --allow-changes accepts other scores")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -371,6 +402,9 @@ def add(verbs: Any) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="folder for a new evaluation")
     where.add_argument("--resume", type=Path, metavar="DIR", help="folder of an evaluation to resume")
     parser.add_argument("--overwrite", action="store_true", help="delete the evaluation that is in --out")
+    parser.add_argument(
+        "--allow-changes", action="store_true", help="resume with another reward, environment or options"
+    )
     parser.add_argument("--k", type=numbers, default=(1,), metavar="K,K", help="pass@k for these k (default: 1)")
     parser.add_argument("--rollouts", type=positive, metavar="N", help="rollouts of each task (default: the largest k)")
     parser.add_argument("--tasks", type=positive, metavar="N", help="play only the first N prompts (default: all)")
@@ -385,10 +419,13 @@ def _eval(args: argparse.Namespace) -> int:
     out = args.resume if resume else args.out
     if args.overwrite and resume:
         raise ConfigError.of("--overwrite", True, "--out DIR with it")
+    if args.allow_changes and not resume:
+        raise ConfigError.of("--allow-changes", True, "--resume DIR with it")
     options = EvalOptions(
         out=out,
         resume=resume,
         overwrite=args.overwrite,
+        allow_changes=args.allow_changes,
         ks=args.k,
         rollouts=max(args.k) if args.rollouts is None else args.rollouts,
         tasks=args.tasks,

@@ -22,6 +22,7 @@ from rollouts.commands.arguments import add_verb
 from rollouts.errors import ConfigError
 from rollouts.runs.info import batches_written, read_info
 from rollouts.runs.layout import METRICS
+from rollouts.runs.reading import check_file, reading
 from rollouts.runs.writer import check_idle
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible
@@ -59,12 +60,18 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 def _entries(folder: Path) -> Iterator[dict[str, Any]]:
     for path in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
         try:
-            if (path / "run.json").is_file():
-                yield _run(path)
-            elif (path / "eval.json").is_file():
-                yield _evaluation(path)
-        except (ConfigError, msgspec.DecodeError, OSError) as error:
-            yield {**_NOTHING, "path": str(path), "status": "unreadable", "error": str(error)}
+            with reading(path):
+                entry = _entry(path)
+        except ConfigError as error:
+            entry = {**_NOTHING, "path": str(path), "status": "unreadable", "error": str(error)}
+        if entry is not None:
+            yield entry
+
+
+def _entry(path: Path) -> dict[str, Any] | None:
+    if (path / "run.json").is_file():
+        return _run(path)
+    return _evaluation(path) if (path / "eval.json").is_file() else None
 
 
 _NOTHING: dict[str, Any] = dict.fromkeys(
@@ -72,39 +79,77 @@ _NOTHING: dict[str, Any] = dict.fromkeys(
 )
 
 
+class _Accounting(msgspec.Struct):
+    in_batch: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+class _Info(msgspec.Struct):
+    """The fields of ``run.json`` that are listed."""
+
+    status: str | None = None
+    recipe: str | None = None
+    batches: int | None = None
+    batches_wanted: int | None = None
+    started: str | None = None
+    error: str | None = None
+    accounting: _Accounting | None = None
+
+
+class _Batch(msgspec.Struct):
+    reward: float | None = msgspec.field(name="reward/mean", default=None)
+
+
+class _Estimate(msgspec.Struct):
+    value: float | None = None
+
+
+class _Evaluation(msgspec.Struct):
+    """The fields of ``eval.json`` that are listed."""
+
+    recipe: str | None = None
+    estimates: dict[str, _Estimate] | None = None
+
+
 def _run(path: Path) -> dict[str, Any]:
-    info = read_info(path)
-    status = info.get("status")
+    stored = read_info(path)
+    info = msgspec.convert(stored, type=_Info)
+    status = info.status
     if status == "running":
         try:
             check_idle(path, "DIR")
             status = "killed"
         except ConfigError:
             pass
-    lines = (path / METRICS).read_bytes().splitlines() if (path / METRICS).is_file() else []
-    lines = lines[: batches_written(info)]
-    last = msgspec.json.decode(lines[-1], type=dict[str, Any]) if lines else {}
-    accounting = info.get("accounting") or {}
+    lines = _text(path / METRICS).splitlines() if (path / METRICS).is_file() else []
+    lines = lines[: batches_written(stored)]
+    last = msgspec.json.decode(lines[-1], type=_Batch) if lines else _Batch()
     return {
         **_NOTHING,
         "path": str(path),
-        "recipe": info.get("recipe"),
+        "recipe": info.recipe,
         "status": status,
-        "batches": info.get("batches"),
-        "batches_wanted": info.get("batches_wanted"),
-        "groups": {name: accounting.get(name, 0) for name in ("in_batch", "dropped", "failed")},
-        "reward": last.get("reward/mean"),
-        "started": info.get("started"),
-        "error": info.get("error"),
+        "batches": info.batches,
+        "batches_wanted": info.batches_wanted,
+        "groups": msgspec.to_builtins(info.accounting or _Accounting()),
+        "reward": last.reward,
+        "started": info.started,
+        "error": info.error,
     }
 
 
 def _evaluation(path: Path) -> dict[str, Any]:
-    info = msgspec.json.decode((path / "eval.json").read_bytes(), type=dict[str, Any])
-    estimates = info.get("estimates") or {}
+    info = msgspec.json.decode(_text(path / "eval.json"), type=_Evaluation)
+    estimates = info.estimates or {}
     status = "evaluated" if estimates else "evaluation"
-    reward = (estimates.get("reward") or {}).get("value")
-    return {**_NOTHING, "path": str(path), "recipe": info.get("recipe"), "status": status, "reward": reward}
+    reward = estimates.get("reward", _Estimate()).value
+    return {**_NOTHING, "path": str(path), "recipe": info.recipe, "status": status, "reward": reward}
+
+
+def _text(path: Path) -> bytes:
+    check_file(path)
+    return path.read_bytes()
 
 
 def list_runs(folder: Path, found: list[dict[str, Any]], console: Console) -> None:

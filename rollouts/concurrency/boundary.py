@@ -116,6 +116,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         before_work: whether no rollout has begun, so that a :class:`ConfigError` passes whichever ``failure`` is.
         shown: the name of the wait in displays; ``what`` by default.
         kind: the kind of the wait and of the failure; by default, of the class ``failure``.
+        shield: whether cancellations from outside wait until the code inside has ended.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the code itself, unchanged.
@@ -146,8 +147,9 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         before_work: bool = False,
         shown: str = "",
         kind: Kind | None = None,
+        shield: bool = False,
     ) -> None:
-        super().__init__(seconds, armed=armed)
+        super().__init__(seconds, armed=armed, shield=shield)
         self._before_work = before_work
         self._failure = failure
         self._what = what
@@ -285,6 +287,7 @@ async def call_foreign(
     seconds: float | None = None,
     shown: str = "",
     kind: Kind | None = None,
+    shield: bool = False,
 ) -> Any:
     """Call a user's function inside a :func:`boundary`, sync or async.
 
@@ -292,22 +295,18 @@ async def call_foreign(
     abandoned. The time until a thread is free does not count.
 
     Args:
-        failure: the class to raise.
-        what: name of the code, for messages and :func:`waits`.
         function: the function; if it is sync and returns an awaitable, that is awaited with a separate deadline.
         arguments: its arguments.
-        seconds: deadline; ``None``: none.
-        shown: the name of the wait in displays; ``what`` by default.
-        kind: the kind of the wait and of the failure; by default, of the class ``failure``.
+        failure, what, seconds, shown, kind, shield: as of :class:`boundary`.
 
     Raises:
         RolloutsError: ``failure``; or a :class:`RolloutsError` of the function, unchanged.
     """
     if _is_async(function):
-        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind, shield=shield) as entered:
             return await entered.guarded(function(*arguments))
     threads = anyio.to_thread.current_default_thread_limiter()
-    with boundary(failure, f"a free thread for {what}", kind="a_free_thread"):
+    with boundary(failure, f"a free thread for {what}", kind="a_free_thread", shield=shield):
         await threads.acquire()
     thread = WorkerThread()
 
@@ -322,7 +321,7 @@ async def call_foreign(
 
     finished = False
     try:
-        with boundary(failure, what, seconds=seconds, thread=thread, shown=shown, kind=kind):
+        with boundary(failure, what, seconds=seconds, thread=thread, shown=shown, kind=kind, shield=shield):
             value = await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1))
         finished = True
     finally:
@@ -330,7 +329,7 @@ async def call_foreign(
         thread.abandoned = not finished
         thread.close_unused()
     if inspect.isawaitable(value):
-        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind) as entered:
+        with boundary(failure, what, seconds=seconds, armed=False, shown=shown, kind=kind, shield=shield) as entered:
             return await entered.guarded(value)
     return value
 

@@ -40,23 +40,24 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
     Args:
         seconds: time limit, counted from the construction; ``None``: no limit.
         armed: whether the timer starts at once; else :meth:`arm` starts it, for code that mostly never waits: the timer
-            is the greater part of the cost. An armed deadline without ``seconds`` opens no scope.
+            is the greater part of the cost. An armed deadline without ``seconds`` and ``shield`` opens no scope.
+        shield: whether cancellations from outside wait until the code inside has ended.
     """
 
     __slots__ = ("_armed", "_left", "_pauses", "_token", "ends", "scope")
 
-    def __init__(self, seconds: float | None, *, armed: bool = True) -> None:
+    def __init__(self, seconds: float | None, *, armed: bool = True, shield: bool = False) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
         self._pauses, self._left = 0, 0.0
         self.scope: anyio.CancelScope | None = None
         if seconds is None:
             self.ends = math.inf
-            if armed:  # nothing can cancel the code inside
+            if armed and not shield:  # nothing is to cancel the code inside
                 return
         else:
             self.ends = asyncio.get_running_loop().time() + seconds
-        self.scope = _scope_class()(deadline=self.ends if armed else math.inf)
+        self.scope = _scope_class()(deadline=self.ends if armed else math.inf, shield=shield)
 
     def __enter__(self) -> Self:
         if self.scope is not None:

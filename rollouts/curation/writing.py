@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -35,6 +36,7 @@ Format: TypeAlias = Literal["auto", "parquet", "jsonl"]
 """``auto`` is Parquet if pyarrow is installed."""
 
 _WRITTEN = {"README.md", "curation.json", "data"}
+_MARK = re.compile(r"^# Curated rollouts: \w+$", re.MULTILINE)
 _SHARD_BYTES = 256 << 20
 
 
@@ -45,7 +47,7 @@ def check_out(out: str | Path, format: Format = "auto", *, overwrite: bool = Fal
         ConfigError: it is a file, has other content, or lies among the files of a run; the format is unknown, or is
             Parquet without pyarrow.
     """
-    check_folder(Path(out), _WRITTEN, overwrite=overwrite)
+    check_folder(Path(out), _WRITTEN, _MARK, overwrite=overwrite)
     if format not in ("auto", "parquet", "jsonl"):
         raise ConfigError.of("--format", format, '"auto", "parquet" or "jsonl"')
     if format == "parquet" and not parquet.available():

@@ -26,21 +26,22 @@ import msgspec
 from rollouts import __version__
 from rollouts.concurrency.task_groups import first_error
 from rollouts.distributed.dispatch import LEAVE_SECONDS
-from rollouts.distributed.messages import PLAIN
+from rollouts.distributed.messages import PLAIN, broken_record
 from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, create_config
 from rollouts.dtypes import Endpoint
-from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable, GenerateFailure
 from rollouts.http.client import HttpClient
 from rollouts.inference.shared import policy_of
 from rollouts.recipe.files import file_of
-from rollouts.runs.record_bytes import LENGTH
+from rollouts.runs.record_bytes import LENGTH, read_framed
 from rollouts.training.config import RolloutConfig
 
 __all__ = ["Facts", "parts_of", "recipe_of", "recipe_sha256", "work"]
 
 _ROLLOUTS_A_MESSAGE = 32
 _MESSAGE_BYTES = 1 << 24
-"""The service refuses 16 times as much, which only a rollout alone can reach."""
+_LONGEST_RECORD = 1 << 28
+"""The service refuses a longer message, which only a rollout alone can reach."""
 _LINGER_SECONDS = 0.1
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
 _CUT_OFF_SECONDS = 60.0
@@ -343,13 +344,17 @@ class _Membership:
     async def _send_records(self) -> None:
         number = 0
         while True:
-            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES):
+            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES, _LONGEST_RECORD):
                 await self._service.ask("POST", f"{self._path}/records", part, {"Record": str(number)})
                 number += 1
 
 
-def parts_of(records: bytes, most: int) -> Iterator[bytes]:
-    """Split a message into messages of whole records; only one with a single record is longer than ``most`` bytes."""
+def parts_of(records: bytes, most: int, longest: int) -> Iterator[bytes]:
+    """Split a message into messages of whole records; only one with a single record is longer than ``most`` bytes.
+
+    In the place of a record of more than ``longest`` bytes, its rollout fails: the service would refuse it from this
+    worker, and from each that gets the rollout after it.
+    """
     begin = end = 0
     while end < len(records):
         stop = end + LENGTH.size + LENGTH.unpack_from(records, end)[0]
@@ -357,4 +362,10 @@ def parts_of(records: bytes, most: int) -> Iterator[bytes]:
             yield records[begin:end]
             begin = end
         end = stop
-    yield records[begin:]
+        if end - begin > longest:
+            fields, _ = next(read_framed(records[begin:end]))
+            error = GenerateFailure(f"its record has {end - begin:,} bytes; expected at most {longest:,}, a message")
+            yield broken_record(fields["number"], error)
+            begin = end
+    if begin < end:
+        yield records[begin:]

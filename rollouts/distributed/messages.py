@@ -21,7 +21,7 @@ import msgspec
 
 from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Image, LoadImage, Prompt, with_images
-from rollouts.errors import ConfigError, EndpointAway, RolloutsError, TokenMismatchError
+from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, turn_of
 from rollouts.training.types import Sample
 
@@ -190,7 +190,7 @@ def reset_record(number: int) -> bytes:
 
 
 def broken_record(number: int, error: Exception) -> bytes:
-    """The record of an error that ends the run: :func:`received_error` has its class, or the nearest of these."""
+    """The record of an error of the run or a rollout; :func:`received_error` has its class, or the nearest of these."""
     name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), "TokenMismatchError")
     if name == "EndpointAway" and type(error) is not EndpointAway:
         name = "RunEnds"
@@ -201,7 +201,9 @@ class RunEnds(EndpointAway):
     """A worker's reason to end the run that holds for all workers, such as a spent budget; never an outage."""
 
 
-_ERRORS: dict[str, type[RolloutsError]] = {kind.__name__: kind for kind in (ConfigError, EndpointAway, RunEnds)}
+_ERRORS: dict[str, type[RolloutsError]] = {
+    kind.__name__: kind for kind in (ConfigError, EndpointAway, GenerateFailure, RunEnds)
+}
 
 
 def received_error(fields: Mapping[str, Any]) -> RolloutsError:

@@ -155,7 +155,7 @@ class SamplingParams:
     @property
     def constrained(self) -> bool:
         """Whether a grammar limits the ids of a reply."""
-        return any(getattr(self, name) is not None for name in CONSTRAINTS)
+        return bool(self.json_schema or self.regex or self.ebnf or self.structural_tag)  # none may be empty
 
     @property
     def greedy(self) -> bool:

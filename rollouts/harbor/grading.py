@@ -29,6 +29,7 @@ from rollouts.harbor.tasks import HarborTask, TaskFile
 from rollouts.harbor.verdict import NoVerdict, Rung, Verdict, no_verdict, parse_rewards, reward_in
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
 from rollouts.sandboxes.archives import LATEST
+from rollouts.sandboxes.base import log_close_failure
 from rollouts.sandboxes.image import ImageSandbox
 from rollouts.sandboxes.leftovers import Folders
 
@@ -117,10 +118,13 @@ def box_in(place: RunningSandbox, kind: Sandbox, workdir: str | None) -> Box:
 
 @contextlib.asynccontextmanager
 async def open_box(kind: Sandbox, workdir: str | None, *, seconds: float) -> AsyncIterator[Box]:
-    """Open a box of a kind within a deadline, and close it in any case; see :func:`box_in`."""
+    """Open a box of a kind within a deadline, and close it in any case; see :func:`box_in`.
+
+    A box that cannot be closed is logged: it costs no verdict.
+    """
     async with contextlib.AsyncExitStack() as stack:
         with anyio.fail_after(seconds):
-            place = await stack.enter_async_context(opened(kind))
+            place = await stack.enter_async_context(opened(kind, log_close_failure))
         yield box_in(place, kind, workdir)
 
 

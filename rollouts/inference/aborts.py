@@ -1,19 +1,16 @@
 """Abort requests for generations.
 
-Invariant: :func:`abort_generation` returns only if the server acknowledged the abort or is known to be down, and
-:func:`abort_until_idle` only if no request runs or waits there. Otherwise they raise, and a generation may still be
-running.
+Invariant: :func:`abort_generation` returns only if the server acknowledged the abort or is known to be down. Otherwise
+it raises, and the generation may still be running.
 
 This module does not know why a generation is aborted.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import attrs
 import msgspec
 
@@ -26,7 +23,7 @@ from rollouts.http.client import ConnectFailed, HttpClient
 if TYPE_CHECKING:
     from rollouts.inference.limiter import Load
 
-__all__ = ["SGLANG_ABORTS", "AbortRoutes", "abort_generation", "abort_until_idle", "headers_of", "workers_behind"]
+__all__ = ["SGLANG_ABORTS", "AbortRoutes", "abort_generation", "headers_of", "post_abort", "workers_behind"]
 
 ABORT_SECONDS = 5.0
 """Deadline of one abort, including the requests to the workers of a router."""
@@ -103,13 +100,14 @@ async def abort_generation(
     """
     with boundary(EndpointUnavailable, f"POST {without_password(url)}{routes.one}", seconds=ABORT_SECONDS):
         body = routes.body(rid)
-        status, payload = await _abort(transport, url + routes.one, body, headers)
+        status, payload = await post_abort(transport, url + routes.one, body, headers)
         if status in (404, 405):
             try:
                 for worker in await workers_behind(transport, url, headers):
-                    status, payload = await _abort(transport, worker + routes.one, body, headers)
+                    status, payload = await post_abort(transport, worker + routes.one, body, headers)
                     if status != 200:
                         break
+                    payload = b""  # the router is there, also where this worker is gone
             except ConnectFailed as error:  # that error would say that the router is away
                 raise EndpointUnavailable(f"a worker of the router is away: {error}") from error
         if status != 200:
@@ -120,71 +118,10 @@ async def abort_generation(
         return payload is not _GONE
 
 
-async def abort_until_idle(
-    transport: HttpClient,
-    url: str,
-    headers: Mapping[str, str],
-    routes: AbortRoutes = SGLANG_ABORTS,
-    *,
-    seconds: float,
-    grace: float = 0.0,
-    interval: float = 0.2,
-) -> None:
-    """Abort the requests of all clients on a server, or on the workers behind a router, until it is idle.
-
-    A request that arrives between an abort and the query of the load is aborted in the next round. A server that
-    does not report its load counts as idle after one acknowledged abort. With ``grace``, a server that becomes idle
-    within so many seconds is not sent an abort.
-
-    Raises:
-        EndpointUnavailable: not acknowledged, or still not idle, within ``seconds``.
-    """
-    with boundary(EndpointUnavailable, f"aborting all requests on {without_password(url)}", seconds=seconds):
-        for worker in [*await workers_behind(transport, url, headers)] or [url]:
-            if grace and await _becomes_idle(transport, worker, headers, routes, grace, interval):
-                continue
-            while True:
-                status, payload = await _abort(transport, worker + routes.all, routes.all_body, headers)
-                if status != 200:
-                    raise EndpointUnavailable(
-                        f"requests may still be running: POST {without_password(worker)}{routes.all} returned"
-                        f" status {status}: {message_of(payload)}"
-                    )
-                if not await _is_busy(transport, worker, headers, routes):
-                    break
-                await anyio.sleep(interval)
-
-
-async def _becomes_idle(
-    transport: HttpClient,
-    url: str,
-    headers: Mapping[str, str],
-    routes: AbortRoutes,
-    seconds: float,
-    interval: float,
-) -> bool:
-    """Poll until a server is idle, for at most ``seconds``; return whether it is."""
-    for _ in range(math.ceil(seconds / interval)):
-        if not await _is_busy(transport, url, headers, routes):
-            return True
-        await anyio.sleep(interval)
-    return False
-
-
-async def _is_busy(transport: HttpClient, url: str, headers: Mapping[str, str], routes: AbortRoutes) -> bool:
-    try:
-        status, payload = await transport.get(url + routes.load, headers)
-    except ConnectFailed as error:
-        if error.refused:
-            return False
-        raise
-    load = routes.read_load(payload) if status == 200 else None
-    return load is not None and load.running + load.waiting > 0
-
-
-async def _abort(
+async def post_abort(
     transport: HttpClient, url: str, which: Mapping[str, Any], headers: Mapping[str, str]
 ) -> tuple[int, bytes]:
+    """Send one abort; a server that nothing listens for has nothing to abort, which counts as an acknowledgement."""
     try:
         return await transport.post(url, msgspec.json.encode(which), headers, new_connection=True)
     except ConnectFailed as error:

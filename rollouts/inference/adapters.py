@@ -286,5 +286,4 @@ class AdapterSender(Sender):
                     f"{completion.server} has the base weights {span.version!r}; expected {self.family.base!r}, as in"
                     f" the replies of {call.adapter!r} before: adapters of other weights need another Endpoint.lora"
                 )
-        completion = super()._named(completion, call)
         return attrs.evolve(completion, versions=(VersionSpan(call.adapter, 0, len(completion.tokens)),))

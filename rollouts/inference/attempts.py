@@ -1,7 +1,8 @@
 """The attempts of one call, and the step that follows each error.
 
 Invariant: an attempt is sent only after the previous one was answered, did not reach its server, or its abort was
-acknowledged. A call that ends in any other way aborts its generation.
+acknowledged, or cannot reach a server that vanished and closed the connection, which ends its generation, too. A call
+that ends in any other way aborts its generation.
 
 This module does not know requests or responses.
 """
@@ -85,7 +86,8 @@ class Attempts:
         2. A connection broke, and no process listens there any more: the server died. Another worker is next,
            unless this request may have caused it: then only that worker gets it again.
         3. No server can serve the call now: it waits.
-        4. Any other error: another worker is next, after a pause, up to ``max_retries`` times.
+        4. Any other error: another worker is next, after a pause, up to ``max_retries`` times. If the abort of a lost
+           request never got a connection in these attempts, its server is gone as in case 2.
 
         Raises:
             EndpointUnavailable: too many attempts failed.
@@ -101,6 +103,10 @@ class Attempts:
             return await self._sender.reachability.wait_for_server(call, self._worker, error)
         self._failures += 1
         if self._failures > self._sender.servers.endpoint.max_retries:
+            if call.running is not None and call.running[0].unreachable:
+                worker, call.running = call.running[0], None
+                self._sender.reachability.died(call, worker)
+                return workers.reassign(worker, call.route)
             raise EndpointUnavailable(f"gave up after {self._failures} attempts: {error}") from error
         failed = self._worker if call.running is None else call.running[0]  # the abort may have failed
         worker = workers.reassign(failed, call.route)

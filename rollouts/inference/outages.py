@@ -108,15 +108,17 @@ class ServedWeights:
 
     def __init__(self) -> None:
         self._versions: dict[str, None] = {}
-        """In the order in which they were seen."""
+        """In the order in which they came into use."""
         self._described: tuple[str | None, str | None] = (None, None)
         """Model and version of the first description."""
 
     def __repr__(self) -> str:
         return f"<ServedWeights {list(self._versions)}>"
 
-    def saw(self, version: str | None) -> None:
-        """Record the version of a reply or of a description."""
+    def saw(self, version: str | None, *, again: bool = False) -> None:
+        """Record the version of a reply or of a description; ``again`` if a server that had left it is back at it."""
+        if again:
+            self._versions.pop(version, None)  # type: ignore[arg-type]
         if version is not None:
             self._versions.setdefault(version)
 
@@ -129,7 +131,7 @@ class ServedWeights:
     def check(self, name: str, info: ServerInfo) -> None:
         """Check the weights of a server that was unreachable.
 
-        The version must be the last new version that a server reported. One never seen before is accepted after an
+        The version must be that of the last change of a server. One never seen before is accepted after an
         update, since another process may update the weights; before any update it means another model.
 
         Raises:

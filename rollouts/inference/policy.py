@@ -193,7 +193,7 @@ class ServerPolicy:
             ids=self._encode(request.tokens, request.session, request.images),  # not kept in a variable: see move_into
             options=self._options(request),
             headers=headers,
-            namespace=self._namespaces.of(request.session, worker.url, worker.later_version),
+            namespace=self._namespaces.of(request.session, worker.url, worker.changed),
             images=self._images.of([span.image for span in request.images]),
             vocab_size=self._sequences.vocab_size,
             adapter=request.adapter,

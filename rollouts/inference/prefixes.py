@@ -1,10 +1,10 @@
 """Namespaces of servers' prefix caches, which keep K/V of different weights apart after updates in place.
 
-Invariant: a conversation keeps the namespace that it began with. One that begins after an update in place by this
-process has the namespace of that version, and a conversation that begins during the update has a separate namespace, so
-it does not read K/V of earlier weights. An update by another process is seen in replies: a conversation that begins
-after the first reply of a newer version has the namespace of that version. Before the first update, all conversations
-share one namespace.
+Invariant: a conversation keeps the namespace that it began with. New ones after an update in place by this
+process share a new namespace, and each that begins during the update has a separate one, so they read no K/V of earlier
+weights. An update by another process is seen in replies: conversations that begin after the first reply of other
+weights share a new namespace. An update back to an earlier version is an update like any other: conversations of its
+first time continued under other weights. Before the first update, all conversations share one namespace.
 
 This module sends nothing.
 """
@@ -13,25 +13,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Namespaces", "isolated"]
+__all__ = ["Namespaces", "isolated", "namespace_after"]
 
 MAX_SESSIONS = 1 << 16
 
-_VERSIONS: dict[str, str | None] = {}
-"""Version of the last update in place, by URL; ``None`` while it lasts."""
+_UPDATES: dict[str, tuple[float, str, str] | None] = {}
+"""End, namespace and version of the last update in place, by URL; ``None`` while it lasts."""
 
 
 @contextlib.contextmanager
 def isolated(urls: Sequence[str], version: str) -> Iterator[None]:
     """Declare an update in place of these servers while inside."""
-    _VERSIONS.update(dict.fromkeys(urls))
+    _UPDATES.update(dict.fromkeys(urls))
     try:
         yield
     finally:
-        _VERSIONS.update(dict.fromkeys(urls, version))
+        _UPDATES.update(dict.fromkeys(urls, (time.monotonic(), _unused(version), version)))
+
+
+def namespace_after(since: float, url: str, version: str) -> str:
+    """Return the namespace of conversations that begin after a reply by ``version``, the first since other weights.
+
+    It is that of an update in place to this version, if one ended at ``url`` after ``since``, when those came into use.
+    """
+    update = _UPDATES.get(url)
+    return update[1] if update is not None and update[0] > since and update[2] == version else _unused(version)
+
+
+def _unused(version: str) -> str:
+    return f"{version} {os.urandom(8).hex()}"
 
 
 class Namespaces:
@@ -43,15 +57,15 @@ class Namespaces:
     def __repr__(self) -> str:
         return f"<Namespaces of {len(self._sessions)} sessions>"
 
-    def of(self, session: str, url: str, served: str = "") -> str:
+    def of(self, session: str, url: str, changed: tuple[float, str] = (0.0, "")) -> str:
         """Return the namespace of a session, which may begin now at ``url``; empty for the common one.
 
-        ``served`` is the newest version of the replies of that server, if it changed.
+        ``changed`` is when replies of that server showed its present weights, and the namespace since then.
         """
         known = self._sessions.get(session) if session else None
         if known is None:
-            current = _VERSIONS.get(url, "")
-            known = os.urandom(16).hex() if current is None else served or current
+            update = _UPDATES.get(url, changed)
+            known = os.urandom(16).hex() if update is None else max(update[:2], changed)[1]
             self._begin(session, known)
         return known
 

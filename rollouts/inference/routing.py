@@ -19,6 +19,7 @@ import anyio
 import attrs
 
 from rollouts.inference.pauses import Pause
+from rollouts.inference.prefixes import namespace_after
 
 if TYPE_CHECKING:
     from rollouts.inference.limiter import AdaptiveLimit
@@ -53,8 +54,10 @@ class Worker:
     """``time.monotonic()`` of sending, by rid, of the requests that it has not answered, lost ones included."""
     answered: float = attrs.field(default=0.0, repr=False)
     """``time.monotonic()`` of its last completion."""
-    versions: dict[str, None] = attrs.field(factory=dict, repr=False)
-    """The weight versions of its replies, in the order of their first token."""
+    versions: dict[str, float] = attrs.field(factory=dict, repr=False)
+    """The weight versions of its replies, the present one last, and ``time.monotonic()`` of the first reply by each."""
+    changed: tuple[float, str] = attrs.field(default=(0.0, ""), repr=False)
+    """When replies showed its present weights, and the namespace of conversations since then (``prefixes.py``)."""
     pause: Pause = attrs.field(
         default=attrs.Factory(lambda self: Pause(self.url, self.name), takes_self=True), repr=False
     )
@@ -62,10 +65,19 @@ class Worker:
     adaptive_limit: AdaptiveLimit | None = attrs.field(default=None, repr=False)
     """Adapts ``limiter`` to the load of the server; ``None`` for a fixed limit."""
 
-    @property
-    def later_version(self) -> str:
-        """The newest version of its replies, if there was an older one; else empty."""
-        return next(reversed(self.versions)) if len(self.versions) > 1 else ""
+    def served(self, version: str, sent: float) -> bool:
+        """Record the version of a reply to a request of time ``sent``; return whether the server is back at it.
+
+        Replies of earlier weights may arrive late: only a request sent after the first reply of others shows a return.
+        """
+        present, is_known = next(reversed(self.versions), version), version in self.versions
+        if is_known and (version == present or sent <= self.versions[present]):
+            return False
+        if present != version:
+            self.changed = time.monotonic(), namespace_after(self.versions[present], self.url, version)
+        self.versions.pop(version, None)
+        self.versions[version] = time.monotonic()
+        return is_known
 
     @property
     def waiting(self) -> int:

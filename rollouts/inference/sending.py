@@ -123,20 +123,20 @@ class Sender:
             large = request.extras is not None and len(payload) >= _LARGE_REPLY
             completion = await anyio.to_thread.run_sync(read) if large else read()
             check_obeyed(completion, request.sampling, request.stop_token_ids)
-            completion = self._named(completion, call)
+            named = self._named(completion, call)
         except (EndpointUnavailable, EndpointRefused, ContextOverflow) as error:
             self.servers.hide_keys(error)
             raise
-        self._record(completion, worker)
-        return completion
+        self.reachability.served(completion, worker, sent)
+        self._record(named, worker)
+        return named
 
     def _named(self, completion: Completion, call: Call) -> Completion:
-        """The completion with the versions that its tokens get; records the versions that the server reported.
+        """The completion with the versions that its tokens get.
 
         Raises:
             EndpointRefused: the server has other weights than the call expects.
         """
-        self.reachability.served(completion)
         return completion
 
     async def check(self) -> None:
@@ -176,8 +176,6 @@ class Sender:
         worker.suspect_until, worker.answered = 0.0, time.monotonic()
         if len(worker.unanswered) > worker.in_flight:
             worker.unanswered = {rid: sent for rid, sent in worker.unanswered.items() if rid in self.running}
-        for span in completion.versions:
-            worker.versions[span.version] = None
         self.reachability.outage.answered()
         self.totals.add(completion)
         if self.on_completion is not None:

@@ -20,7 +20,7 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Completion, Concurrency, Endpoint, SamplingParams
 from rollouts.errors import EndpointError, EndpointUnavailable, without_password
 from rollouts.http.client import ConnectFailed, HttpClient
-from rollouts.inference.aborts import AbortRoutes, abort_generation, abort_until_idle, headers_of
+from rollouts.inference.aborts import AbortRoutes, abort_generation, headers_of
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
@@ -131,7 +131,9 @@ class Servers:
             raise
 
     async def abort_all(self, seconds: float, grace: float) -> None:
-        """Abort all requests on each server in turn; see :func:`~rollouts.inference.aborts.abort_until_idle`."""
+        """Abort all requests on each server in turn; see :func:`~rollouts.inference.idle.abort_until_idle`."""
+        from rollouts.inference.idle import abort_until_idle  # here: few runs end the requests of other clients
+
         routes = self.protocol.ABORTS
         for worker in self.workers.all:
             await abort_until_idle(

@@ -62,10 +62,11 @@ class Reachability:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def served(self, completion: Completion) -> None:
-        """Record the versions that a server reported."""
+    def served(self, completion: Completion, worker: Worker, sent: float) -> None:
+        """Record the version of the last token of a reply to a request of time ``sent``."""
         if completion.versions:
-            self._weights.saw(completion.versions[-1].version)
+            version = completion.versions[-1].version
+            self._weights.saw(version, again=worker.served(version, sent))
 
     def described(self, info: ServerInfo, missing: Iterable[Worker]) -> None:
         """Record a description by servers that were reachable, and the servers that did not answer."""

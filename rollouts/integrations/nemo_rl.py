@@ -76,14 +76,15 @@ def to_batch(
         temperature: as for :func:`to_message_log`.
 
     Returns:
-        ``message_log``, ``length``, ``extra_env_info``, ``loss_multiplier``, ``idx`` (of the group), ``task_name``,
-        ``total_reward`` float32 ``[B]``, ``truncated`` bool ``[B]``, and ``weight_version``, the oldest of the batch,
-        for ``ReplayBuffer.push``.
+        ``message_log``, ``length`` (of the prompt, by which NeMo-RL finds the prompts whose rewards it compares, 0.6.0,
+        algorithms/grpo.py: extract_initial_prompt_messages), ``extra_env_info``, ``loss_multiplier``, ``idx`` (of the
+        group), ``task_name``, ``total_reward`` float32 ``[B]``, ``truncated`` bool ``[B]``, and ``weight_version``, the
+        oldest of the batch, for ``ReplayBuffer.push``.
 
     Raises:
         ConfigError: as :func:`to_message_log`; a rollout forks, whose branches a baseline would count one by one;
-            rows of several seats have the same prompt ids and are not compared, or the reverse; a sample has no reward
-            or group; or a version is not a number.
+            rows that are compared have unlike prompt ids, or with several seats rows that are not compared the same; a
+            sample has no reward or group; or a version is not a number.
     """
     import torch
 
@@ -99,7 +100,7 @@ def to_batch(
     logs = [to_message_log(row, temperature=temperature) for row in rows]
     return {
         "message_log": logs,
-        "length": torch.tensor([sum(len(message["token_ids"]) for message in log) for log in logs]),
+        "length": torch.tensor([len(log[0]["token_ids"]) for log in logs]),
         "extra_env_info": [dict(row.metadata) for row in rows],
         "loss_multiplier": torch.tensor([float(row.loss_multiplier) for row in rows]),
         "idx": [row.group_index for row in rows],
@@ -111,17 +112,17 @@ def to_batch(
 
 
 def _check_openings(rows: Sequence[Sample]) -> None:
-    """Check that the comparisons of several seats are those of equal prompt ids, which NeMo-RL compares.
+    """Check that rows that are compared have equal prompt ids, whose rewards NeMo-RL compares.
 
+    Groups of one prompt share a baseline there; seats of one prompt are refused.
     (NeMo-RL 0.6.0, algorithms/utils.py: calculate_baseline_and_std_per_prompt)
     """
-    if not any(row.seat for row in rows):
-        return
+    seats = any(row.seat for row in rows)
     compared: dict[bytes, str] = {}
     for members in by_comparison(rows):
         name, openings = comparison_name(members[0]), [_opening(row) for row in members]
         for row, opening in zip(members, openings, strict=True):
-            if compared.setdefault(opening, name) != name:
+            if seats and compared.setdefault(opening, name) != name:
                 expected = f"another than that of {compared[opening]}: NeMo-RL compares the rewards of one prompt"
                 raise ConfigError.of(f"{row!r}: its prompt ids", "the same", expected)
             if opening != openings[0]:

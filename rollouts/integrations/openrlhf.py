@@ -72,7 +72,7 @@ def write_batch(samples: Sequence[Sample], path: Path, *, temperature: float | N
     """
     check_one_branch(samples, "OpenRLHF")
     compared = by_comparison(samples)
-    if any(sample.seat for sample in samples) and len(sizes := {len(members) for members in compared}) > 1:
+    if len(sizes := {len(members) for members in compared}) > 1:
         expected = "as many rows for each comparison, such as each seat of each group: OpenRLHF compares by position"
         raise ConfigError.of("samples: rows of a comparison", sorted(sizes), expected)
     rows = itertools.chain(*compared)

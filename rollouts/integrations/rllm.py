@@ -3,8 +3,8 @@
     out: to_episodes(samples)
     in:  nothing: rLLM plays programs that call its own gateway
 
-Invariant: a step for each completion, whose prompt ids are exactly the ids of its request. rLLM is imported when the
-function runs.
+Invariant: a step for each completion, whose prompt ids are exactly the ids of its request; what the mask leaves out is
+never a response. rLLM is imported when the function runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.steps import trained_replies
 from rollouts.training.comparisons import by_conversation, comparison_name
 from rollouts.training.rows import (
     by_rollout,
@@ -75,10 +76,10 @@ def _steps(sample: Sample, version: int | None) -> list[Any]:
     number = int_version(sample, version)
     return [
         Step(
-            prompt_ids=tokens[: one.start],
-            response_ids=tokens[one.start : one.stop],
-            logprobs=row.logprobs[one.start : one.stop].tolist(),
+            prompt_ids=tokens[:start],
+            response_ids=tokens[start:stop],
+            logprobs=row.logprobs[start:stop].tolist(),
             weight_version=number,
         )
-        for one in sample.completions
+        for start, stop, _ in trained_replies(sample)
     ]

@@ -25,6 +25,7 @@ from rollouts.environments.adapters.calls import call, numbers_of
 from rollouts.errors import ConfigError, ContextOverflow
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.integrations.replies import Reply, TrainerPolicy
+from rollouts.integrations.steps import trained_replies
 from rollouts.integrations.token_episodes import Observation
 from rollouts.training.batch import group_advantages
 from rollouts.training.comparisons import Comparison, by_comparison, by_conversation, comparison_name
@@ -90,7 +91,7 @@ def write_batch(samples: Sequence[Sample], path: Path) -> None:
 
 
 def to_trajectory_group(samples: Sequence[Sample]) -> Any:
-    """Convert one group to the cookbook's ``TrajectoryGroup``: a transition for each completion.
+    """Convert one group to the cookbook's ``TrajectoryGroup``: a transition for each completion that the mask trains.
 
     The cookbook centres rewards by the group without dividing by the standard deviation, and finds forks itself: it
     merges a branch that only appends with the one before.
@@ -138,10 +139,9 @@ def _transitions(sample: Sample) -> list[Any]:
     )
     tokens = row.tokens.tolist()
     transitions = []
-    for one in sample.completions:
-        stop = "length" if one.finish_reason == "length" else "stop"
-        action = TokensWithLogprobs(tokens[one.start : one.stop], row.logprobs[one.start : one.stop].tolist(), stop)
-        transitions.append(Transition(ob=_model_input(tokens[: one.start]), ac=action, reward=0.0, episode_done=False))
+    for start, stop, cut in trained_replies(sample):
+        action = TokensWithLogprobs(tokens[start:stop], row.logprobs[start:stop].tolist(), "length" if cut else "stop")
+        transitions.append(Transition(ob=_model_input(tokens[:start]), ac=action, reward=0.0, episode_done=False))
     return transitions
 
 

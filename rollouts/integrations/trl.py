@@ -368,8 +368,11 @@ class LeasedRolloutWorker:
         """The batches, each with the number of rows up to its last one."""
         self._rows = 0
         self._stops = threading.Event()
+        self._putting = threading.Lock()
         self._thread = threading.Thread(target=self._fill, name="leased-rollouts", daemon=True)
         self._error: BaseException | None = None
+        self._refused: Exception | None = None
+        """The error of an acknowledgement."""
         self._alive_at = time.monotonic()
 
     def start(self) -> None:
@@ -382,21 +385,34 @@ class LeasedRolloutWorker:
         self._stops.set()
 
     def update_model_version(self, model_version: int) -> None:
-        """Acknowledge the batches whose rows the trainer took before this step."""
+        """Acknowledge the batches whose rows the trainer took before this step.
+
+        If that fails, no further row is trained, and :meth:`check_health` raises the error: TRL calls this in its
+        main process alone (TRL 1.16.0, async_grpo_trainer.py: AsyncGRPOTrainer._sync_weight_merged).
+        """
         self.model_version = model_version
         taken = self._rows - self.rollout_buffer.qsize()
-        while self._untrained and self._untrained[0][0] <= taken:
-            self._untrained[0][1].ack(model_version)
-            self._untrained.popleft()
+        while self._refused is None and self._untrained and self._untrained[0][0] <= taken:
+            try:
+                self._untrained[0][1].ack(model_version)
+            except Exception as error:  # noqa: BLE001 - raised by check_health
+                self._refused = error
+                with self._putting, contextlib.suppress(queue.Empty):
+                    self.stop()
+                    while True:
+                        self.rollout_buffer.get_nowait()
+            else:
+                self._untrained.popleft()
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise if no more batches come, or none has come for ``stale_after_s`` seconds.
 
         Raises:
-            RuntimeError: its cause is the error of the batches.
+            RuntimeError: its cause is the error of the batches, or of an acknowledgement.
         """
-        if self._thread.ident is not None and not self._thread.is_alive():
-            raise RuntimeError(f"leases have ended: {self._error or 'the data is exhausted'}") from self._error
+        error = self._refused or self._error
+        if error is not None or (self._thread.ident is not None and not self._thread.is_alive()):
+            raise RuntimeError(f"leases have ended: {error or 'the data is exhausted'}") from error
         silent = time.monotonic() - self._alive_at
         if silent > stale_after_s:
             raise RuntimeError(f"no batch has come for {silent:.0f} s")
@@ -416,10 +432,12 @@ class LeasedRolloutWorker:
         """Wait for room; whether the row is in the queue, ``False`` after :meth:`stop`."""
         while not self._stops.is_set():
             self._alive_at = time.monotonic()
-            with contextlib.suppress(queue.Full):
-                self.rollout_buffer.put(row, timeout=_FULL_SECONDS)
-                self._rows += 1
-                return True
+            with self._putting:
+                if not self._stops.is_set() and not self.rollout_buffer.full():
+                    self.rollout_buffer.put_nowait(row)  # no other thread puts rows
+                    self._rows += 1
+                    return True
+            self._stops.wait(_FULL_SECONDS)
         return False
 
 

@@ -155,7 +155,7 @@ async def program_rollout_to_samples(
             chosen = await chosen_kind(sandbox, given)
             kind = type(chosen).__name__
             with boundary(EnvironmentFailure, f"{kind}.open", seconds=_OPEN_SECONDS):
-                place = await stack.enter_async_context(_closing(chosen, session))
+                place = await stack.enter_async_context(opened(chosen, lambda _: session.count("close_failures")))
             filled = None
             if workspace is not None:
                 with boundary(EnvironmentFailure, f"{type(workspace).__name__}.fill"):
@@ -514,20 +514,6 @@ def _without_reply(prompt: Prompt, session: ProgramSession, record: Mapping[str,
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def _closing(sandbox: Sandbox, session: ProgramSession) -> AsyncIterator[RunningSandbox]:
-    """Open a sandbox; a failure to close it is counted, and does not cost the rollout."""
-    closing = opened(sandbox)
-    place = await closing.__aenter__()
-    try:
-        yield place
-    finally:
-        try:
-            await closing.__aexit__(None, None, None)
-        except Exception:  # noqa: BLE001 - a kind may be foreign code
-            session.count("close_failures")
 
 
 @contextlib.asynccontextmanager

@@ -169,7 +169,7 @@ class ChatTemplate:
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""
-        images = message.images
+        images = () if type(message.content) is str else message.images
         if images and not self._shows_images:
             message.only_text(f"the renderer of chat template {self.name}")
         chat = (attrs.evolve(message, content="") if images else message).to_chat()

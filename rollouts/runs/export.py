@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shutil
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -42,6 +43,10 @@ Kind: TypeAlias = Literal["jsonl", "parquet", "hf"]
 _SHARD_BYTES = 256 << 20
 _EXPORTED = {"README.md", "data"}
 """The content of an exported folder without images."""
+_MARK = re.compile(r"^\d+ samples of outcome `\w+`, in whole groups\.$", re.MULTILINE)
+"""A line of the README.md of every export."""
+_ROWS = re.compile(r"train-([0-9a-f]{8}-)?\d{5}\.(parquet|jsonl)")
+"""The names of files with rows, of exports and of curated data sets."""
 
 
 def export_rows(
@@ -73,7 +78,7 @@ def export_rows(
     """
     out = Path(out)
     if kind == "hf":
-        check_folder(out, _EXPORTED, overwrite=overwrite)
+        check_folder(out, _EXPORTED, _MARK, overwrite=overwrite)
     else:
         check_output(out, "OUT", overwrite=overwrite)
     rows = read_rows(run, outcome)
@@ -115,12 +120,13 @@ def _plain(row: Row) -> dict[str, Any]:
         return plain_row(row.data)
 
 
-def check_folder(out: Path, exported: Set[str], *, overwrite: bool) -> None:
+def check_folder(out: Path, exported: Set[str], mark: re.Pattern[str], *, overwrite: bool) -> None:
     """Check that a folder is new, empty, or an earlier export that may be replaced.
 
     Args:
         out: the folder.
         exported: what an export without images contains.
+        mark: found in the README.md of every export, and of no other folder.
         overwrite: whether an earlier export is replaced.
 
     Raises:
@@ -130,10 +136,20 @@ def check_folder(out: Path, exported: Set[str], *, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError.of("OUT", str(out), "a folder; a file is there")
     present = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    earlier = present in (exported, {*exported, IMAGES})
+    earlier = present in (exported, {*exported, IMAGES}) and _is_export(out, mark)
     if present and not (overwrite and earlier):
         found = ". --overwrite replaces it" if earlier else ""
         raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
+
+
+def _is_export(folder: Path, mark: re.Pattern[str]) -> bool:
+    """Whether this package wrote a folder, and no other file was put to its rows."""
+    try:
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        rows = [path.name for path in (folder / "data").iterdir()]
+    except (OSError, ValueError):
+        return False
+    return mark.search(card) is not None and all(_ROWS.fullmatch(name) for name in rows)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import anyio.to_thread
 import attrs
 
 from rollouts.concurrency.task_groups import first_error
-from rollouts.dtypes import Prompt, as_messages
+from rollouts.dtypes import Prompt, StopReason, as_messages
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe
 from rollouts.runs.reader import StoredSamples, load_run
@@ -137,7 +137,10 @@ class _Scoring:
 
 
 def _unscored(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies of a rollout's samples without scoring failures, each with the step rewards of its conversation."""
+    """Copies of a rollout's samples without scoring failures, each with the step rewards of its conversation.
+
+    Without advantages too, which are of the earlier rewards; a branch that ended in a fork has the status of its end.
+    """
     rewards: dict[tuple[str, int], list[float]] = {}
     for sample in samples:
         rewards.setdefault((sample.seat, sample.conversation), []).extend(sample.step_rewards)
@@ -145,10 +148,13 @@ def _unscored(samples: Sequence[Sample]) -> list[Sample]:
     for sample in samples:
         sample = Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__)
         own = rewards[sample.seat, sample.conversation]
-        sample.reward = sum(own) if own else None
+        sample.reward, sample.advantages = sum(own) if own else None, None
         if sample.failure is not None and sample.failure.kind in _OF_SCORING:
             sample.failure, sample.status = None, status_of(sample.stop_reason)
         copies.append(sample.pack())
+    for branch, following in reversed(list(itertools.pairwise(copies))):
+        if branch.stop_reason is StopReason.FORKED:
+            branch.status = following.status
     return copies
 
 

@@ -88,6 +88,7 @@ def _reopened(
 ) -> Reopened:
     journal = Journal(path / JOURNAL, batches=batches_written(info))
     try:
+        info = read_info(path)  # again under the lock: its writer may have ended the run since
         history = RunHistory.read(path / JOURNAL)
         identity, settings = identity_of(description, buffer), settings_in(description)
         if history.runs:

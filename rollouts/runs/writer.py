@@ -152,11 +152,11 @@ class RunWriter:
             ConfigError: there is no run, or another process writes it.
         """
         writer = cls.__new__(cls)
-        info = read_info(path)
         writer.path = Path(path)
-        writer.format = info.get("format", "jsonl")
-        writer._take_lock("--resume")
-        writer.finished = False
+        if (writer.path / "run.json").is_file():  # no lock where there is no run
+            writer._take_lock("--resume")
+        info = read_info(path)
+        writer.format, writer.finished = info.get("format", "jsonl"), False
         writer._lock = threading.RLock()
         writer._accepted = {}
         writer._images, writer._tools = ImageFolder(path), ToolFolder(path)

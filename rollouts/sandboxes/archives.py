@@ -103,7 +103,9 @@ def unpack(archive: BinaryIO, folder: str, max_bytes: int) -> None:
                 if parent not in made:  # a look at each folder above each folder has no end where they are deep
                     parent = os.path.realpath(parent)
                 links = [os.path.realpath(os.path.join(root, member.linkname))] if member.islnk() else []
-                if not all(os.path.commonpath([root, inner]) == root for inner in (place, parent, *links)):
+                if ".." in member.name.split("/") or not all(
+                    os.path.commonpath([root, inner]) == root for inner in (place, parent, *links)
+                ):  # ``link/../file`` is next to the folder of the link
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
                 if member.ischr() or member.isblk():
                     raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")
@@ -132,7 +134,7 @@ def check_members(archive: str | os.PathLike[str], max_bytes: int) -> None:
                     raise OSError(f"got more than {max_bytes:,} bytes")
                 name = os.path.normpath(member.name)
                 above = {str(folder) for folder in PurePosixPath(name).parents}
-                if name.split("/")[0] in ("..", "") or above & links:
+                if ".." in member.name.split("/") or name.startswith("/") or above & links:
                     raise OSError(f"got the member {member.name!r}; expected one inside the folder")
                 if member.ischr() or member.isblk():
                     raise OSError(f"got the device {member.name!r}; expected files, folders, links and pipes")

@@ -13,10 +13,11 @@ This module knows no program, no model server and no task.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import posixpath
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import anyio
@@ -42,6 +43,7 @@ __all__ = [
     "Tail",
     "check_size",
     "inner_path",
+    "log_close_failure",
     "opened",
     "require_abilities",
 ]
@@ -58,6 +60,7 @@ HOME_ENVIRONMENT = {"LANG": "C.UTF-8", "TZ": "UTC", "USER": "agent", "LOGNAME": 
 FIRST_PROCESS = ("sh", "-c", "while :; do sleep 3600 & wait; done")
 """Process 1 of a container: it reaps, and outlives ``kill -1``."""
 _CLOSE_SECONDS = 30.0
+_LOG = logging.getLogger(__name__)
 
 _COUNT = check("an integer > 0", lambda value: is_int(value, 1))
 BOOLEAN = check("True or False", lambda value: isinstance(value, bool))
@@ -307,16 +310,39 @@ def require_abilities(sandbox: Sandbox, *names: Ability) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(sandbox: Sandbox) -> AsyncIterator[RunningSandbox]:
-    """Open a sandbox, and close it in any case, within 30 s, also if this task is cancelled."""
+async def opened(
+    sandbox: Sandbox, on_close_failure: Callable[[Exception], None] | None = None
+) -> AsyncIterator[RunningSandbox]:
+    """Open a sandbox, and close it in any case, within 30 s, also if this task is cancelled.
+
+    Args:
+        on_close_failure: called with the error of a sandbox that cannot be closed, which is raised without it. The work
+            in the sandbox is whole then, and a program may be the cause of the error.
+
+    Raises:
+        SandboxError: it does not open or close.
+    """
     running = await sandbox.open()
     try:
         yield running
     finally:
-        with anyio.move_on_after(_CLOSE_SECONDS, shield=True) as scope:
-            await running.close()
-        if scope.cancelled_caught:
-            raise SandboxError(f"{type(sandbox).__name__}: not closed within {_CLOSE_SECONDS:g} s")
+        try:
+            with anyio.move_on_after(_CLOSE_SECONDS, shield=True) as scope:
+                await running.close()
+            if scope.cancelled_caught:
+                raise SandboxError(f"{type(sandbox).__name__}: not closed within {_CLOSE_SECONDS:g} s")
+        except Exception as error:
+            if on_close_failure is not None:
+                on_close_failure(error)
+            elif isinstance(error, OSError):
+                raise SandboxError(f"{type(sandbox).__name__}: not closed: {error}") from error
+            else:
+                raise
+
+
+def log_close_failure(error: Exception) -> None:
+    """The ``on_close_failure`` of :func:`opened` where there is a verdict, which it does not cost."""
+    _LOG.warning("a sandbox cannot be closed: %s", error)
 
 
 class Tail:

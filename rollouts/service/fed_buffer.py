@@ -26,7 +26,7 @@ import msgspec
 
 from rollouts.concurrency.deadlines import listed_pause
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, DataExhausted, RolloutsError
+from rollouts.errors import ConfigError, DataExhausted, JournalError, RolloutsError
 from rollouts.recipe import Recipe
 from rollouts.renderer.options import TEMPLATE_KWARGS
 from rollouts.service.lease_log import LeaseLog
@@ -250,7 +250,7 @@ class FedBuffer(DataBuffer):
                     held = f"{len(self._rows.held)} prompts of {self._rows.bytes} bytes are not finished"
                     raise FedFull(f"{held}; at most {self._most_bytes} bytes are: ask again")
                 if self._log is None:
-                    raise RuntimeError("FedBuffer.feed: prompts are accepted only while the log is open")
+                    raise JournalError("FedBuffer.feed: prompts are accepted only while the log is open")
                 record = {"kind": "prompts", "id": name, "prompts": request.rows}
                 await self._log.store(record, functools.partial(self._keep, name, request))
             fed, digest = self._fed[name]
@@ -270,7 +270,7 @@ class FedBuffer(DataBuffer):
         async with self._writing:
             if not self._has_ended:
                 if self._log is None:
-                    raise RuntimeError("FedBuffer.end: the log is not open")
+                    raise JournalError("FedBuffer.end: the log is not open")
                 await self._log.store({"kind": "end"}, self._end)
         return len(self)
 

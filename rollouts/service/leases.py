@@ -151,7 +151,7 @@ class Leases:
             case "dropped":
                 self._dropped_groups.update(record["groups"])
                 self.dropped[record["reason"]] += len(record["groups"])
-            case "version":
+            case "version" if record["name"] != self.version:  # it is there twice, if a wait for it was cancelled
                 self._versions.append(record["name"])
                 self._staleness.announce(record["name"])
 

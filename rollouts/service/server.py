@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import anyio
@@ -106,8 +106,8 @@ class Service:
     routes: Sequence[Route] = ()
     fed: FedBuffer | None = None
     facts: Mapping[str, Any] = attrs.field(factory=dict)
-    _tokens: dict[str, int] = attrs.field(factory=dict)
-    """The leases by the ``request`` that took them."""
+    _tokens: dict[str, tuple[int, web.Request]] = attrs.field(factory=dict)
+    """The leases by the ``request`` that took them, with its latest repetition."""
     _publishing: anyio.Lock = attrs.field(factory=anyio.Lock)
     _bodies: Bodies = attrs.field(factory=lambda: Bodies(MOST_HELD))
 
@@ -144,8 +144,22 @@ class Service:
         waits = self.fed is not None and self.fed.is_empty
         return web.Response(text="ok: the run waits for prompts\n" if waits else "ok\n")
 
+    @contextlib.contextmanager
+    def _of_run(self) -> Iterator[Leases]:
+        """The leases; after the end of the run, closed logs and servers say that the client asks the next process."""
+        leases = self._open
+        try:
+            yield leases
+        except (JournalError, EndpointError):
+            if self.leases is not leases:
+                raise _NotReady from None
+            raise
+
     async def _take(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await self._body(request, _Take)
+        with self._of_run() as leases:
+            return await self._taken(leases, request, await self._body(request, _Take))
+
+    async def _taken(self, leases: Leases, request: web.Request, body: _Take) -> web.Response:
         lease = self._of_request(leases, body.request)
         if lease is None:
             lease = await leases.take(
@@ -161,21 +175,22 @@ class Service:
             lease = earlier
         assert lease is not None
         if body.request:
-            self._tokens[body.request] = lease.token
+            self._tokens[body.request] = lease.token, request
         try:
             response = await _delivered(lease)
             await anyio.lowlevel.checkpoint_if_cancelled()  # the client left while the message was encoded
             return response
         except BaseException:
-            with contextlib.suppress(LeaseLost):
-                leases.release(lease.token)
+            if self._tokens.get(body.request, (lease.token, request))[1] is request:  # else a repetition has the lease
+                with contextlib.suppress(LeaseLost):
+                    leases.release(lease.token)
             raise
 
     def _of_request(self, leases: Leases, request: str) -> Lease | None:
         """The lease that a request took whose answer was lost."""
         held = {lease.token: lease for lease in leases.held()}
-        self._tokens = {name: token for name, token in self._tokens.items() if token in held}
-        return held.get(self._tokens.get(request, -1))
+        self._tokens = {name: taken for name, taken in self._tokens.items() if taken[0] in held}
+        return held[self._tokens[request][0]] if request in self._tokens else None
 
     async def _held(self, request: web.Request) -> web.Response:
         leases = self._open.held(request.query.get("consumer"))
@@ -186,13 +201,9 @@ class Service:
         return await _delivered(self._open.lease(_token(request)))
 
     async def _acknowledge(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await self._body(request, _Ack)
-        try:
+        with self._of_run() as leases:
+            body = await self._body(request, _Ack)
             await leases.acknowledge(_token(request), step=body.step)
-        except JournalError:
-            if self.leases is not leases:  # the run ends here, and the consumer asks the next process
-                raise _NotReady from None
-            raise
         return _json({"acknowledged": _token(request)})
 
     async def _renew(self, request: web.Request) -> web.Response:
@@ -207,7 +218,10 @@ class Service:
         return _json({"released": _token(request)})
 
     async def _announce(self, request: web.Request) -> web.Response:
-        leases, body = self._open, await self._body(request, _Version)
+        with self._of_run() as leases:
+            return await self._announced(leases, await self._body(request, _Version))
+
+    async def _announced(self, leases: Leases, body: _Version) -> web.Response:
         if body.path is None and body.while_running is not None:
             raise ConfigError.of("while_running", body.while_running, "none without a path")
         if body.path is not None and self.publish is None:
@@ -224,14 +238,14 @@ class Service:
         return _json({"version": body.name, "repeated": is_known})
 
     async def _feed(self, request: web.Request) -> web.Response:
-        _ = self._open
-        body = await self._body(request, _Prompts, MOST_OF_PROMPTS)
-        return _json(attrs.asdict(await self._buffer.feed(body.id, body.prompts)))
+        with self._of_run():
+            body = await self._body(request, _Prompts, MOST_OF_PROMPTS)
+            return _json(attrs.asdict(await self._buffer.feed(body.id, body.prompts)))
 
     async def _end(self, request: web.Request) -> web.Response:
-        _ = self._open
-        await self._body(request, _Nothing)
-        return _json({"prompts": await self._buffer.end()})
+        with self._of_run():
+            await self._body(request, _Nothing)
+            return _json({"prompts": await self._buffer.end()})
 
     @property
     def _buffer(self) -> FedBuffer:

@@ -313,10 +313,9 @@ class AsyncRolloutManager:
         if not self.staleness.drops:
             return
         for group in [group for group in self.ready_groups if self.staleness.too_old(self.staleness.age(group))]:
-            with anyio.CancelScope(shield=True):
-                await self._recorder.settled(attrs.evolve(group, outcome="dropped", reason="too old"))
-                self._ledger.drop_ready([group], "too old")
-                self._report.length_bias.dropped(group.samples)
+            await self._recorder.settled(attrs.evolve(group, outcome="dropped", reason="too old"))
+            self._ledger.drop_ready([group], "too old")
+            self._report.length_bias.dropped(group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
@@ -387,11 +386,10 @@ class AsyncRolloutManager:
                 await self._running.turn_to_start()
                 with at(f"group {index}"):
                     group = await self._runner.run(prompt, finished)
-                    with anyio.CancelScope(shield=True):
-                        await self._recorder.settled(group, functools.partial(self._ledger.observe, group))
-                        self._ledger.account_for(group)
-                        settled = True
-                        self._fail_fast.saw(group)
+                    await self._recorder.settled(group, functools.partial(self._ledger.observe, group))
+                    self._ledger.account_for(group)
+                    settled = True
+                    self._fail_fast.saw(group)
         except Exception as error:  # noqa: BLE001 - a broken law: generate_batch raises it, not the task group
             self._fail_fast.stop(error)
         finally:

@@ -6,7 +6,7 @@ plain. This module does not know samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 __all__ = ["ReadOnlyDict", "ReadOnlyList", "read_only", "recently"]
@@ -23,10 +23,7 @@ class ReadOnlyList(list[Any]):
     """A list that cannot be changed; ``name`` is the field that errors report."""
 
     __slots__ = ("name",)
-
-    def __init__(self, values: Iterable[Any], name: str) -> None:
-        super().__init__(values)
-        self.name = name
+    name: str
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -39,10 +36,7 @@ class ReadOnlyDict(dict[Any, Any]):
     """A dict that cannot be changed; ``name`` is the field that errors report."""
 
     __slots__ = ("name",)
-
-    def __init__(self, values: Mapping[Any, Any], name: str) -> None:
-        super().__init__(values)
-        self.name = name
+    name: str
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -54,11 +48,15 @@ class ReadOnlyDict(dict[Any, Any]):
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
     if isinstance(value, dict):
-        plain = {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
-        return ReadOnlyDict(plain, name)
-    if isinstance(value, list):
-        return ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value], name)
-    return value
+        copy: ReadOnlyDict | ReadOnlyList = ReadOnlyDict(
+            {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
+        )
+    elif isinstance(value, list):
+        copy = ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value])
+    else:
+        return value
+    copy.name = name
+    return copy
 
 
 _recent: tuple[tuple[Any, str, Any], ...] = ()

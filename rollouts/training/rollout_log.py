@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rollouts.concurrency.boundary import call_foreign, function_name
+from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Prompt
 from rollouts.errors import RolloutsError
 from rollouts.training.data_buffer import DataBuffer
@@ -24,7 +25,7 @@ __all__ = ["OnGroup", "Recorder", "RolloutLog"]
 OnGroup = Callable[[Group], None]
 
 _RECORD_SECONDS = 60.0
-"""Deadline of ``on_group`` for one settled group; the caller shields it, so that record and accounting agree."""
+"""Deadline of ``on_group`` for one settled group."""
 
 
 class RolloutLog(Protocol):
@@ -64,14 +65,15 @@ class Recorder:
             self._log.taken(prompt, data_buffer.position_of(prompt))
 
     async def settled(self, group: Group, appended: Callable[[], None] = lambda: None) -> None:
-        """Report that a group has its outcome; ``appended`` is called as the log calls it."""
+        """Report that a group has its outcome; ``appended`` is called as the log calls it. A cancellation waits."""
         if self._log is None:
             appended()
         else:
-            await self._log.settled(group, appended)
+            with deadline(None, shield=True):
+                await self._log.settled(group, appended)
         if self._on_group is not None:
-            name = f"recording with {function_name(self._on_group)}"
-            await call_foreign(RolloutsError, name, self._on_group, group, seconds=_RECORD_SECONDS, kind="recording")
+            name, on_group, seconds = f"recording with {function_name(self._on_group)}", self._on_group, _RECORD_SECONDS
+            await call_foreign(RolloutsError, name, on_group, group, seconds=seconds, kind="recording", shield=True)
 
     def sealed(
         self, number: int, groups: Sequence[Group], metrics: Mapping[str, float], accounting: Accounting

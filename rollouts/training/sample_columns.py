@@ -51,7 +51,9 @@ def record(name: str, doc: str) -> Any:
 
 def _listed(packed: npt.NDArray[Any], name: str) -> Any:
     def unpack() -> ReadOnlyList:
-        return ReadOnlyList((packed.view(np.int8) if packed.dtype == np.bool_ else packed).tolist(), f"Sample.{name}")
+        listed = ReadOnlyList((packed.view(np.int8) if packed.dtype == np.bool_ else packed).tolist())
+        listed.name = f"Sample.{name}"
+        return listed
 
     return recently((packed, name), unpack)
 

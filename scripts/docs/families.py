@@ -94,7 +94,7 @@ class Assets:
         self.folder, self.unpacked = folder, unpacked
 
     def getfixturevalue(self, name: str) -> Callable[..., Any]:
-        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "tokenizer": self.tokenizer}
+        fixtures: dict[str, Callable[..., Any]] = {"chat_template": self.template, "small_tokenizer": self.tokenizer}
         return fixtures[name]
 
     def template(self, name: str) -> str:
@@ -122,7 +122,7 @@ def steps_of(test: SelfTest, verdict: str) -> str:
     return "; ".join(step.name for step in test.steps if step.verdict == verdict) or "–"
 
 
-def rows(families: dict[str, Family], assets: Assets) -> tuple[str, str]:
+def rows(families: dict[str, Family], assets: Any) -> tuple[str, str]:
     table, why = [], []
     for name, family in families.items():
         renderer = family.make(assets)
@@ -143,7 +143,7 @@ def rows(families: dict[str, Family], assets: Assets) -> tuple[str, str]:
     return "".join(table), "".join(why)
 
 
-def unchecked_rows(assets: Assets) -> str:
+def unchecked_rows(assets: Any) -> str:
     table = []
     for name, dialect in UNCHECKED.items():
         test = {**REAL, **SMALL, **STRUCTURES}[name].make(assets, dialect=dialect, calls="unchecked").self_test(TOOLS)
@@ -166,12 +166,11 @@ def judged_rows() -> str:
     return "".join(f"| {file} | {count} | {cell(reason)} |\n" for (file, reason), count in sorted(counts.items()))
 
 
-def page(folder: Path) -> str:
-    with tempfile.TemporaryDirectory() as unpacked:
-        assets = Assets(folder, Path(unpacked))
-        real, real_why = rows(REAL, assets)
-        others, others_why = rows({**SMALL, **STRUCTURES}, assets)
-        unchecked = UNCHECKED_HEAD + unchecked_rows(assets)
+def page(assets: Any) -> str:
+    """The page; ``assets`` has the fixtures of :mod:`tests.families`: :class:`Assets`, or pytest's ``request``."""
+    real, real_why = rows(REAL, assets)
+    others, others_why = rows({**SMALL, **STRUCTURES}, assets)
+    unchecked = UNCHECKED_HEAD + unchecked_rows(assets)
     tables = (
         REAL_HEAD
         + real
@@ -195,4 +194,5 @@ def pages() -> dict[Path, str]:
     folder = Path(os.environ.get("ROLLOUTS_TEST_ASSETS") or ROOT.parent / "shared" / "assets")
     if not folder.is_dir():
         raise ConfigError.of("ROLLOUTS_TEST_ASSETS", str(folder), "the folder of the test assets")
-    return {PAGE: page(folder)}
+    with tempfile.TemporaryDirectory() as unpacked:
+        return {PAGE: page(Assets(folder, Path(unpacked)))}

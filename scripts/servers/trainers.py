@@ -74,7 +74,7 @@ TRAINERS: dict[str, Trainer] = {
         stubs=("swanlab", "trackio", "wandb"),
     ),
     "tinker": Trainer(
-        tests=("tests/integrations/test_tinker.py", _DOORS),
+        tests=("tests/integrations/test_tinker.py", "tests/integrations/test_steps.py", _DOORS),
         packages=("tinker==0.38.0", "blobfile", "chz", "datasets", "pillow"),
         no_deps=("tinker-cookbook==0.6.1",),
         stubs=("tml_renderers",),
@@ -111,7 +111,7 @@ TRAINERS: dict[str, Trainer] = {
         sources=("",),
     ),
     "rllm": Trainer(
-        tests=("tests/integrations/test_rllm.py", _DOORS),
+        tests=("tests/integrations/test_rllm.py", "tests/integrations/test_steps.py", _DOORS),
         packages=("codetiming", "omegaconf", "openai", "tqdm"),
         checkout="RLLM_PATH",
         sources=("",),

@@ -62,9 +62,9 @@ REPLIES = [thinking(1, call(1)), thinking(2, "Three."), thinking(3, "Four."), th
 
 
 @pytest.fixture
-def qwen3(tokenizer: Any, chat_template: Any) -> Renderer:
+def qwen3(small_tokenizer: Any, chat_template: Any) -> Renderer:
     """Strips the thoughts of earlier turns at each user message."""
-    return Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    return Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,11 @@ async def test_error_fails_the_rollout_where_the_history_is_rewritten(qwen3: Ren
     assert len(only.completions) == 2
 
 
-async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(tokenizer: Any, chat_template: Any) -> None:
+async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(
+    small_tokenizer: Any, chat_template: Any
+) -> None:
     """QwQ: the prompt opens a thinking block, and the history contains none."""
-    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-QwQ-32B"))
+    renderer = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-QwQ-32B"))
     branches, _ = await branches_of(renderer, [text.removeprefix("<think>\n") for text in REPLIES], "fork")
     assert [len(branch.completions) for branch in branches] == [1, 1, 1, 1]
     assert sum(int(branch.mask.sum()) for branch in branches) == sum(
@@ -234,10 +236,10 @@ async def test_a_call_whose_result_no_reply_could_answer_does_not_run(demo: Rend
     assert notes == []
 
 
-async def test_a_duplicate_call_id_is_replaced_and_counted(tokenizer: Any) -> None:
+async def test_a_duplicate_call_id_is_replaced_and_counted(small_tokenizer: Any) -> None:
     """Ids must be unique to match results to calls; the first call keeps its id."""
     marks = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>")
-    found = tokenizer("qwen3", *marks, "<|tool_call_argument_begin|>")
+    found = small_tokenizer("qwen3", *marks, "<|tool_call_argument_begin|>")
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
         "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
@@ -266,9 +268,9 @@ async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> No
 # -- what is tokenised ------------------------------------------------------------------------------------------------
 
 
-async def test_only_new_text_is_tokenised(tokenizer: Any, chat_template: Any) -> None:
+async def test_only_new_text_is_tokenised(small_tokenizer: Any, chat_template: Any) -> None:
     """Over an episode, only the opening and the bridges are encoded."""
-    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    renderer = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
     ids = [renderer.encode(text).tolist() for text in REPLIES]
     before = renderer.encoded_tokens
     trajectory = await run_agent(

@@ -290,9 +290,9 @@ async def test_messages_follow_a_continued_turn(history: Literal["append", "fork
     assert [call.continues for call in only.completions] == [False, True, False]
 
 
-async def test_a_history_with_a_continued_turn_forks(tokenizer: Any, chat_template: Any) -> None:
+async def test_a_history_with_a_continued_turn_forks(small_tokenizer: Any, chat_template: Any) -> None:
     """Where the template strips thoughts, the new branch has the turn as context; sampled tokens are trained once."""
-    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"), dialect="plain")
+    renderer = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"), dialect="plain")
 
     class Both(Searching):
         async def step(self, reply: Message) -> StepResult:

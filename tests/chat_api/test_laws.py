@@ -61,6 +61,7 @@ def faulty(share: float) -> Any:
     return fault
 
 
+@pytest.mark.timeout(1400)  # --long takes 200 s of a quiet machine
 async def test_a_fault_of_the_api_is_never_a_score(rollouts: int) -> None:
     """A fifth of the responses is faulty, of twelve kinds. No reward is false, and each failure has its type."""
     async with ChatServer(solve, fault=faulty(0.2), retry_after=0.05) as server:

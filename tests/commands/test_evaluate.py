@@ -111,6 +111,23 @@ def test_no_object_of_a_reward_ends_an_evaluation(engine_url: str, tmp_path: Pat
     assert odd == [["half ?", "<Node that cannot be printed>"]] * 2
 
 
+def test_another_reward_is_another_evaluation(
+    engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A changed reward function is refused by name, so that one table has one score; ``--allow-changes`` accepts it."""
+    recipe, out = tmp_path / "odd.py", tmp_path / "exam"
+    recipe.write_text(ODD)
+    line = ["eval", str(recipe), "--endpoint", engine_url, "--tasks", "1", "--no-greedy"]
+    assert main([*line, "--out", str(out)]) == 0
+    recipe.write_text(ODD.replace("return 1.0", "return 0.25"))
+    assert main([*line, "--resume", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert "reward.code: got " in error
+    assert "--allow-changes" in error
+    assert main([*line, "--resume", str(out), "--allow-changes"]) == 0
+    assert main([*line, "--resume", str(out)]) == 0, "the settings of the last part are stored"
+
+
 def test_greedy_rollouts_are_scored_next_to_the_sampled_ones(
     engine_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +271,13 @@ def test_a_damaged_rollout_is_named(tmp_path: Path) -> None:
     (out / "rollouts.jsonl").write_bytes(b"{}\n[]\n")
     with pytest.raises(ConfigError, match=r"rollouts\.jsonl, line 2"):
         load_evaluation(out)
+
+
+def test_a_threshold_is_a_number(tmp_path: Path) -> None:
+    """No reward is at least NaN: every rollout would have failed."""
+    for threshold in (float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match=r"--threshold: got (nan|inf); expected a finite number"):
+            EvalOptions(out=tmp_path, threshold=threshold)
 
 
 def test_k_is_at_most_the_rollouts_of_a_task(tmp_path: Path) -> None:

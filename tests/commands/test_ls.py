@@ -39,6 +39,32 @@ async def test_runs_are_listed_by_their_state(tmp_path: Path, capsys: pytest.Cap
     active.finish("stopped")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"accounting": [1]}, {"accounting": {"dropped": {}}}, {"started": 5}, {"batches": "x"}, {"status": [{}]},
+        {"recipe": {"a": 1}}, {"versions": 3},
+    ],
+)  # fmt: skip
+async def test_a_field_of_a_wrong_type_is_an_unreadable_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, object]
+) -> None:
+    """The run is listed with the reason, and so are the others; before, one such file ended the list."""
+    await store_run(tmp_path / "sound")
+    (tmp_path / "other").mkdir()
+    text = {"status": "finished", "versions": {"rollouts": "0.1.0"}, **fields}
+    (tmp_path / "other" / "run.json").write_text(json.dumps(text))
+    (tmp_path / "exam").mkdir()
+    (tmp_path / "exam" / "eval.json").write_text('{"estimates": {"reward": {"value": "high"}}}')
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    found = {Path(entry["path"]).name: entry for entry in json.loads(capsys.readouterr().out)}
+    states = {name: entry["status"] for name, entry in found.items()}
+    assert states == {"sound": "finished", "other": "unreadable", "exam": "unreadable"}
+    assert found["other"]["error"]
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "unreadable" in capsys.readouterr().out
+
+
 def test_a_folder_without_runs_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that does not exist is an error."""
     assert main(["ls", str(tmp_path)]) == 0

@@ -194,3 +194,21 @@ async def test_a_coroutine_that_comes_too_late_is_closed() -> None:
     released.set()
     assert ended.wait(30)
     gc.collect()
+
+
+@pytest.mark.parametrize("sync", [False, True])
+async def test_a_shielded_call_ends_before_a_cancellation(sync: bool) -> None:
+    """A cancellation from outside waits for the end of the function, in a task or in a thread."""
+    ended: list[str] = []
+
+    async def call() -> None:
+        await anyio.lowlevel.checkpoint()
+        ended.append("call")
+
+    function = partial(ended.append, "call") if sync else call
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await call_foreign(GenerateFailure, "the call", function, seconds=60, shield=True)
+        await anyio.lowlevel.checkpoint()
+        ended.append("after")
+    assert ended == ["call"]

@@ -133,6 +133,9 @@ def test_the_verb_writes_and_a_dry_run_does_not(run: Path, tmp_path: Path, capsy
     assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
     assert main([*arguments, "--out", str(tmp_path / "out"), "--overwrite"]) == 0
+    (tmp_path / "out" / "README.md").write_text("Mine.")
+    assert main([*arguments, "--out", str(tmp_path / "out"), "--overwrite"]) == 2
+    assert (tmp_path / "out" / "README.md").read_text() == "Mine."
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from rollouts import __version__
 from rollouts.distributed.dispatch import Dispatcher, LinkLost, Workers
 from rollouts.distributed.join import Facts, _Built, _Membership, _Service, parts_of, recipe_of, recipe_sha256
 from rollouts.distributed.joined import JoinedWorkers, _JoinedWorker
-from rollouts.distributed.messages import PLAIN, Request, check_plain, sample_records
+from rollouts.distributed.messages import PLAIN, Request, check_plain, received_error, sample_records
 from rollouts.dtypes import Prompt
 from rollouts.engine import DEMO_MODEL
-from rollouts.errors import ConfigError, EndpointUnavailable
+from rollouts.errors import ConfigError, EndpointUnavailable, GenerateFailure
 from rollouts.http.client import HttpClient
 from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe.files import file_of
-from rollouts.runs.record_bytes import framed
+from rollouts.runs.record_bytes import framed, read_framed
 from rollouts.service.server import Service, serving
 from rollouts.testing.json_server import JsonServer
 from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample
@@ -386,9 +386,20 @@ async def test_large_orders_arrive_in_parts() -> None:
 def test_records_of_a_long_pause_are_sent_in_parts() -> None:
     """All that a worker played while the service was away may be more than one request may have."""
     records = [framed({"kind": "turn", "data": b"x" * size}, None) for size in (10, 500, 10, 10, 60, 10)]
-    parts = list(parts_of(b"".join(records), 150))
+    parts = list(parts_of(b"".join(records), 150, 1000))
     assert parts == [records[0], records[1], records[2] + records[3], records[4] + records[5]]
-    assert list(parts_of(records[1], 150)) == [records[1]]
+    assert list(parts_of(records[1], 150, 1000)) == [records[1]]
+
+
+def test_a_record_that_the_service_refuses_fails_its_rollout_and_no_worker() -> None:
+    """It would be refused from each worker that gets the rollout, and end one after the other."""
+    records = [framed({"kind": "turn", "number": n, "data": b"x" * size}, None) for n, size in enumerate((10, 500, 10))]
+    for message in (records, records[1:], records[:2], records[1:2]):
+        parts = list(parts_of(b"".join(message), 150, 400))
+        (at,) = [number for number, part in enumerate(parts) if b"broken" in part]
+        assert [*parts[:at], *parts[at + 1 :]] == [record for record in message if record is not records[1]]
+        ((fields, _),) = read_framed(parts[at])
+        assert (fields["number"], type(received_error(fields))) == (1, GenerateFailure)
 
 
 def test_orders_are_plain_data() -> None:

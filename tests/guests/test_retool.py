@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,3 +188,11 @@ def test_what_the_sandbox_must_enforce_is_an_option(tmp_path: Path) -> None:
         made = build(function, Endpoint(model="m"), {"data": str(path), **text}).environment_cls()
         assert isinstance(made, RetoolEnvironment)
         assert made.require == required
+
+
+@pytest.mark.parametrize("repeated", ["<tool_call>{", "<code>", "```python ", "```python" + 20_000 * " "])
+async def test_a_reply_that_repeats_an_opening_does_not_hold_the_event_loop(repeated: str) -> None:
+    """Openings without an end, and spaces after one, are read in linear time."""
+    began = time.process_time()
+    await CodeTagsEnvironment(require=()).step(Message("assistant", repeated * (40_000 // len(repeated))))
+    assert time.process_time() - began < 0.5

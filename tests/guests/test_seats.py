@@ -13,7 +13,7 @@ import pytest
 
 from rollouts.commands import main
 from rollouts.dtypes import Prompt
-from rollouts.recipes.environments import user
+from rollouts.recipes.environments import judge, user
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.training.branches import by_rollout
@@ -68,3 +68,21 @@ async def test_a_total_is_named_as_a_whole_number(text: str, reward: float) -> N
     seats: Any = SimpleNamespace(**{name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
     await user.play(seats, Prompt("an errand", label=1420))
     assert chats["agent"].reward == reward
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reward"), [("YES", 1.0), ("The answer is YES.", 1.0), ("NO", 0.0), ("NO, not YES", 0.0), ("EYES", 0.0)]
+)
+async def test_a_verdict_is_a_word(verdict: str, reward: float) -> None:
+    """Letters inside another word are not a verdict, and a judge that says both does not say YES."""
+
+    def program_of(text: str) -> SimpleNamespace:
+        async def run(*_: Any, **__: Any) -> SimpleNamespace:
+            return works[text]
+
+        return SimpleNamespace(run=run)
+
+    works = {text: SimpleNamespace(metadata={"files": {"output.txt": text}}, reward=None) for text in ("42", verdict)}
+    seats: Any = SimpleNamespace(solver=program_of("42"), judge=program_of(verdict))
+    await judge.play(seats, Prompt("a sum", label=42))
+    assert works["42"].reward == reward

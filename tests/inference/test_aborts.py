@@ -10,7 +10,8 @@ import pytest
 from rollouts.dtypes import Endpoint
 from rollouts.errors import EndpointUnavailable
 from rollouts.http.client import HttpClient
-from rollouts.inference.aborts import abort_generation, abort_until_idle, headers_of
+from rollouts.inference.aborts import abort_generation, headers_of
+from rollouts.inference.idle import abort_until_idle
 from rollouts.testing.json_server import Asked, JsonServer
 from rollouts.testing.server import StubServer
 from tests.inference.client import Client
@@ -67,6 +68,15 @@ async def test_a_worker_that_is_away_does_not_make_its_router_unreachable(client
         assert not policy.servers.workers.all[0].unreachable
         assert len((await client.complete(policy)).tokens) == 3
         await policy.aclose()
+
+
+async def test_a_dead_worker_is_not_the_death_of_its_router(transport: HttpClient) -> None:
+    """Also where the router lists it last."""
+    async with StubServer() as dead:
+        pass
+    async with StubServer() as alive, StubServer(workers=[alive.url, dead.url]) as router:
+        assert await abort_generation(transport, router.url, "r", {})
+    assert not await abort_generation(transport, router.url, "r", {})
 
 
 async def test_an_abort_has_the_admin_key(transport: HttpClient) -> None:

@@ -362,6 +362,22 @@ async def test_a_server_that_keeps_other_weights_is_refused_by_name(client: Clie
         await server.stop()
 
 
+async def test_a_server_may_come_back_with_earlier_weights_to_which_it_was_updated(client: Client) -> None:
+    """A trainer that resumes from an earlier step loads an earlier version, which is the right one since then."""
+    info = {"model_path": "m", "weight_version": "v1"}
+    server = Restartable(model_info=info)
+    await server.start()
+    async with policy_of(server.url, outage_seconds=0.3) as policy:
+        for info["weight_version"] in ("v1", "v2", "v1"):
+            await client.complete(policy)
+        await server.stop()
+        await server.start(model_info=info)
+        policy.servers.workers.all[0].unreachable = True  # as after a request that was refused meanwhile
+        (span,) = (await client.complete(policy)).versions
+        assert span.version == "v1"
+        await server.stop()
+
+
 @pytest.mark.parametrize(
     ("seen", "back", "message"),
     [
@@ -406,6 +422,30 @@ async def test_a_request_waits_for_a_server_that_vanishes_with_it(client: Client
                 await vanishing.start()
             assert policy.totals.completions == 1
         await vanishing.stop()
+
+
+async def test_requests_of_a_server_that_vanishes_go_to_the_others(client: Client) -> None:
+    """A host that is removed closes its connections and answers no abort: its generations have ended with it."""
+    with contextlib.ExitStack() as vanished:
+        arrived, gone = 0, anyio.Event()
+
+        async def vanish(request: Any) -> None:
+            nonlocal arrived
+            arrived += 1
+            if arrived == 2:
+                await vanishing.die()
+                vanished.enter_context(full_backlog(int(vanishing.url.rpartition(":")[2])))
+                gone.set()
+            await gone.wait()
+
+        vanishing = Restartable(latency=vanish, faults=["reset", "reset"])
+        await vanishing.start()
+        async with StubServer() as other, policy_of(vanishing.url, other.url, connect_seconds=0.1) as policy:
+            await policy.describe()
+            async with anyio.create_task_group() as tasks:
+                for _ in range(2):
+                    tasks.start_soon(functools.partial(client.complete, policy, session="of both"))
+            assert (policy.totals.completions, len(other.requests)) == (2, 2)
 
 
 # -- requests that may have killed their server -----------------------------------------------------------------------

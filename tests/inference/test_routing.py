@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import anyio
 import pytest
 
@@ -94,3 +97,14 @@ def test_the_number_of_sessions_is_bounded(workers: Workers) -> None:
 def test_the_repr_is_the_load(workers: Workers) -> None:
     """Name and requests in flight of each."""
     assert repr(workers) == "<Workers: a 0 in flight, b 0 in flight, c 0 in flight>"
+
+
+def test_a_late_reply_of_earlier_weights_is_not_a_return_to_them() -> None:
+    """Only a request sent after the first reply of the present weights shows that earlier ones replaced them."""
+    worker = Worker("http://a", "a")
+    start = time.monotonic()
+    assert [worker.served(version, start) for version in ("v1", "v2", "v1", "v2")] == [False] * 4
+    assert worker.changed[1].startswith("v2 ")
+    assert worker.served("v1", math.inf)
+    assert worker.changed[1].startswith("v1 ")
+    assert list(worker.versions) == ["v2", "v1"]

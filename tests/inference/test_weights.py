@@ -363,14 +363,18 @@ def test_a_conversation_keeps_the_namespace_that_it_began_with() -> None:
         during = sessions.of("during", there)
         assert len({during, sessions.of("also during", there), "", "1"}) == 4
         assert sessions.of("before", there) == ""
-    assert [sessions.of(name, there) for name in ("before", "during", "after", "")] == ["", during, "1", "1"]
+    first = sessions.of("after", there)
+    assert first.startswith("1 ")
+    assert [sessions.of(name, there) for name in ("before", "during", "also after", "")] == ["", during, first, first]
     with isolated([there], "2"):
         pass
-    assert [sessions.of(name, there) for name in ("before", "after", "later", "")] == ["", "1", "2", "2"]
+    second = sessions.of("later", there)
+    assert second.startswith("2 ")
+    assert [sessions.of(name, there) for name in ("before", "after", "")] == ["", first, second]
 
 
 async def test_new_conversations_after_an_update_in_place_read_no_old_cache() -> None:
-    """Although the server is busy and cannot flush: their requests have the version as ``extra_key``."""
+    """Although the server is busy and cannot flush: their requests have a new ``extra_key``."""
     async with StubServer() as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
         server = Busy()
         async with JsonServer(server) as listening:
@@ -379,25 +383,38 @@ async def test_new_conversations_after_an_update_in_place_read_no_old_cache() ->
                 await update_weights(endpoint_at(listening.url), DEMO_MODEL, "1", while_running="in_place")
             await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="old"))
             await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session="new"))
-        assert [request.body.get("extra_key") for request in stub.requests] == [None, None, "1"]
+        keys = [request.body.get("extra_key") for request in stub.requests]
+        assert keys[:2] == [None, None]
+        assert keys[2].startswith("1 ")
         async with SGLangPolicy(endpoint_at(listening.url)) as updated:
-            assert updated._namespaces.of("new", listening.url) == "1"
+            assert updated._namespaces.of("new", listening.url).startswith("1 ")
 
 
 async def test_new_conversations_after_an_update_by_another_process_read_no_old_cache() -> None:
-    """The client sees the newer version in replies; conversations that began before it keep their prefix."""
-    info = {"model_path": "stub", "weight_version": "v1"}
+    """The client sees the other version in replies, also when it is an earlier one again, whose conversations continued
+    under later weights; conversations that began before keep their prefix."""
+    info = {"model_path": "stub"}
     async with StubServer(model_info=info) as stub, SGLangPolicy(endpoint_at(stub.url)) as policy:
 
-        async def ask(session: str) -> None:
+        async def key_of(session: str) -> str | None:
             await policy.complete(CompletionRequest(PROMPT, SamplingParams(max_new_tokens=3), session=session))
+            return stub.requests[-1].body.get("extra_key")
 
-        await ask("old")
-        await ask("also old")
-        info["weight_version"] = "v2"
-        for session in ("old", "also old", "new", "old"):
-            await ask(session)
-    assert [request.body.get("extra_key") for request in stub.requests] == [None, None, None, None, "v2", None]
+        began = []
+        for version in ("v1", "v2", "v1", "v2"):
+            info["weight_version"] = version
+            assert await key_of("old") is None
+            began.append(await key_of(f"new {len(began)}"))
+            assert await key_of(f"also new {len(began)}") == began[-1]
+        with isolated([stub.url], "v1"):
+            pass
+        began.append(await key_of("before the first reply"))
+        info["weight_version"] = "v1"
+        await key_of("old")
+        assert await key_of("after the first reply") == began[-1]
+    assert began[0] is None
+    assert [key.partition(" ")[0] for key in began[1:]] == ["v2", "v1", "v2", "v1"]
+    assert len(set(began)) == 5
 
 
 # -- routers and keys -------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from training import duel as duels  # noqa: E402 - the guests need torch
+from training import proposer as proposers  # noqa: E402
 from training.board import draw_curve, read_steps  # noqa: E402
 from training.grpo import GrpoConfig, GrpoTrainer  # noqa: E402
 from training.learn import START_MODEL, Lesson, held_out_prompts, learn, lesson_of  # noqa: E402
@@ -313,6 +314,47 @@ async def test_a_seat_learns_against_a_frozen_one(request: pytest.FixtureRequest
     assert {sample["seat"] for sample in samples} == {"solver"}
     assert {sample["reward"] for sample in samples} <= {-1.0, 0.0, 1.0}
     assert set(result["before"]) == {"as trained"}
+
+
+def test_a_proposal_is_a_call_within_the_trained_numbers() -> None:
+    """Its problem and answer are those of the call; other replies are not a proposal."""
+
+    def of(name: str, arguments: Any) -> Any:
+        return proposers.proposal(
+            [{"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}]
+        )
+
+    assert [of("subtract", {"a": 3, "b": 12}).label, of("multiply", '{"a": 3, "b": 12}').label] == ["-9", "36"]
+    assert {"3", "12"} <= set(re.findall("[0-9]+", of("add", {"a": 3, "b": 12}).prompt))
+    refused = [{"a": 60, "b": 1}, {"a": 0, "b": 1}, {"a": 1.5, "b": 1}, {"a": True, "b": 1}, {"a": 1}, "[", "[1]"]
+    assert [of("add", arguments) for arguments in refused] == [None] * len(refused)
+    assert of("divide", {"a": 3, "b": 12}) is None
+    assert proposers.proposal([{"role": "assistant", "content": "The answer is 3."}]) is None
+
+
+async def test_solvers_learn_on_the_problems_of_a_proposer(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """A rollout has its proposer and, after a proposal, four solvers; a held-out problem has one solver."""
+    if not request.config.getoption("--long"):
+        pytest.skip("two processes; scripts/test --long runs it")
+    lesson = Lesson(
+        recipe=Path(proposers.__file__),
+        out=tmp_path,
+        options={"prompts": "20"},
+        steps=1,
+        held_out=2,
+        held_out_rollouts=1,
+        kinds=("one_step_60_99",),
+        keep_weights=True,
+        slots=8,
+    )
+    result = await learn(lesson, Console(quiet=True))
+    samples = [msgspec.json.decode(line) for line in (tmp_path / "weights/1/batch.jsonl").read_bytes().splitlines()]
+    seats: dict[Any, list[str]] = {}
+    for sample in samples:
+        seats.setdefault(sample["rollout_id"], []).append(sample["seat"])
+    assert len(seats) == 32
+    assert {tuple(names) for names in seats.values()} == {("proposer",), ("proposer", *["solver"] * 4)}
+    assert set(result["after"]) == {"as trained", "one_step_60_99"}
 
 
 def test_samplers_are_compared_by_seed(request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -171,6 +171,29 @@ async def test_trl_gets_the_same_rows(tmp_path: Path) -> None:
     assert [as_bytes(row) for row in rows] == [as_bytes(row) for row in expected]
 
 
+def test_an_acknowledgement_that_fails_is_an_error_of_trls_worker() -> None:
+    """Raised by ``check_health``, not in the step of the trainer; no further row is trained."""
+
+    class Lost(OneBatch):
+        def ack(self, step: int | None = None) -> None:
+            raise RuntimeError("the lease has ended")
+
+    batches = [Lost(), OneBatch()]
+    for sample in [sample for batch in batches for sample in batch.samples]:
+        sample.versions = [VersionSpan("1", span.start, span.stop) for span in sample.versions]
+    worker = LeasedRolloutWorker(batches, rows_ahead=2)
+    worker.start()
+    for _ in range(4):
+        worker.rollout_buffer.get(timeout=30)
+    worker.update_model_version(1)
+    worker._thread.join(60)
+    with pytest.raises(RuntimeError, match="leases have ended: the lease has ended") as caught:
+        worker.check_health(60)
+    assert str(caught.value.__cause__) == "the lease has ended"
+    worker.update_model_version(2)
+    assert worker.rollout_buffer.empty()
+
+
 def as_bytes(row: RolloutRow) -> dict[str, Any]:
     fields = attrs.asdict(attrs.evolve(row, enqueued_at=None))
     del fields["metrics"]

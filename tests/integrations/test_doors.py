@@ -365,8 +365,10 @@ def test_nemo_refuses_seats_whose_prompts_do_not_tell_them_apart() -> None:
     samples[1] = attrs.evolve(samples[0], seat="player1", reward=-1.0)
     with pytest.raises(ConfigError, match=r"its prompt ids: got 'the same'; expected another than that of 0/player0"):
         nemo_rl.to_batch(samples)
+    samples = two_seats()
+    samples[2].tokens = [999, *samples[2].token_column[1:].tolist()]
     with pytest.raises(ConfigError, match=r"its prompt ids: got 'others'; expected those of .*player0"):
-        nemo_rl.to_batch(two_seats())
+        nemo_rl.to_batch(samples)
 
 
 def test_openrlhf_rows_of_a_seat_are_next_to_each_other(tmp_path: Path) -> None:
@@ -474,6 +476,11 @@ def test_openrlhf_takes_comparisons_of_one_size(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows of a comparison: got \[2, 3\]; expected as many rows for each"):
         openrlhf.write_batch(proposed(), tmp_path / "rows.jsonl")
     openrlhf.write_batch(proposed(3), tmp_path / "rows.jsonl")
+    whole, leaf, other = scored_groups(1, 3)
+    leaf.rollout_id, leaf.conversation, leaf.parent = whole.rollout_id, 1, 0  # of rollouts, only some branch
+    other.group_index = 1
+    with pytest.raises(ConfigError, match=r"got \[1, 2\]; expected as many rows"):
+        openrlhf.write_batch([whole, leaf, other], tmp_path / "rows.jsonl")
     rows = [msgspec.json.decode(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
     assert [row["reward"] for row in rows] == [0, 1, 2, 1, 0, 0, 2, 1, 1, 3, 2, 2]
 

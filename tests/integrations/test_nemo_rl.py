@@ -41,9 +41,7 @@ def test_a_batch_has_groups_next_to_each_other() -> None:
     assert batch["idx"] == [0] * 4 + [1] * 4 + [2] * 4
     assert sorted(batch["total_reward"].tolist()) == sorted(torch.tensor([s.reward for s in samples]).tolist())
     assert batch["loss_multiplier"].tolist().count(0.0) == 1
-    assert batch["length"].tolist() == [
-        sum(len(message["token_ids"]) for message in log) for log in batch["message_log"]
-    ]
+    assert batch["length"].tolist() == [len(log[0]["token_ids"]) for log in batch["message_log"]], "of the prompt"
     assert batch["weight_version"] == 3
 
 
@@ -56,6 +54,14 @@ def test_what_nemo_rl_cannot_carry_is_refused(field: str, value: Any) -> None:
     setattr(sample, field, [0.0] * len(sample) if value == "zeros" else value)
     with pytest.raises(ConfigError, match=rf"\.{field}: got"):
         to_batch([sample])
+
+
+def test_a_group_of_unlike_prompts_is_refused() -> None:
+    """NeMo-RL would compare each with itself alone, and no rollout would have an advantage."""
+    samples = scored_groups(1, 2)
+    samples[1].tokens = [999, *samples[1].token_column[1:].tolist()]
+    with pytest.raises(ConfigError, match=r"its prompt ids: got 'others'; expected those of .*of one prompt"):
+        to_batch(samples)
 
 
 def test_forks_and_versions_without_numbers_are_refused() -> None:
@@ -102,10 +108,16 @@ def test_their_flattened_batch_has_our_rows(compared: Callable[..., None]) -> No
 
 @pytest.mark.trainer
 def test_their_baseline_and_deviation_give_our_advantages(compared: Callable[..., None]) -> None:
-    """calculate_baseline_and_std_per_prompt without leaving one out, as their estimator divides them."""
+    """extract_initial_prompt_messages finds prompts by ``length``; calculate_baseline_and_std_per_prompt compares their
+    rewards, without leaving one out, as their estimator divides them.
+    """
+    utils = pytest.importorskip("nemo_rl.data.llm_message_utils")
     samples = scored_groups(3, 4)
     batch = to_batch(samples)
-    rewards, groups = batch["total_reward"], torch.tensor(batch["idx"])[:, None]
+    rewards, prompts_of = batch["total_reward"], function_of("algorithms/grpo.py", "extract_initial_prompt_messages")
+    prompts = prompts_of(batch["message_log"], batch["length"])
+    flat, _ = utils.batched_message_log_to_flat_message(prompts, pad_value_dict={"token_ids": 0})
+    groups = flat["token_ids"]
     statistics = function_of("algorithms/utils.py", "calculate_baseline_and_std_per_prompt")
     baseline, deviation = statistics(groups, rewards, torch.ones_like(rewards), leave_one_out_baseline=False)
     theirs = (rewards - baseline) / (deviation + 1e-6)

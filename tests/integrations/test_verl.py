@@ -8,10 +8,12 @@ import importlib
 import importlib.util
 import types
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import numpy as np
 import pytest
@@ -1011,6 +1013,39 @@ async def test_a_branch_that_has_no_room_for_a_reply_is_no_row_of_our_manager() 
         manager.close()
     assert [sample.stop_reason for sample in group] == [StopReason.FORKED] * 2
     assert all(sample.sampled_tokens for sample in group)
+
+
+async def test_a_call_that_fails_keeps_what_was_accepted() -> None:
+    """The next call of as many prompts continues with it: its rollouts are not played again."""
+    played: Counter[int | None] = Counter()
+    accepted, works = anyio.Event(), anyio.Event()
+
+    async def some(prompts: Sequence[Prompt], **options: Any) -> list[Sample]:
+        (prompt,) = prompts
+        if prompt.group_index and not works.is_set():
+            await accepted.wait()
+            raise ValueError("not yet")
+        sample = scored_groups(1, 2)[(prompt.index or 0) % 2]
+        sample.group_index, sample.index, sample.rollout_id = prompt.group_index, prompt.index, prompt.index
+        played[prompt.group_index] += 1
+        if played[0] == 2:
+            accepted.set()
+        return [sample]
+
+    rollout = Namespace(prompt_length=512, response_length=64, n=2, temperature=1.0, top_p=1.0, top_k=-1)
+    config = Namespace(actor_rollout_ref=Namespace(rollout=rollout))
+    manager = RolloutsManager(config, None, None, {"recipe": "tests/integrations/verl_recipe.py"})
+    failing = attrs.evolve(manager.recipe.config, generate_fn=some, reward_fn=None, on_failure="stop", max_attempts=1)
+    manager.recipe = attrs.evolve(manager.recipe, config=failing)
+    try:
+        with pytest.raises(GenerateFailure, match="not yet"):
+            [group async for group in manager._trained(2, 0)]
+        works.set()
+        groups = [group async for group in manager._trained(2, 1)]
+    finally:
+        manager.close()
+    assert groups[0][0].group_index == 0
+    assert played[0] == 2
 
 
 async def test_the_rollouts_of_a_prompt_of_a_validation_are_compared() -> None:

@@ -68,10 +68,10 @@ def test_the_cache_does_not_change_an_opening(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("name", [None, "qwen3", "qwen2_5"])
 def test_a_prompt_of_a_data_set_is_rendered_as_transformers_renders_it(
-    name: str | None, tokenizer: Callable[..., Any]
+    name: str | None, small_tokenizer: Callable[..., Any]
 ) -> None:
     """Tools with unknown and absent keys, and earlier calls with arguments as JSON text, give the same opening."""
-    plain = DEMO if name is None else tokenizer(name)
+    plain = DEMO if name is None else small_tokenizer(name)
     tools = [
         {"type": "function", "function": {"strict": True, "name": "add", "parameters": {"properties": {"a": {}}}}},
         {"type": "function", "function": {"parameters": {"properties": {}}, "name": "now", "description": "?"}},

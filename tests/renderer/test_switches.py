@@ -109,11 +109,11 @@ def test_a_switch_in_an_earlier_message_reaches_the_bridge(history: list[Message
     assert as_rendered(renderer, [*system, *history, calling(9)], [result(9)])
 
 
-def test_a_text_that_changes_no_bridge_is_no_switch(chat_template: Any, tokenizer: Any) -> None:
+def test_a_text_that_changes_no_bridge_is_no_switch(chat_template: Any, small_tokenizer: Any) -> None:
     """Templates compare many strings; only strings that change a later bridge count."""
     assert set(renderer_of(THINKS)._model.switches.texts) == {"/no_think", "/think"}
     assert renderer_of(NUMBERED)._model.switches.texts == ()
-    qwen3 = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    qwen3 = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
     assert qwen3._model.switches.texts == ()
 
 

@@ -74,7 +74,8 @@ def test_the_final_reply_is_the_last_of_the_assistant_without_its_thoughts() -> 
 def test_numbers_as_people_write_them() -> None:
     """Exactly, and only finite ones."""
     assert decimal(" $1,250.50 ") == Decimal("1250.50")
-    assert decimal("NaN") is None
+    assert [decimal(text) for text in ("1,000,000.5", "5,")] == [Decimal("1000000.5"), 5]
+    assert [decimal(text) for text in ("NaN", "1,5", "1,0000", "1000,000", "1,,000")] == [None] * 5
     assert decimal("many") is None
 
 
@@ -94,6 +95,69 @@ def test_numbers_as_people_write_them() -> None:
 )
 def test_a_number_is_read_whole(text: str, expected: str | None) -> None:
     """A part of a number is another number, which would be right for another label."""
+    assert final_number(text) == (None if expected is None else Decimal(expected))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # fractions
+        ("#### 1/2", "0.5"),
+        ("The answer is -3 / 4.", "-0.75"),
+        ("\\boxed{\\frac{14}{4}}", "3.5"),
+        ("\\boxed{-\\dfrac12}", "-0.5"),
+        ("\\boxed{3\\frac{1}{2}}", "3.5"),
+        ("it takes 1 1/2 hours", "1.5"),
+        ("#### 1/0", None),
+        # larger expressions
+        ("#### 2^3", None),
+        ("\\boxed{2^{3}}", None),
+        ("#### 1,5", None),
+        ("#### 1,0000", None),
+        ("\\boxed{3, 4}", None),
+        ("#### 12:30", None),
+        ("#### 3/4/2024", None),
+        ("#### 1.2.3", None),
+        ("#### 10-12", None),
+        ("#### 10 - 12", None),
+        ("he pays 5*12", None),
+        ("he pays 5 * 12", None),
+        ("between 10-12", None),
+        ("\\boxed{2x}", None),
+        ("\\boxed{x - 2}", None),
+        ("\\boxed{n/2}", None),
+        ("\\boxed{2\\pi}", None),
+        ("\\boxed{\\sqrt{2}}", None),
+        ("\\boxed{\\frac{2}{\\pi}}", None),
+        ("\\boxed{\\log_2 8}", None),
+        ("\\boxed{5 \\times 10^6}", None),
+        ("which is 2^{10}", None),
+        ("\\boxed{\\frac{1}{2} + 3}", None),
+        # the result of an expression
+        ("The answer is 3 + 4 = 7 apples, 2 each", "7"),
+        ("\\boxed{x = 5}", "5"),
+        ("\\boxed{2^3 = 8}", "8"),
+        # signs, marks, units and words around a number
+        ("The answer is **72**.", "72"),
+        ("**72** 5", "5"),
+        ("*72* 3 of them", "3"),
+        ("Step 1\n- 72 apples\n- x", "72"),
+        ("as in [1] 72", "72"),
+        ("Total - 5", "5"),
+        ("The answer is +5!", "5"),
+        ("\\boxed{90^\\circ}", "90"),
+        ("\\boxed{50\\%}", "50"),
+        ("\\boxed{5\\text{ km}}", "5"),
+        ("\\boxed{60\\text{ km}/\\text{h}}", "60"),
+        ("#### 60/hour", "60"),
+        ("#### 72cm", "72"),
+        ("The answer is 5 (2 for each).", "5"),
+        ("The answer is 5: all of them", "5"),
+        ("$\\boxed{10, 000}$", "10000"),
+    ],
+)
+def test_a_number_that_is_part_of_an_expression_is_not_the_answer(text: str, expected: str | None) -> None:
+    """A fraction is its value; signs, marks and units around a number are not operators."""
     assert final_number(text) == (None if expected is None else Decimal(expected))
 
 

@@ -93,6 +93,20 @@ async def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
         export_rows(tmp_path / "empty", tmp_path / "out", "jsonl", "failed")
 
 
+@pytest.mark.parametrize("mine", ["README.md", "data/mine.parquet"])
+async def test_a_folder_of_another_writer_is_never_replaced(tmp_path: Path, mine: str) -> None:
+    """A data set with README.md and data/ looks like an export; before, ``--overwrite`` deleted it."""
+    await store_run(tmp_path / "run")
+    out = tmp_path / "out"
+    if mine != "README.md":
+        export_rows(tmp_path / "run", out, "hf")
+    (out / "data").mkdir(parents=True, exist_ok=True)
+    (out / mine).write_text("Mine.")
+    with pytest.raises(ConfigError, match=r"OUT: got .*; expected a folder that is new or empty$"):
+        export_rows(tmp_path / "run", out, "hf", overwrite=True)
+    assert (out / mine).read_text() == "Mine."
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf", "slime"])
 async def test_no_export_goes_into_the_files_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollouts.dtypes import Endpoint, Prompt
+from rollouts.dtypes import Endpoint, Prompt, StopReason
 from rollouts.environments import CalculatorEnvironment
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, Failure, RewardFailure
 from rollouts.recipe import Recipe
 from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
@@ -18,6 +19,7 @@ from rollouts.runs.verify import verify_run
 from rollouts.runs.writer import RunWriter
 from rollouts.training import DataBuffer, RolloutConfig, Sample
 from rollouts.training.metrics import Accounting
+from rollouts.training.types import Group, Status
 from tests.stored_runs import some_sample, store_run
 
 
@@ -106,6 +108,24 @@ async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> Non
     await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, batch_size=1), tmp_path / "new")
     kept = by_group(tmp_path / "new")
     assert {number for number in kept if all(sample.failure is None for sample in kept[number])} == set(lost) - {3}
+
+
+async def test_a_rollout_that_forked_is_as_before_its_reward_failed(tmp_path: Path) -> None:
+    """Its branches have the status of its end; advantages, which were of the earlier rewards, are gone."""
+    prompt = Prompt("play", group_index=0, index=0)
+    samples = [some_sample(prompt, seed) for seed in (0, 1, 2)]
+    for sample, reason in zip(samples, ["forked", "forked", "task_completed"], strict=True):
+        sample.stop_reason, sample.status = StopReason(reason), Status.FAILED
+        sample.failure = Failure.of(RewardFailure("no judge"))
+        sample.advantages = sample.mask_column.astype(np.float32)
+    config = {"batch_size": 1, "n_samples_per_prompt": 1}
+    writer = RunWriter(tmp_path / "old", {"config": config})
+    writer.on_group(Group(prompt, tuple(samples), "failed", "RewardFailure: no judge"))
+    writer.finish("finished", Accounting(taken=1, failed=1))
+    await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, **config), tmp_path / "new")
+    found = list(load_run(tmp_path / "new"))
+    assert [sample.status for sample in found] == [Status.COMPLETED] * 3
+    assert [sample.advantage_column for sample in found] == [None] * 3
 
 
 async def test_another_size_of_group_is_refused(tmp_path: Path) -> None:

@@ -158,6 +158,22 @@ async def test_a_sandbox_is_closed_in_any_case() -> None:
     assert not _exists(sandbox.workspace)
 
 
+async def test_a_failed_close_is_an_error_of_the_sandbox() -> None:
+    """So that a caller that handles those handles a full disk, too."""
+
+    class Stuck:
+        async def open(self) -> Any:
+            return self
+
+        async def close(self) -> None:
+            raise OSError("no space left")
+
+    stuck: Any = Stuck()
+    with pytest.raises(SandboxError, match="Stuck: not closed: no space left"):
+        async with opened(stuck):
+            pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

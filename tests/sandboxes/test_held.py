@@ -221,7 +221,15 @@ async def test_a_packed_tree_uses_no_program_of_the_sandbox(sandbox: RunningSand
 
 
 @pytest.mark.parametrize(
-    ("name", "link"), [("../out", ""), ("/out", ""), ("link/out", "/tmp"), ("a/../../out", ""), ("..", "")]
+    ("name", "link"),
+    [
+        ("../out", ""),
+        ("/out", ""),
+        ("link/out", "/tmp"),
+        ("link/../out", "/tmp/deep"),
+        ("a/../../out", ""),
+        ("..", ""),
+    ],
 )
 async def test_a_member_outside_of_the_folder_is_refused(
     sandbox: RunningSandbox, name: str, link: str, tmp_path: Path

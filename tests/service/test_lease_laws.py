@@ -88,6 +88,34 @@ async def test_a_task_that_is_cancelled_from_outside_leaves_no_half_write(what: 
     assert len([record for record in records_of(tmp_path / "log") if record["kind"] != "opened"]) == 1
 
 
+@pytest.mark.parametrize("what", ["acknowledge", "announce_version"])
+async def test_a_record_that_is_repeated_while_it_is_written_counts_once(what: str, tmp_path: Path) -> None:
+    """``Task.cancel`` ends a wait whose record is still written: the log may have it twice, and opens again."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        token = (await taken(leases, 1)).token
+
+        async def write() -> None:
+            await (leases.acknowledge(token) if what == "acknowledge" else leases.announce_version("a"))
+
+        leases._log._writing.acquire()  # the disk is slow
+        task = asyncio.get_running_loop().create_task(write())
+        while not leases._log._in_order.locked():
+            await anyio.lowlevel.checkpoint()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(write)
+            for _ in range(100):
+                await anyio.lowlevel.checkpoint()
+            leases._log._writing.release()
+        settled = sorted(leases.acknowledged), leases.version
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        assert (sorted(leases.acknowledged), leases.version) == settled
+        await leases.announce_version("b")
+
+
 @pytest.mark.parametrize("turns", range(9))
 async def test_a_lease_whose_acknowledgement_was_cancelled_before_its_write_is_as_before(
     turns: int, tmp_path: Path

@@ -23,6 +23,7 @@ import rollouts.service
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.http.client import HttpClient
 from rollouts.service import Leases
+from rollouts.service.fed_buffer import FedBuffer
 from rollouts.service.server import MOST_BYTES, Service, serving
 from rollouts.service.wire import read_lease
 from rollouts.training import Sample
@@ -314,25 +315,52 @@ async def test_a_version_that_could_not_be_stored_is_an_error_again(tmp_path: Pa
             assert (await asked(url, "/v1/versions", {"name": "a"}))[0] == 500
 
 
-async def test_an_acknowledgement_while_the_service_stops_is_503(tmp_path: Path) -> None:
-    """Also if it waits for another's write when the log is closed: the client waits for the next process."""
-    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+async def test_a_request_while_the_service_stops_is_503(tmp_path: Path) -> None:
+    """Also if it waits for another's write when the logs are closed: the client waits for the next process."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases, FedBuffer().opened(tmp_path / "fed", None) as buffer:
         leases.add(groups(0))
-        service = Service(leases)
+        service = Service(leases, fed=buffer)
+        token = (await taken(leases, 1)).token
+        requests = [(f"/v1/leases/{token}/ack", {}), ("/v1/versions", {"name": "a"}), ("/v1/prompts/end", {})]
+        requests.append(("/v1/prompts", {"id": "a", "prompts": ["x"]}))
+
+        async def ask(path: str, body: dict[str, Any]) -> None:
+            assert (path, (await asked(url, path, body))[0]) == (path, 503)
+
         async with serving(service) as url, anyio.create_task_group() as tasks:
-            path = f"/v1/leases/{(await taken(leases, 1)).token}/ack"
-
-            async def acknowledge() -> None:
-                assert (await asked(url, path, {}))[0] == 503
-
-            async with leases._writing:
-                tasks.start_soon(acknowledge)
+            async with leases._writing, buffer._writing:
+                for one in requests:
+                    tasks.start_soon(ask, *one)
                 with anyio.fail_after(10):
-                    while not leases._writing.statistics().tasks_waiting:
+                    while sum(lock.statistics().tasks_waiting for lock in (leases._writing, buffer._writing)) < 4:
                         await anyio.lowlevel.checkpoint()
-                service.leases = None
+                service.leases, buffer._log = None, None
                 leases._log.close()
-            await acknowledge()
+            await ask(*requests[0])
+
+
+async def test_a_lease_is_not_returned_by_the_first_of_two_requests_for_it(tmp_path: Path) -> None:
+    """Its client is noticed to have left when the repetition has the lease already: the answer would have a lease
+    whose groups are ready again, so that they are trained twice."""
+    async with service_of(tmp_path, 0) as (leases, url), anyio.create_task_group() as tasks:
+        request, bodies = {"groups": 1, "request": "a"}, list[bytes]()
+
+        async def repeat() -> None:
+            bodies.append((await asked(url, "/v1/leases", request))[1])
+
+        threads = anyio.to_thread.current_default_thread_limiter()
+        most, threads.total_tokens = threads.total_tokens, 1
+        with anyio.fail_after(10):
+            async with threads:  # no message is encoded meanwhile
+                first = send_and_leave(url, "/v1/leases", request)
+                for waiting, step in ((1, lambda: tasks.start_soon(repeat)), (2, first.close), (1, lambda: None)):
+                    while threads.statistics().tasks_waiting != waiting:
+                        await anyio.lowlevel.checkpoint()
+                    step()
+            threads.total_tokens = most
+            while not bodies:
+                await anyio.lowlevel.checkpoint()
+        await leases.acknowledge(read_lease(bodies[0]).token)
 
 
 async def test_a_version_with_a_path_is_loaded_by_the_servers(tmp_path: Path) -> None:

@@ -207,9 +207,9 @@ async def test_a_sample_that_breaks_a_law_is_not_continued(renderer: Renderer) -
         await continue_last(renderer, Sample(), spoken(renderer), "Well?")
 
 
-async def test_an_earlier_reply_that_the_template_rewrites_forks_too(tokenizer: Any, chat_template: Any) -> None:
+async def test_an_earlier_reply_that_the_template_rewrites_forks_too(small_tokenizer: Any, chat_template: Any) -> None:
     """A new question drops the thought of an earlier reply; the last one has none, so only the whole past shows it."""
-    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    renderer = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     replies = [f"<think>\nhm\n</think>\n\n{call}<|im_end|>", "Three.<|im_end|>"]
     sample = await played(renderer, spoken(renderer, *replies), history="error")
@@ -220,9 +220,9 @@ async def test_an_earlier_reply_that_the_template_rewrites_forks_too(tokenizer: 
     assert "hm" not in renderer.decode(branches[1].tokens[: branches[1].completions[0].start])
 
 
-async def test_a_forked_rollout_continues_with_its_history_option(tokenizer: Any, chat_template: Any) -> None:
+async def test_a_forked_rollout_continues_with_its_history_option(small_tokenizer: Any, chat_template: Any) -> None:
     """The sample stores its ``history`` option: a rewrite of the past opens a branch."""
-    renderer = Renderer(tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
+    renderer = Renderer(small_tokenizer("qwen3"), chat_template=chat_template("Qwen-Qwen3-0.6B"))
     reply = "<think>\nhm\n</think>\n\nThree.<|im_end|>"
     sample = await played(renderer, spoken(renderer, reply), history="error")
     sample.history = "fork"

@@ -180,8 +180,10 @@ class RolloutsManager:
         if fillers:
             self._idle.remove(filler)
         filler.step = step
-        samples = await filler.manager.generate_batch()
-        self._idle.append(filler)
+        try:
+            samples = await filler.manager.generate_batch()
+        finally:
+            self._idle.append(filler)  # also after an error: it has accepted groups, and finished rollouts
         for _, group in itertools.groupby(samples, lambda sample: sample.group_index):
             yield _with_replies(list(group))
 

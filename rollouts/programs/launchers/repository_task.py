@@ -17,6 +17,7 @@ import posixpath
 import secrets
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
@@ -28,6 +29,7 @@ import attrs
 from rollouts.base.validators import as_texts, number
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, SandboxError, opened
+from rollouts.sandboxes.base import log_close_failure
 
 __all__ = [
     "Files",
@@ -62,6 +64,16 @@ _GIT = (
 )
 """Fixed names and dates: the base commit has the same hash in all places of a task."""
 _DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
+_OPEN_UP = """
+find . -mindepth 2 -name .git -prune -exec sh -c '
+    of=$1; shift
+    for at; do case "$(git --git-dir="$of" ls-files -s -- ":(literal)${at%/.git}")" in
+        160000*) ;;
+        *) rm -rf "$at" ;;
+    esac; done' sh "$1" {} + 2>/dev/null || :
+"""
+"""Makes the repositories that a program made below the workspace plain folders, whose files git would leave out of a
+diff; those of the base stay. git itself leaves out a folder that cannot be read."""
 _TAIL = 4000
 
 RUNNER = """
@@ -115,8 +127,24 @@ class GitCommit:
     commit: str
 
     async def tree(self) -> bytes:
-        """The files of the commit as a tar archive."""
-        line = ["git", "-C", self.path, "archive", "--format=tar", "--end-of-options", self.commit]
+        """The files of the commit as a tar archive, as they are in the commit.
+
+        The repository's own attributes may keep files out of archives, and expand text in them: the archive is made in
+        a folder with the same objects, whose attributes take precedence.
+        """
+        here = ["git", "-C", self.path, "rev-parse", "--path-format=absolute"]
+        commit = (await self._done([*here, "--verify", "--end-of-options", self.commit])).decode().strip()
+        objects = await self._done([*here, "--git-path", "objects"])
+        form = (await self._done([*here, "--show-object-format"])).decode().strip()
+        with tempfile.TemporaryDirectory(prefix="rollouts-commit-") as name:
+            folder = Path(name)
+            await self._done(["git", "init", "-q", "--bare", "--template=", f"--object-format={form}", name])
+            (folder / "objects" / "info" / "alternates").write_bytes(objects)
+            (folder / "info").mkdir()
+            (folder / "info" / "attributes").write_text("* -export-ignore -export-subst\n")
+            return await self._done(["git", f"--git-dir={name}", "archive", "--format=tar", commit])
+
+    async def _done(self, line: Sequence[str]) -> bytes:
         done = await anyio.run_process(line, check=False, stderr=subprocess.PIPE)
         if done.returncode != 0:
             raise ConfigError(f"GitCommit: got {self!r}: {done.stderr.decode(errors='replace').strip()}")
@@ -284,6 +312,7 @@ async def take_diff(prepared: Prepared, place: RunningSandbox) -> bytes | str:
     git = [*_GIT, f"--git-dir={folder}/.git", f"--work-tree={place.workspace}"]
     for data, command in (
         (prepared.git, ["sh", "-c", 'mkdir -p "$1" && tar -xf - -C "$1"', "sh", folder]),
+        (b"", [*_GIT[:-1], "sh", "-c", _OPEN_UP, "sh", f"{folder}/.git"]),
         (b"", [*git, "add", "-A"]),
         (b"", [*git, *_DIFF, f"--output={folder}/diff", prepared.base]),
     ):
@@ -311,7 +340,7 @@ async def evaluate(task: RepositoryTask, sandbox: Sandbox, diff: bytes | str) ->
 
 async def score(task: RepositoryTask, sandbox: Sandbox, diff: bytes) -> Verdict:
     """Run the tests in a fresh place, with a diff, or at the base if it is empty."""
-    async with opened(sandbox) as place:
+    async with opened(sandbox, log_close_failure) as place:
         prepared = await prepare(task, place)
         if diff:
             apply = [*_GIT, "apply", "--index", "--binary", "--whitespace=nowarn", "-"]

@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from rollouts.errors import ConfigError
+from rollouts.harbor.grading import open_box
 from rollouts.programs.launchers.repository_task import (
     Files,
     GitCommit,
@@ -26,6 +27,7 @@ from rollouts.programs.launchers.repository_task import (
 )
 from rollouts.recipes.environments.repositories.tasks import SOLUTIONS, TASKS
 from rollouts.sandboxes import ProcessSandbox, SandboxError, SandboxLimits, opened
+from rollouts.sandboxes.process import RunningProcess
 from tests.sandboxes.kinds import kind_of
 
 TASK = TASKS["leap"]
@@ -47,6 +49,32 @@ async def verdict_of(script: str, task: RepositoryTask = TASK, **variables: str)
 SOLVE = 'printf %s "$SOLVED" > leap.py; '
 
 
+class Stuck(ProcessSandbox):
+    """Its folder is deleted with an error, as where a process that left its group still writes."""
+
+    async def open(self) -> RunningProcess:
+        running = await super().open()
+        close = running.close
+
+        async def close_and_fail() -> None:
+            await close()
+            raise SandboxError("cannot be deleted")
+
+        running.close = close_and_fail  # type: ignore[method-assign]
+        return running
+
+
+@pytest.mark.parametrize(("diff", "outcome"), [(TASK.reference, "resolved"), (b"nonsense", "diff_not_applied")])
+async def test_a_sandbox_that_does_not_close_costs_no_verdict(
+    diff: bytes, outcome: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a solution whose tests leave a process that writes would lose its verdict where it fails; it is logged."""
+    assert (await evaluate(TASK, Stuck(), diff)).outcome == outcome
+    assert "cannot be closed: cannot be deleted" in caplog.text
+    async with open_box(Stuck(), None, seconds=20) as box:
+        assert (await box.shell("true")).code == 0
+
+
 async def test_a_solution_is_resolved() -> None:
     """Also with new files, committed or not; the diff and each test's result are in the metadata."""
     verdict = await verdict_of(SOLVE + "printf '\\000\\377' > new.bin; git commit -qam x; exit 1")
@@ -57,6 +85,20 @@ async def test_a_solution_is_resolved() -> None:
     assert "year % 400" in metadata["diff"]
     assert "GIT binary patch" in metadata["diff"]
     assert "test_defect passed" in metadata["output"]
+
+
+@pytest.mark.parametrize("commit", ["", "git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"])
+async def test_a_repository_that_a_program_made_in_a_folder_is_part_of_its_change(commit: str) -> None:
+    """git refuses the whole change for one without a commit, and leaves out the files of one with commits."""
+    verdict = await verdict_of(SOLVE + "git init -q n; echo 1 > n/file; " + commit)
+    assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", True)
+
+
+async def test_a_repository_inside_the_base_is_as_before() -> None:
+    """Its files are not in the change, which is applied to the same base."""
+    script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"
+    verdict = await verdict_of(SOLVE + "echo 2 > n/file", attrs.evolve(TASK, setup=[["sh", "-c", script]]))
+    assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", False)
 
 
 @pytest.mark.parametrize(
@@ -194,10 +236,11 @@ async def test_sources(tmp_path: Path) -> None:
     """A folder, a commit without its history, a tar archive, a folder of the image: the same files."""
     folder = tmp_path / "repository"
     (folder / "sub").mkdir(parents=True)
-    (folder / "sub" / "a.txt").write_text("one")
+    (folder / "sub" / "a.txt").write_text("$Format:%H$")
     git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
     for line in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         await anyio.run_process([*git, *line])
+    (folder / ".git" / "info" / "attributes").write_text("a.txt export-subst\nsub export-ignore\n")
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         archive.add(folder / "sub", "sub")
@@ -213,6 +256,7 @@ async def test_sources(tmp_path: Path) -> None:
             await prepare(attrs.evolve(TASK, source=source), place)
             assert (await place.exec(["git", "ls-files"])).stdout == "sub/a.txt\n"
             assert (await place.exec(["git", "rev-list", "--count", "--all"])).stdout == "1\n"
+            assert await place.read("sub/a.txt") == b"$Format:%H$"
 
 
 @pytest.mark.parametrize(

@@ -275,9 +275,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("template", FAMILIES)
-def test_what_the_template_writes_is_read_back(template: str, tokenizer, chat_template) -> None:
+def test_what_the_template_writes_is_read_back(template: str, small_tokenizer, chat_template) -> None:
     """The real template renders a call in the history; its dialect parses the same name and arguments."""
-    renderer = Renderer(tokenizer(FAMILIES[template]), chat_template=chat_template(template))
+    renderer = Renderer(small_tokenizer(FAMILIES[template]), chat_template=chat_template(template))
     arguments = {"city": 'Köln "x"', "days": 2, "tags": ["a", "b"]}
     chat = [Message("user", "QUESTION"), Message("assistant", tool_calls=(ToolCall("weather", arguments, id="c"),))]
     text = renderer.decode(renderer.opening([*chat, Message("tool", "R", tool_call_id="c", name="weather")], TOOLS))
