@@ -143,7 +143,7 @@ def check_folder(out: Path, exported: Set[str], mark: re.Pattern[str], *, overwr
 
 
 def _is_export(folder: Path, mark: re.Pattern[str]) -> bool:
-    """Whether this package wrote a folder, and no other file was put to its rows."""
+    """Whether this package wrote a folder, and no file was added to its rows."""
     try:
         card = (folder / "README.md").read_text(encoding="utf-8")
         rows = [path.name for path in (folder / "data").iterdir()]

@@ -74,7 +74,7 @@ async def test_a_total_is_named_as_a_whole_number(text: str, reward: float) -> N
     ("verdict", "reward"), [("YES", 1.0), ("The answer is YES.", 1.0), ("NO", 0.0), ("NO, not YES", 0.0), ("EYES", 0.0)]
 )
 async def test_a_verdict_is_a_word(verdict: str, reward: float) -> None:
-    """Letters inside another word are not a verdict, and a judge that says both does not say YES."""
+    """Letters inside another word do not count, and a judge that says both does not say YES."""
 
     def program_of(text: str) -> SimpleNamespace:
         async def run(*_: Any, **__: Any) -> SimpleNamespace:

@@ -94,7 +94,7 @@ async def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mine", ["README.md", "data/mine.parquet"])
-async def test_a_folder_of_another_writer_is_never_replaced(tmp_path: Path, mine: str) -> None:
+async def test_a_foreign_folder_is_never_replaced(tmp_path: Path, mine: str) -> None:
     """A data set with README.md and data/ looks like an export; before, ``--overwrite`` deleted it."""
     await store_run(tmp_path / "run")
     out = tmp_path / "out"
