@@ -522,11 +522,12 @@ def main() -> int:
     return exit_code("learn", train)
 
 
-def exit_code(program: str, train: Callable[[], object], errors: tuple[type[Exception], ...] = (RolloutsError,)) -> int:
-    """Train; one of these errors is one line on stderr, and the exit code 2."""
+def exit_code(program: str, train: Callable[[], object], *others: type[Exception]) -> int:
+    """Train; an error of the package, or of these further types, is one line on stderr, and the exit code 2."""
+    expected: tuple[type[Exception], ...] = (RolloutsError, *others)
     try:
         train()
-    except errors as error:
+    except expected as error:
         with contextlib.suppress(OSError):
             print(visible(f"{program}: error: {error}"), file=sys.stderr)
         return 2

@@ -26,7 +26,6 @@ from rich.console import Console
 
 from rollouts.dtypes import Prompt
 from rollouts.engine.process import server_process
-from rollouts.errors import RolloutsError
 from rollouts.recipe.files import build, load_recipe
 from rollouts.service import Rollouts, ServiceError
 from rollouts.service.batches import SampleBatch, sample_batches
@@ -109,7 +108,7 @@ def main(arguments: list[str]) -> int:
         kinds=HELD_OUT_KINDS,
     )
     train = functools.partial(anyio.run, learn_through_service, lesson, args.groups, Console())
-    return exit_code("training.through_service", train, (RolloutsError, ServiceError))
+    return exit_code("training.through_service", train, ServiceError)
 
 
 if __name__ == "__main__":
