@@ -71,7 +71,7 @@ def oracle(name: str, tokenizer: Any) -> Any:
 
 
 class _Loaded:
-    """``request`` for :mod:`tests.families`: whole tokenizers, since a reference has its ids, and records the last one."""
+    """``request`` for :mod:`tests.families`: whole tokenizers, as a reference has its ids; records the last one."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.request, self.tokenizer = request, None
