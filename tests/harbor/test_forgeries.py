@@ -215,8 +215,12 @@ async def test_in_the_agents_box_without_its_processes_only_changes_of_it_deceiv
 @pytest.mark.usefixtures("long_only")
 async def test_on_harbors_own_rung_processes_deceive_too(tasks: Tasks, attack: Attack) -> None:
     """On the rung ``keep``, so that the attacks are real ones."""
-    found = await outcome(tasks["keep", attack.on_pytest], "keep", attack)
-    assert found in (attack.at_keep or (attack.at_kill,))
+    expected = attack.at_keep or (attack.at_kill,)
+    for _ in range(8):  # some race with the tests, and do not win each time
+        found = await outcome(tasks["keep", attack.on_pytest], "keep", attack)
+        if found in expected:
+            break
+    assert found in expected
 
 
 async def outcome(task: HarborTask, rung: Rung, attack: Attack) -> str:
