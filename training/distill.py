@@ -119,9 +119,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rollouts", type=int, default=192, help="of the teacher, for SFT (default: 192)")
     args = parser.parse_args(arguments)
     names = ("seed", "tasks", "teacher_steps", "steps", "rollouts")
-    sizes, console = _Sizes(**{name: getattr(args, name) for name in names}), SafeConsole()
-    show = console.print
-    return exit_code("training.distill", lambda: show(_table(distill(args.out, args.teacher, sizes, console))))
+    console = SafeConsole()
+
+    def train_students() -> None:
+        sizes = _Sizes(**{name: getattr(args, name) for name in names})
+        console.print(_table(distill(args.out, args.teacher, sizes, console)))
+
+    return exit_code("training.distill", train_students)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ one solver gets; their numbers are from 60 on, which no proposal has.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -28,13 +27,12 @@ import anyio
 
 from rollouts.dtypes import Endpoint, Limits, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
-from rollouts.errors import RolloutsError
 from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.seats import Seat, Seats, gather, play_recipe
 from rollouts.views.terminal.console import SafeConsole
 from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, learn
+from training.learn import HELD_OUT_KINDS, Lesson, exit_code, learn
 
 __all__ = ["play", "proposal", "recipe"]
 
@@ -131,13 +129,7 @@ def main(arguments: Sequence[str]) -> int:
         kinds=HELD_OUT_KINDS,
     )
     lesson.out.mkdir(parents=True, exist_ok=True)
-    try:
-        anyio.run(learn, lesson, SafeConsole())
-    except RolloutsError as error:
-        with contextlib.suppress(OSError):
-            print(f"training.proposer: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("training.proposer", lambda: anyio.run(learn, lesson, SafeConsole()))
 
 
 if __name__ == "__main__":

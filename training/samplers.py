@@ -100,8 +100,11 @@ def main(arguments: Sequence[str]) -> int:
         kinds=HELD_OUT_KINDS,
     )
     console = SafeConsole()
-    show = console.print
-    return exit_code("training.samplers", lambda: show(_table(compare_samplers(lesson, args.seeds, console))))
+
+    def compare() -> None:
+        console.print(_table(compare_samplers(lesson, args.seeds, console)))
+
+    return exit_code("training.samplers", compare)
 
 
 if __name__ == "__main__":

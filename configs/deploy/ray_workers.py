@@ -11,14 +11,17 @@ this script and these workers, and workers that `rollouts work --join` started e
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 
 
 def work(url: str) -> None:
     """Play in the process of a Ray task; its main thread gets SIGTERM."""
-    from rollouts.commands import main
+    import anyio
 
-    if code := main(["work", "--join", url]):
-        raise RuntimeError(f"rollouts work ended with {code}")
+    from rollouts.distributed.join import work as join
+
+    anyio.run(functools.partial(join, url, key=os.environ.get("ROLLOUTS_SERVICE_KEY"), say=print))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import msgspec
 from rollouts import __version__
 from rollouts.concurrency.task_groups import first_error
 from rollouts.distributed.dispatch import LEAVE_SECONDS
-from rollouts.distributed.messages import PLAIN, broken_record
+from rollouts.distributed.messages import MOST_BYTES, PLAIN, broken_record
 from rollouts.distributed.worker import ConfigFactory, Player, RecipeConfig, create_config
 from rollouts.dtypes import Endpoint
 from rollouts.errors import ConfigError, EndpointError, EndpointUnavailable, GenerateFailure
@@ -40,8 +40,7 @@ __all__ = ["Facts", "parts_of", "recipe_of", "recipe_sha256", "work"]
 
 _ROLLOUTS_A_MESSAGE = 32
 _MESSAGE_BYTES = 1 << 24
-_LONGEST_RECORD = 1 << 28
-"""The service refuses a longer message, which only a rollout alone can reach."""
+"""Of a message with several records; one record may have up to :data:`~rollouts.distributed.messages.MOST_BYTES`."""
 _LINGER_SECONDS = 0.1
 _PAUSE_SECONDS, _LONGEST_PAUSE = 0.1, 5.0
 _CUT_OFF_SECONDS = 60.0
@@ -344,7 +343,7 @@ class _Membership:
     async def _send_records(self) -> None:
         number = 0
         while True:
-            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES, _LONGEST_RECORD):
+            for part in parts_of(await self._player.collect(), _MESSAGE_BYTES, MOST_BYTES):
                 await self._service.ask("POST", f"{self._path}/records", part, {"Record": str(number)})
                 number += 1
 

@@ -28,15 +28,14 @@ import msgspec
 from aiohttp import web
 
 from rollouts.distributed.dispatch import Dispatcher, Link, LinkLost, Workers
-from rollouts.distributed.messages import PLAIN, leaving_record
+from rollouts.distributed.messages import MOST_BYTES, PLAIN, leaving_record
 from rollouts.distributed.slots import MESSAGE_BYTES
 from rollouts.errors import ConfigError
 from rollouts.http.bodies import Bodies
 from rollouts.runs.record_bytes import LENGTH
 
-__all__ = ["MOST_BYTES", "MOST_HELD", "SILENT_SECONDS", "JoinedWorkers"]
+__all__ = ["MOST_HELD", "SILENT_SECONDS", "JoinedWorkers"]
 
-MOST_BYTES = 1 << 28
 MOST_HELD = 1 << 30
 _SMALL = 1 << 20
 """Most bytes of a body that has no records."""

@@ -26,6 +26,7 @@ from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, 
 from rollouts.training.types import Sample
 
 __all__ = [
+    "MOST_BYTES",
     "PICKLED",
     "PLAIN",
     "OrderFormat",
@@ -43,6 +44,9 @@ __all__ = [
     "servers_record",
     "turn_record",
 ]
+
+MOST_BYTES = 1 << 28
+"""Of a message to a service; only one with a single record may be so long."""
 
 
 @attrs.frozen(eq=False)
