@@ -1,6 +1,6 @@
 """The calculator's problems as Harbor tasks: a folder for each, which a script plays in a box over an image.
 
-    scripts/learn scripts/faults/harbor_recipe.py --set root=IMAGE --set tasks=FOLDER
+    scripts/learn scripts/faults/harbor_recipe.py --kinds= --set root=IMAGE --set tasks=FOLDER
 
 The image needs bash and ``python3``. Also the recipe of ``scripts/faults/crash --harbor IMAGE``.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 from rollouts.dtypes import Endpoint
 from rollouts.environments.calculator import calculator_prompts
@@ -22,7 +22,7 @@ from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.recipes.environments import calculator_program
 
-__all__ = ["recipe", "write_arithmetic"]
+__all__ = ["recipe"]
 
 _AGENT = Path(calculator_program.__file__).parent / "agent.py"
 _TOML = """schema_version = "1.4"
@@ -39,14 +39,14 @@ if [ "$(< answer.txt)" = "The answer is {answer}." ]; then echo 1; else echo 0; 
 """
 
 
-def write_arithmetic(folder: Path, kind: str, count: int, seed: int) -> Path:
-    """Write the tasks of a kind of problems, unless they are there; returns their folder."""
-    place = folder / f"{kind}-{count}-{seed}"
+def _written(folder: Path, count: int, seed: int) -> Path:
+    """Write the tasks, unless they are there; returns their folder."""
+    place = folder / f"trained-{count}-{seed}"
     new = folder / f".{place.name}"
     for number, prompt in enumerate(
-        islice(calculator_prompts(seed, **KINDS[kind]), count) if not place.exists() else ()
+        islice(calculator_prompts(seed, **KINDS["trained"]), count) if not place.exists() else ()
     ):
-        task = new / f"{kind}-{number:05}"
+        task = new / f"trained-{number:05}"
         (task / "tests").mkdir(parents=True, exist_ok=True)
         (task / "task.toml").write_text(_TOML)
         (task / "instruction.md").write_text(prompt.messages[0].text)
@@ -63,7 +63,6 @@ def recipe(
     root: str,
     tasks: Path,
     grade: Grade = "carry",
-    kind: Literal["trained", "one_step_60_99", "unseen_pairs_60_99"] = "trained",
     prompts: int = 2000,
     seed: int = 0,
     **options: Unpack[RecipeOptions],
@@ -72,7 +71,7 @@ def recipe(
     return harbor_recipe(
         "harbor_arithmetic",
         endpoint,
-        write_arithmetic(tasks, kind, prompts, seed),
+        _written(tasks, prompts, seed),
         program=functools.partial(script, path=_AGENT, command=("python3", "-I", "-S")),
         grade=grade,
         boxes=BoxOptions(root=root),
