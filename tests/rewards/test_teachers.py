@@ -190,7 +190,7 @@ async def test_a_sample_of_another_temperature_is_not_scored() -> None:
 
 
 def test_prime_rl_gets_them_as_reference_logprobs() -> None:
-    """``ref_logprobs`` and ``ref_kl_weights`` are as wide as the ids, and 0 on context; the weights are the sample's."""
+    """``ref_logprobs`` and ``ref_kl_weights`` are as wide as the ids, and 0 on context; a weight is the sample's."""
     sample = scored()
     columns = training_columns(sample, 0.5, env_name="rollouts", ref_kl_weight=0.5)
     mask = columns["mask"]
