@@ -73,11 +73,9 @@ class VersionReport:
     def mean(self) -> float:
         return self.sum / max(1, self.tokens)
 
-    def add(self, stored: Numbers, exact: Numbers, tolerance: float) -> int | None:
-        """Count the logprobs of some tokens.
-
-        Returns:
-            The position of the largest difference so far, if it is one of these; NaN is larger than any number.
+    def add(self, stored: Numbers, exact: Numbers, tolerance: float) -> tuple[int, float, bool]:
+        """Count the logprobs of some tokens; returns position and size of their largest difference, and whether it is
+        the largest so far. NaN is larger than any number.
         """
         signed = stored - exact
         part = np.abs(signed)
@@ -87,10 +85,10 @@ class VersionReport:
         self.sum += float(part.sum())
         self.signed_sum += float(signed.sum())
         self.beyond += int(np.count_nonzero(~(part <= tolerance)))
-        if largest <= self.largest or math.isnan(self.largest):
-            return None
-        self.largest = largest
-        return at
+        is_new = not (largest <= self.largest or math.isnan(self.largest))
+        if is_new:
+            self.largest = largest
+        return at, largest, is_new
 
     def __str__(self) -> str:
         signed = self.signed_sum / max(1, self.tokens)
@@ -283,8 +281,8 @@ def _compare(
                 continue
             if rivals.get(span.version):
                 compared.stored.setdefault(span.version, []).append(stored[span.start : span.stop])
-            at = of.add(stored[span.start : span.stop], here, report.tolerance)
-            if at is not None:
+            at, _, is_new = of.add(stored[span.start : span.stop], here, report.tolerance)
+            if is_new:
                 position = span.start + at
                 worst[of.version] = Violation(
                     8,

@@ -256,8 +256,8 @@ def _compare(
             continue
         if rivals.get(one.name):
             compared.stored.setdefault(one.name, []).append(one.logprobs)
-        at = teacher.add(one.logprobs, exact, report.tolerance)
-        if at is not None:
+        at, _, is_new = teacher.add(one.logprobs, exact, report.tolerance)
+        if is_new:
             got = f"logprob {float(one.logprobs[at]):.6g} of {teacher.name}"
             worst[one.name] = Violation(
                 8, one.place(int(one.positions[at])), got, f"{float(exact[at]):.6g}, that of {folder}"

@@ -61,5 +61,6 @@ def test_a_difference_that_is_no_number_stays_the_largest() -> None:
     report = VersionReport("v", RIVAL)
     stored = [np.array([-1.0, -2.0]), np.array([-1.0, np.nan]), np.array([-1.0, -9.0])]
     found = [report.add(one, np.array([-1.0, -2.5]), 1e-3) for one in stored]
-    assert (found, report.beyond) == ([1, 1, None], 3)
+    assert [is_new for _, _, is_new in found] == [True, True, False]
+    assert report.beyond == 3
     assert np.isnan(report.largest)
