@@ -72,7 +72,7 @@ rename "$1" .git 2>/dev/null
 exit $end
 """
 """Adds all files of the workspace, also of the repositories below it, which stay repositories: git adds no file of one,
-but tracks the files that it has, and new ones beside them."""
+but tracks the files that it has, and new ones in their folders."""
 _OPEN_UP = "find . -mindepth 2 -name .git -prune -exec rm -rf {} + 2>/dev/null || :"
 """Makes the repositories below the workspace plain folders: git would leave the files of a new one out of a diff. git
 itself leaves out a folder that cannot be read."""

@@ -96,7 +96,7 @@ async def test_a_repository_that_a_program_made_in_a_folder_is_part_of_its_chang
 
 @pytest.mark.parametrize("commit", ["", "git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x; "])
 async def test_a_repository_inside_the_base_is_part_of_the_change(commit: str) -> None:
-    """It stays a repository, in every place of the task; one that is broken, as a submodule without its own, too."""
+    """It stays a repository, in every place of the task; so does a broken one, as a submodule without its own is."""
     script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x; "
     script += "mkdir 'b r'; echo gitdir: ../none > 'b r/.git'; echo 1 > 'b r/file'"
     task = attrs.evolve(TASK, setup=[["sh", "-c", script]])
