@@ -333,18 +333,17 @@ def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None
         "<|tool_call_begin|>",
         '<invoke name="a">',
         "<|message|>",
-        "<|open|>call ",
-        "<function=",
-        "<![CDATA[",
         "{",
         "[",
         " ",
         "<",
     ]
+    starts = ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]")
+    pairs = [(start, mark) for mark in marks for start in starts]
+    pairs += [("", "<|open|>call "), ("", "<function="), (starts[1], "<function="), ("<function ", "<![CDATA[")]
     begun = time.process_time()
-    for mark in marks:
-        for start in ("", "<tool_call><function=a>", "<function ", "<|python_tag|>", "[TOOL_CALLS]"):
-            get_dialect(name).parse(start + mark * (100_000 // len(mark)))
+    for start, mark in pairs:
+        get_dialect(name).parse(start + mark * (100_000 // len(mark)))
     assert time.process_time() - begun < 10.0
 
 
