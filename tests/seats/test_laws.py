@@ -519,6 +519,42 @@ async def test_a_play_that_asks_something_else_begins_again(
     assert len(again.turns) == 1
 
 
+class Unrestored(SingleTurnEnvironment):
+    """Its restore takes longer than the play waits for the reply."""
+
+    scope: ClassVar[anyio.CancelScope]
+
+    async def step(self, reply: Message) -> StepResult:
+        return StepResult(messages=[Message("user", "Go on.")])
+
+    async def snapshot(self) -> int:
+        return 0
+
+    async def restore(self, prompt: Prompt, snapshot: int) -> None:
+        self.scope.cancel()
+        await anyio.lowlevel.checkpoint()
+
+
+async def test_a_chat_that_could_not_continue_is_not_left_out(renderer: Renderer) -> None:
+    """The play gave up its last kept ask: the rollout begins again; before, it had no sample of the earlier replies."""
+
+    async def impatient(seats: Any, prompt: Prompt) -> None:
+        chat = seats.agent.chat()
+        chat.reward = 1.0
+        for said in ("One.", "Two.", "Three."):
+            with anyio.CancelScope() as Unrestored.scope:
+                await chat.ask(said)
+            if chat.over:
+                return
+
+    seats = {"agent": Seat(environment_cls=Unrestored)}
+    killed = Kept(lives=2)
+    with killed.death:
+        await played(renderer, impatient, counter(renderer), seats, prompt=killed.prompt())
+    (sample,) = await played(renderer, impatient, counter(renderer), seats, prompt=Kept(killed.turns).prompt())
+    assert (sample.failure, sample.turns, sample.metrics.get("restarted_at_resume")) == (None, 3, 1)
+
+
 # -- what verify finds ------------------------------------------------------------------------------------------------
 
 
@@ -608,7 +644,9 @@ def test_a_trained_seat_has_the_tokenizer_of_the_rollout() -> None:
     """Ids of another tokenizer would be trained as other text; a frozen seat may have one."""
     with pytest.raises(ConfigError, match=r"Seat\.tokenizer: got 'other'; expected None, or trained=False"):
         Seat(tokenizer="other")
-    assert Seat(tokenizer="other", trained=False).tokenizer == "other"
+    with pytest.raises(ConfigError, match=r"Seat\.tokenizer: got 'other'; expected None without endpoint or policy"):
+        Seat(tokenizer="other", trained=False)
+    assert Seat(tokenizer="other", endpoint=ENDPOINT, trained=False).tokenizer == "other"
 
 
 def test_seats_are_checked_before_any_work() -> None:
