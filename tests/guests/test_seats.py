@@ -13,7 +13,7 @@ import pytest
 
 from rollouts.commands import main
 from rollouts.dtypes import Prompt
-from rollouts.recipes.environments import debate, judge, user
+from rollouts.recipes.environments import debate, judge, kuhn, user
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.training.branches import by_rollout
@@ -98,6 +98,15 @@ async def test_the_side_that_a_judge_names_is_a_word(verdict: str, reward: float
     seats: Any = Seated({name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
     await debate.play(seats, Prompt("Tea?"))
     assert (chats["pro"].reward, chats["con"].reward) == (reward, 1 - reward)
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("I bet.", 1.0), ("It is better to wait.", -1.0)])
+async def test_a_move_is_a_word(reply: str, reward: float) -> None:
+    """Before, whoever found something better had bet; a reply without a legal word loses the hand."""
+    chats = {"player0": chat_of(reply), "player1": chat_of("fold")}
+    seats: Any = Seated({name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
+    await kuhn.play(seats, Prompt("deal", metadata={"seed": 3}))
+    assert (chats["player0"].reward, chats["player1"].reward) == (reward, -reward)
 
 
 class Seated(dict[str, Any]):
