@@ -102,7 +102,7 @@ async def test_the_side_that_a_judge_names_is_a_word(verdict: str, reward: float
 
 @pytest.mark.parametrize(("reply", "reward"), [("I bet.", 1.0), ("It is better to wait.", -1.0)])
 async def test_a_move_is_a_word(reply: str, reward: float) -> None:
-    """Before, whoever found something better had bet; a reply without a legal word loses the hand."""
+    """Before, "better" was a bet; a reply without a legal word loses the hand."""
     chats = {"player0": chat_of(reply), "player1": chat_of("fold")}
     seats: Any = Seated({name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
     await kuhn.play(seats, Prompt("deal", metadata={"seed": 3}))
