@@ -22,7 +22,7 @@ class InFlight:
         self._limit = limit
         self._now = 0
         self._fewer: anyio.Event | None = None
-        """Set when the amount falls; ``None`` while nobody waits, as in most calls."""
+        """Set when the amount falls; ``None`` while no request waits, as in most calls."""
 
     def more(self, amount: int) -> _Part:
         """A context that waits until this amount may be in flight, too; it is while the context lasts."""
