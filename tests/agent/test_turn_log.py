@@ -18,6 +18,7 @@ import pytest
 
 from rollouts.agent import run_agent
 from rollouts.agent.turn_log import Turn, TurnLog, replayed
+from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
@@ -293,14 +294,18 @@ def test_a_copy_of_a_prompt_has_no_log() -> None:
 class Refuses(Counting):
     """Its snapshot raises."""
 
+    waited: tuple[str, str] = ("", "")
+
     async def snapshot(self) -> dict[str, int]:
+        type(self).waited = (waits()[-1].what, waits()[-1].kind)
         raise OSError("no state today")
 
 
 async def test_a_failed_snapshot_does_not_fail_the_rollout(renderer: Renderer) -> None:
-    """Its turns are logged without a snapshot, and the failure is counted."""
+    """Its turns are logged without a snapshot, and the failure is counted; a wait for one is a step's."""
     book = Book()
     trajectory = await play(renderer, book, Refuses)
+    assert Refuses.waited == ("Refuses.snapshot", "environment_step")
     assert trajectory.metrics["snapshot_failures"] == TURNS - 1
     assert not any(turn.resumable for turn in book.turns)
 

@@ -58,6 +58,14 @@ async def test_a_broken_law_stops_the_run(error: Exception) -> None:
     manager.accounting.check()
 
 
+async def test_an_accounting_that_does_not_add_up_stops_the_run() -> None:
+    """5.1.1 At the latest when the manager closes."""
+    manager = manager_of(answer_at_once)
+    with pytest.raises(TokenMismatchError, match="the accounting does not add up"):
+        async with manager:
+            manager.accounting.taken += 1
+
+
 async def test_a_config_error_stops_the_run() -> None:
     """5.2 An error that the user must correct is raised at once and not retried."""
     manager = manager_of(only_bad_in_group_zero(lambda request: _raise(ConfigError.of("tokenizer", None, "one"))))
