@@ -101,7 +101,7 @@ class AsyncRolloutManager:
         ledger = self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False  # whether a caller waits for a batch, and whether stream() is open
-        self._recorder = Recorder(rollout_log, on_group)
+        self._recorder = Recorder(rollout_log, on_group, self._fail_fast.stop)
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
