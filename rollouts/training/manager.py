@@ -315,7 +315,7 @@ class AsyncRolloutManager:
         for group in [group for group in self.ready_groups if self.staleness.too_old(self.staleness.age(group))]:
             await self._recorder.settled(attrs.evolve(group, outcome="dropped", reason="too old"))
             self._ledger.drop_ready([group], "too old")
-            self._report.length_bias.dropped(group.samples)
+            self._report.length_bias.dropped.add(1, group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
