@@ -23,16 +23,7 @@ from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import error_of
 
-__all__ = [
-    "Routes",
-    "answers_to",
-    "describe_server",
-    "http_workers",
-    "length_of",
-    "merged",
-    "served_version",
-    "text_of",
-]
+__all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "posted", "served_version", "text_of"]
 
 _LOG = logging.getLogger(__name__)
 _WORKER_SECONDS = 10.0
@@ -141,13 +132,11 @@ async def _replied_version(transport: HttpClient, url: str, headers: Mapping[str
         replied_version,
     )
 
-    (payload,) = await answers_to([VERSION_PROBE], transport, url + "/generate", headers)
+    (payload,) = await posted([VERSION_PROBE], transport, url + "/generate", headers)
     return replied_version(payload)
 
 
-async def answers_to(
-    bodies: Iterable[bytes], transport: HttpClient, url: str, headers: Mapping[str, str]
-) -> list[bytes]:
+async def posted(bodies: Iterable[bytes], transport: HttpClient, url: str, headers: Mapping[str, str]) -> list[bytes]:
     """Post one body after the other; raise the error of a response whose status is not 200."""
     answers = []
     for body in bodies:

@@ -52,11 +52,11 @@ class ServerProtocol(abc.ABC):
         self._transport = transport
         self._headers = headers
         self.probed: dict[str, Any] = {}
-        """What the probes of the servers have found, by URL."""
+        """The findings of the probes, by the URL of the server."""
         self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     async def probe(self, worker: Worker, send: Probe) -> Any:
-        """What ``send`` finds of a server; it is called once until the server is forgotten."""
+        """Return the finding of ``send`` for a server; it is called once until the server is forgotten."""
         if worker.url not in self.probed:
             async with self._probing[worker.url]:
                 if worker.url not in self.probed:

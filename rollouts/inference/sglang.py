@@ -18,7 +18,7 @@ from rollouts.inference.aborts import SGLANG_ABORTS
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, answers_to, describe_server
+from rollouts.inference.discovery import Routes, describe_server, posted
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
@@ -95,5 +95,5 @@ async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[st
     """
     from rollouts.inference import generate_probe
 
-    answers = await answers_to(generate_probe.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(generate_probe.PROBES, transport, url + ROUTE, headers)
     return generate_probe.reported_by(*map(generate_probe.top_logprobs, answers))

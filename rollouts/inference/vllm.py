@@ -25,7 +25,7 @@ from rollouts.inference.aborts import AbortRoutes
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, answers_to, length_of, text_of
+from rollouts.inference.discovery import Routes, length_of, posted, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.policy import ServerPolicy
@@ -144,5 +144,5 @@ async def logprobs_mode(transport: HttpClient, url: str, headers: Mapping[str, s
         EndpointUnavailable: no answer.
         EndpointRefused: the server does not serve token ids, or reports logits.
     """
-    answers = await answers_to(vllm_wire.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(vllm_wire.PROBES, transport, url + ROUTE, headers)
     return vllm_wire.mode_of(*map(vllm_wire.probed_logprob, answers))

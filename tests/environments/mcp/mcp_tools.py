@@ -74,7 +74,7 @@ def end() -> str:
 
 @server.tool()
 def garble() -> str:
-    """Is answered with what is no result of a tool."""
+    """The answer is no result of a tool."""
     return ""
 
 

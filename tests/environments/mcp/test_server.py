@@ -99,7 +99,7 @@ async def test_a_user_that_is_cancelled_gives_its_shared_session_back() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 async def test_only_the_end_of_its_streams_ends_a_session(error: Exception, kind: type[Exception]) -> None:
-    """An answer that the SDK cannot read costs its call: the episode keeps what the server has done so far."""
+    """An answer that the SDK cannot read costs its call: the episode keeps its session."""
     server: Any = McpServer(command=("true",))
     session: Any = McpSession(server, portal=None)
     session._client = object()
