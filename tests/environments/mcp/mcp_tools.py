@@ -74,7 +74,7 @@ def end() -> str:
 
 @server.tool()
 def garble() -> str:
-    """The answer is no result of a tool."""
+    """Its result is malformed."""
     return ""
 
 
