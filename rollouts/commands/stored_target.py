@@ -9,21 +9,17 @@ from typing import Any
 import attrs
 
 from rollouts.commands.chat_options import CHAT_PROVIDER, ChatOptions
-from rollouts.commands.target import ENGINE_LOG, RunTarget, built, model_folder
+from rollouts.commands.target import ENGINE_LOG, RunTarget, built
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, without_password
 from rollouts.recipe import Recipe
-from rollouts.recipe.files import file_of, load_recipe
+from rollouts.recipe.files import load_recipe
 from rollouts.runs.info import read_info
 from rollouts.runs.layout import JOURNAL
 from rollouts.runs.reading import reading
-from rollouts.runs.resume import refuse
-from rollouts.runs.settings import changes, settings_of
-from rollouts.runs.start import SETTINGS
-from rollouts.runs.writer import versions
 
-__all__ = ["check_settings", "resumed_target", "stored_recipe"]
+__all__ = ["resumed_target", "stored_recipe"]
 
 DEMO_WEIGHTS_0_1 = "9b402ec7"
 """The checksum of the demo model of 0.1.0: runs of that version do not store the checksum of their weights."""
@@ -71,22 +67,6 @@ def _resumed(target: RunTarget, run: Path, info: Mapping[str, Any], allow_change
         slots=target.slots or before.get("slots"),
         chat=_resumed_chat(target.chat, before.get("chat") or {}),
     )
-
-
-def check_settings(target: RunTarget, run: Path) -> None:
-    """Refuse other settings than those of a stored run before its embedded engine starts.
-
-    The recipe is built once for the comparison, with an endpoint that gets no request. The weights are compared when
-    they are loaded, and settings that ``run.json`` lacks when the journal is read.
-
-    Raises:
-        ConfigError: a setting differs, or the recipe, its options or the model folder is wrong.
-    """
-    then = read_info(run).get(SETTINGS)
-    if then is None or target.recipe is None:
-        return
-    recipe = built(load_recipe(target.recipe), Endpoint(model=str(model_folder(target.model))), target)
-    refuse(changes(then, settings_of(recipe, file_of(target.recipe), target.options, {}, versions())))
 
 
 def _resumed_chat(given: ChatOptions, before: Mapping[str, Any]) -> ChatOptions:

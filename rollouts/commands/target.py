@@ -27,7 +27,6 @@ __all__ = [
     "RunTarget",
     "built",
     "make_folder",
-    "model_folder",
     "open_target",
     "weights_checksum",
     "without_secrets",
@@ -117,7 +116,7 @@ async def open_target(
         return
     if target.provider == "vllm":
         raise ConfigError.of("--provider", target.provider, "--endpoint URL as well: the embedded engine is not vLLM")
-    folder = model_folder(target.model)
+    folder = _model_folder(target.model)
     if target.weights is None:
         _check_served(target, str(folder), "in the embedded engine")
     else:
@@ -163,8 +162,8 @@ def weights_checksum(folder: Path) -> str:
     return f"{crc:08x}"
 
 
-def model_folder(named: str | None) -> Path:
-    """The folder of an embedded engine's model, absolute: a run stores it as the name of its tokenizer."""
+def _model_folder(named: str | None) -> Path:
+    """The model folder as an absolute path: a run stores it as the name of its tokenizer."""
     folder = DEMO_MODEL if named is None else Path(named).resolve()
     if not folder.is_dir():
         raise ConfigError.of("--model", str(folder), "a folder with a model, or --endpoint URL of a server that has it")

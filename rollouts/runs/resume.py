@@ -8,7 +8,7 @@ batch that ``run.json`` counts is lost with it. This module generates nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Group, Sample
 
-__all__ = ["Reopened", "refuse", "reopen", "state_of_history"]
+__all__ = ["Reopened", "reopen", "state_of_history"]
 
 CHANGED = "changed"
 
@@ -126,19 +126,13 @@ def _compared(
     then = recorded_settings(info) if stored is None else stored
     then = {"sampler": info.get("sampler") or {}, **then}  # older runs had none
     changed = tuple(changes(then, settings))
-    if not allow_changes:
-        refuse(changed)
-    unrecorded = tuple(sorted(settings.keys() - then.keys()))
-    return changed, unrecorded
-
-
-def refuse(changed: Sequence[Change]) -> None:
-    """Raise the :class:`ConfigError` of a resumption without ``--allow-changes``, if a setting differs."""
-    if changed:
+    if changed and not allow_changes:
         listed = " · ".join(map(str, changed))
         raise ConfigError(
             f"--resume, settings: {listed}: a resumed run keeps its settings; --allow-changes records them"
         )
+    unrecorded = tuple(sorted(settings.keys() - then.keys()))
+    return changed, unrecorded
 
 
 def _check_identity(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:

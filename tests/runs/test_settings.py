@@ -19,13 +19,12 @@ from rich.console import Console
 
 from rollouts.commands import main
 from rollouts.commands.run import launch
-from rollouts.commands.target import RunTarget, weights_checksum
+from rollouts.commands.target import RunTarget
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.runs.info import read_info
 from rollouts.runs.run import RunResult
 from rollouts.runs.verify import verify_run
-from rollouts.runs.writer import RunWriter
 from rollouts.testing.server import StubServer
 
 RECIPE = """
@@ -147,21 +146,6 @@ async def test_6_another_setting_is_refused(place: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=words):
         await resume(place, **changed)
     assert (place / "run" / "run.json").read_bytes() == before
-
-
-async def test_6_another_setting_is_refused_before_an_engine_starts(place: Path) -> None:
-    """Of a run on the embedded engine: nothing is said of a start, and nothing in the folder changes."""
-    info = read_info(place / "run")
-    writer = RunWriter.reopen(place / "run")
-    writer.update(command={**info["command"], "endpoint": [], "weights": weights_checksum(DEMO_MODEL)})
-    writer.finish(info["status"])
-    CHANGES["reward.code"](place)
-    before = (place / "run" / "run.json").read_bytes()
-    target, said = RunTarget(recipe=place / "small.py", batches=2), io.StringIO()
-    with pytest.raises(ConfigError, match=r"--resume, settings: reward.code: got .*--allow-changes records them"):
-        await launch(target, place / "run", "jsonl", False, Console(file=said), resume=True)
-    assert (place / "run" / "run.json").read_bytes() == before
-    assert "engine" not in said.getvalue()
 
 
 @pytest.mark.parametrize("in_flight", ["1", "3"])

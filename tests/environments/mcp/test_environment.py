@@ -131,7 +131,7 @@ async def test_errors_of_a_tool_go_to_the_model() -> None:
 
 
 async def test_an_answer_that_cannot_be_read_costs_its_call(server: McpServer) -> None:
-    """The SDK refuses it without a code; the session keeps its state."""
+    """The SDK refuses it without a code; the session goes on, with the state that it has."""
     environment = McpEnvironment(server)
     await environment.start(Prompt("Well?"))
     answered = await step(environment, ("count", {}), ("garble", {}), ("count", {}))
