@@ -202,7 +202,7 @@ def _tools(file: str | Path | None) -> str | None:
         tools = msgspec.json.decode(Path(file).read_bytes())
         if not isinstance(tools, list):
             raise ConfigError.of("--tools", str(file), expected)
-        return tools_json(map(Tool.from_chat, tools))
+        return tools_json(tuple(map(Tool.from_chat, tools)))
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError.of("--tools", str(file), f"{expected} ({error})") from None
 
