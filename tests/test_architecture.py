@@ -674,7 +674,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23_698,
+        23_697,
         (
             "agent",
             "base",
