@@ -52,10 +52,11 @@ class Budget:
 
     def sampling_of(self, budget: int, seed: int | None) -> SamplingParams:
         """The parameters of a request of at most ``budget`` tokens."""
-        least = min(max(0, self.sampling.min_new_tokens - self.cut_tokens), budget)
-        if (budget, least, seed) == (self.sampling.max_new_tokens, self.sampling.min_new_tokens, self.sampling.seed):
-            return self.sampling
-        return attrs.evolve(self.sampling, max_new_tokens=budget, min_new_tokens=least, seed=seed)
+        whole = self.sampling
+        if budget == whole.max_new_tokens >= whole.min_new_tokens and seed == whole.seed and not self.cut_tokens:
+            return whole
+        least = min(max(0, whole.min_new_tokens - self.cut_tokens), budget)
+        return attrs.evolve(whole, max_new_tokens=budget, min_new_tokens=least, seed=seed)
 
     def after_completion(self, completion: CompletionRecord, request: ReplyRequest) -> StopReason | None:
         """Why the completion ends the episode; ``None`` if it does not."""

@@ -366,7 +366,10 @@ class Episode:
 
 def _last_version(trajectory: Trajectory) -> str:
     """The version of the last sampled token; empty if there is none."""
-    return next((segment.version for segment in reversed(trajectory.segments) if segment.version is not None), "")
+    for segment in reversed(trajectory.segments):
+        if segment.version is not None:
+            return segment.version
+    return ""
 
 
 def _add_times(trajectory: Trajectory, completion: Completion, began: float) -> None:

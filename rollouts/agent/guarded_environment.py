@@ -113,12 +113,12 @@ class GuardedEnvironment:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""
         what = f"{self.name}.step"
         valid = [call for call in reply.tool_calls if call.error is None]
+        all_valid = len(valid) == len(reply.tool_calls)
         if reply.tool_calls and not valid:
             step = StepResult()
         else:
-            request = reply if len(valid) == len(reply.tool_calls) else attrs.evolve(reply, tool_calls=valid)
-            names = ", ".join(dict.fromkeys(call.name for call in valid))
-            shown = f"tool {names}" if has_tools and valid else ""
+            request = reply if all_valid else attrs.evolve(reply, tool_calls=valid)
+            shown = f"tool {', '.join(dict.fromkeys([call.name for call in valid]))}" if has_tools and valid else ""
             function = self.environment.step
             answer = await self._call(trajectory, "step", function, request, shown=shown, kind="environment_step")
             step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
@@ -127,7 +127,7 @@ class GuardedEnvironment:
             if step.continuation and reply.tool_calls:
                 expected = 'messages: this reply has tool calls; with dialect="plain", calls stay text'
                 raise bad_step(what, str(ConfigError.of("StepResult.continuation", step.continuation, expected)))
-        if len(valid) == len(reply.tool_calls):
+        if all_valid:
             return step
         answered = {message.tool_call_id for message in step.messages}
         if not step.done and not answered.issuperset(call.id for call in valid):

@@ -14,7 +14,7 @@ This module does not know samples, rewards or groups. The turns themselves are :
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Required, TypedDict, Unpack
 
 import attrs
@@ -43,7 +43,7 @@ from rollouts.inference.base import Policy
 from rollouts.renderer import Renderer
 from rollouts.trajectory import Trajectory
 
-__all__ = ["EpisodeOptions", "begin_episode", "ending", "run_agent", "run_branches", "seal", "within"]
+__all__ = ["EpisodeOptions", "begin_episode", "play_to_end", "run_agent", "run_branches", "seal", "within"]
 
 
 class EpisodeOptions(TypedDict, total=False):
@@ -112,8 +112,7 @@ async def run_branches(
         TokenMismatchError: a law was broken.
     """
     episode = await begin_episode(prompt, policy, renderer, **options)
-    async with ending(episode):
-        episode.stop_reason = await episode.play(environment_cls)
+    await play_to_end(episode, environment_cls)
     return episode.branches
 
 
@@ -129,7 +128,7 @@ async def begin_episode(
     history: OnRewrite = "append",
     prior: PriorTurns | None = None,
 ) -> Episode:
-    """The episode of a prompt, with the turns that the prompt's log contains. Play it inside :func:`ending`."""
+    """The episode of a prompt, with the turns that the prompt's log contains. Pass it to :func:`play_to_end`."""
     log: TurnLog | None = prompt.turn_log
     if log is not None or prompt.urgency is not None:
         prompt = attrs.evolve(prompt, turn_log=None, urgency=None)
@@ -141,9 +140,8 @@ async def begin_episode(
     return episode
 
 
-@contextlib.asynccontextmanager
-async def ending(episode: Episode) -> AsyncIterator[None]:
-    """Play the episode inside; afterwards its environment is closed and its branches are sealed.
+async def play_to_end(episode: Episode, environment_cls: EnvironmentFactory) -> None:
+    """Play an episode; afterwards its environment is closed and its branches are sealed.
 
     A failure of the environment or the endpoint ends the episode with ``StopReason.FAILED``.
 
@@ -153,7 +151,7 @@ async def ending(episode: Episode) -> AsyncIterator[None]:
     seconds_before = 0.0 if episode.recorder is None else episode.recorder.seconds_before
     try:
         with within(episode, episode.budget.limits.episode_seconds - seconds_before):
-            yield
+            episode.stop_reason = await episode.play(environment_cls)
     finally:
         if episode.environment is not None:
             await episode.environment.close(episode.trajectory)

@@ -27,7 +27,7 @@ from rollouts.audit.rows import CHECKS, AuditedRow, Check, Finding, Reader, Span
 from rollouts.audit.weights import TrainerLogprobs, Weights
 from rollouts.dtypes import digest
 from rollouts.errors import ConfigError
-from rollouts.training.sample_columns import column_digests
+from rollouts.training.column_digests import column_digests
 from rollouts.training.sample_laws import Stored, StoredCompletion, check_stored, reply_key
 
 __all__ = ["MOST_FINDINGS", "AuditReport", "audit"]

@@ -100,7 +100,7 @@ def check_readable(name: str, value: Any) -> None:
     Raises:
         ConfigError: there is such a list, dict or key. A list that contains itself is nested too deep.
     """
-    level = [value] if isinstance(value, dict | list | tuple) else []
+    level = [value] if isinstance(value, dict | list | tuple) and value else []
     for _ in range(_MAX_CHECKED_DEPTH):
         if not level:
             return

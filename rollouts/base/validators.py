@@ -26,7 +26,7 @@ def finite(value: Any) -> float | None:
     Any value that ``float()`` accepts is a number, also NumPy and torch scalars, except text.
     """
     if type(value) is float:
-        return value if math.isfinite(value) else None
+        return value if -math.inf < value < math.inf else None
     try:
         number = math.nan if isinstance(value, _TEXTS) else float(value)
     except Exception:  # noqa: BLE001 - __float__ is user code: a tensor of two elements raises RuntimeError
@@ -45,7 +45,7 @@ def is_int(value: Any, least: int | None = None) -> TypeGuard[int]:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value is a finite ``int`` or ``float``."""
     if type(value) is float:
-        return math.isfinite(value)
+        return -math.inf < value < math.inf
     return isinstance(value, int | float) and not isinstance(value, bool) and finite(value) is not None
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "listed_pause",
     "paused_deadlines",
     "pauses",
+    "scope_class",
 ]
 
 _CLOCKS: contextvars.ContextVar[tuple[deadline, ...]] = contextvars.ContextVar("rollouts_clocks", default=())
@@ -57,7 +58,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
                 return
         else:
             self.ends = asyncio.get_running_loop().time() + seconds
-        self.scope = _scope_class()(deadline=self.ends if armed else math.inf, shield=shield)
+        self.scope = scope_class()(deadline=self.ends if armed else math.inf, shield=shield)
 
     def __enter__(self) -> Self:
         if self.scope is not None:
@@ -117,7 +118,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
 
 
 @functools.cache
-def _scope_class() -> type[anyio.CancelScope]:
+def scope_class() -> type[anyio.CancelScope]:
     """The class that ``anyio.CancelScope()`` returns on asyncio; its lookup costs more than the scope."""
     return type(anyio.CancelScope())
 
@@ -129,7 +130,7 @@ def exit_scopes_inside(scope: anyio.CancelScope) -> bool:
         Whether there was one.
     """
     inside: list[anyio.CancelScope] = []
-    probe = _scope_class()()
+    probe = scope_class()()
     with probe:
         current = _parent(probe)
     while current is not None and current is not scope:
@@ -177,7 +178,7 @@ class Clocks:
         """Resume the paused deadlines; a deadline that other tasks have paused too resumes after the last of them."""
         for limit in self._paused:
             limit.resume()
-        self._paused.clear()
+        self._paused = []
 
 
 @contextlib.contextmanager

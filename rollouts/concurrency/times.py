@@ -83,12 +83,9 @@ class Timeline:
     def add(self, activity: Activity, name: str, began: float, seconds: float) -> None:
         """Append a span."""
         key = _shared(activity, name)
-        try:
-            number = self._names.index(key)
-        except ValueError:
-            number = len(self._names)
+        if key not in self._names:
             self._names.append(key)
-        self._numbers.extend((number, began, seconds))
+        self._numbers.extend((self._names.index(key), began, seconds))
 
     def after(self, span: Span) -> Timeline:
         """A timeline with a span before these."""
@@ -121,7 +118,10 @@ def checked_spans(spans: Iterable[Iterable[Any]]) -> tuple[Span, ...]:
 def _checked(span: Iterable[Any]) -> Span:
     values = tuple(span)
     if len(values) == 4 and values[0] in ACTIVITIES and isinstance(values[1], str):
-        numbers = isinstance(values[2], int | float) and isinstance(values[3], int | float)
+        floats = type(values[2]) is type(values[3]) is float
+        numbers = floats or (isinstance(values[2], int | float) and isinstance(values[3], int | float))
         if numbers and -math.inf < values[2] < math.inf and -math.inf < values[3] < math.inf:  # JSON has no others
+            if floats and type(span) is Span:
+                return span
             return Span(values[0], values[1], float(values[2]), float(values[3]))
     raise ConfigError.of("times", values, f"one of {', '.join(ACTIVITIES)}, a name, the begin, and the seconds")

@@ -40,9 +40,11 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 def digest(tokens: TokenColumn, start: int = 0) -> int:
     """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    return zlib.crc32(np.ascontiguousarray(tokens, "<i4").data, start)
+    as_sent = tokens.dtype == _SENT and tokens.flags.c_contiguous
+    return zlib.crc32((tokens if as_sent else np.ascontiguousarray(tokens, _SENT)).data, start)
 
 
+_SENT = np.dtype("<i4")
 LOGPROB_TOLERANCE = 1e-4
 """The largest valid logprob: rounding may lift one above 0. A logprob within the tolerance is stored as the server sent
 it, not clipped to 0, so that the stored value equals the response bit by bit."""

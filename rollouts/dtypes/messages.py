@@ -131,7 +131,6 @@ def _calls(calls: Iterable[ToolCall]) -> Sequence[ToolCall]:
 
 
 _ROLES = get_args(Role)
-_OPTIONAL_TEXTS = {str, type(None)}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which servers and data sets have the text of the thinking block."""
 
@@ -167,8 +166,9 @@ class Message:
             raise ConfigError.of("Message.role", self.role, f"one of {_ROLES}")
         if type(self.content) is not str and not _are_parts(self.content):
             raise ConfigError.of("Message.content", self.content, "a string, or a sequence of strings and Images")
-        if not _OPTIONAL_TEXTS.issuperset(map(type, (self.tool_call_id, self.name, self.reasoning))):
-            self._check_texts()
+        for text in (self.tool_call_id, self.name, self.reasoning):
+            if text is not None and type(text) is not str:
+                self._check_texts()
 
     def _check_texts(self) -> None:
         for name in ("tool_call_id", "name", "reasoning"):

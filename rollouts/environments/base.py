@@ -84,10 +84,10 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         EnvironmentFailure: it is not a :class:`StepResult`, a message is invalid, ``done`` is not a bool, a reward or
             metric is not a finite number, or ``continuation`` is not a string or not alone.
     """
-    if not isinstance(step, StepResult):
+    if type(step) is not StepResult and not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
     try:
-        if not isinstance(step.done, bool):
+        if step.done is not True and step.done is not False:
             raise ConfigError.of("StepResult.done", step.done, "True or False")
         messages = _messages_of("StepResult.messages", step.messages)
         metrics = _metrics_of(step)
@@ -156,7 +156,8 @@ def _messages_of(field: str, value: Any) -> tuple[Message, ...]:
     else:
         messages = as_messages(value)
     for message in messages:
-        _check_text(f"content of a {message.role} message", message.text)
+        if not (text := message.text).isascii():
+            _check_text(f"content of a {message.role} message", text)
     return messages
 
 
@@ -166,7 +167,7 @@ _ONLY_MESSAGES = {Message}
 def _check_text(field: str, text: str) -> None:
     """Refuse a string that no tokenizer can encode."""
     try:
-        text.isascii() or text.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ConfigError.of(field, text, "a string without lone surrogates") from None
 

@@ -12,7 +12,7 @@ supported. The client does not know what the payloads mean.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
@@ -191,7 +191,7 @@ class HttpClient:
     def __repr__(self) -> str:
         return f"<HttpClient: {'closed' if self._pool is None else 'open'}, opened {self.opened} times>"
 
-    async def post(
+    def post(
         self,
         url: str,
         body: bytes,
@@ -199,7 +199,7 @@ class HttpClient:
         *,
         new_connection: bool = False,
         max_bytes: int = MAX_RESPONSE_BYTES,
-    ) -> tuple[int, bytes]:
+    ) -> Awaitable[tuple[int, bytes]]:
         """Send one POST and read the complete response.
 
         Args:
@@ -217,7 +217,7 @@ class HttpClient:
             ConnectionLost: the server may have received the request; the response is incomplete or invalid.
             ConfigError: invalid URL or header.
         """
-        return await _whole(_Exchange(self, "POST", url, headers, body, new_connection, max_bytes))
+        return _whole(_Exchange(self, "POST", url, headers, body, new_connection, max_bytes))
 
     async def get(self, url: str, headers: Mapping[str, str], *, new_connection: bool = True) -> tuple[int, bytes]:
         """Send one GET, over a new connection by default, and read the response; raises as :meth:`post` does."""

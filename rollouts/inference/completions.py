@@ -103,7 +103,7 @@ def max_response_bytes(
     prompt_tokens: int = 0,
     extras: ExtrasRequest | None = None,
     *,
-    images: int = 0,
+    has_images: bool = False,
 ) -> int:
     """Upper bound of a sound response to a request of this size, without the size of its images.
 
@@ -112,7 +112,7 @@ def max_response_bytes(
     the response has the ids of the prompt.
     """
     max_bytes = _RESPONSE_BYTES + _BYTES_PER_TOKEN * sampling.max_new_tokens + _BYTES_PER_REQUEST_BYTE * request_bytes
-    if images:
+    if has_images:
         max_bytes += _BYTES_PER_ID * prompt_tokens
     if extras is not None:
         rows = prompt_tokens + sampling.max_new_tokens

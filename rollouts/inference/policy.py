@@ -194,7 +194,7 @@ class ServerPolicy:
             options=self._options(request),
             headers=headers,
             namespace=self._namespaces.of(request.session, worker.url, worker.changed),
-            images=self._images.of([span.image for span in request.images]),
+            images=self._images.of([span.image for span in request.images]) if request.images else (),
             vocab_size=self._sequences.vocab_size,
             adapter=request.adapter,
         )

@@ -155,10 +155,20 @@ class ResumablePolicy(PolicyWrapper):
                 request = attrs.evolve(
                     request, tokens=ids, sampling=rest_of(sampling, sampled), extras=self._extras_of(request)
                 )
-            part = await self._send(request)
+            borrower = None if self._opened is None and self.limiter is None else await self._take_slot()
+            self.in_flight += 1
+            try:
+                part = await self.inner.complete(request)
+            finally:
+                self.in_flight -= 1
+                if not self.in_flight and self._idle is not None:
+                    self._idle.set()
+                if borrower is not None:
+                    self._return_slot(borrower)
             if parts or part.finish_reason == "abort":
                 part = self._until_stop(request.tokens[len(tokens) :], part, sampling, request.stop_token_ids)
-            self._note_routed(request.session, part)
+            if part.extras is not None:
+                self._note_routed(request.session, part.extras)
             parts.append(part)
             sampled += len(part.tokens)
             if part.finish_reason != "abort":
@@ -178,17 +188,6 @@ class ResumablePolicy(PolicyWrapper):
         stops = tuple(dict.fromkeys((*request.stop_token_ids, *self.stop_token_ids)))
         return attrs.evolve(request, stop_token_ids=stops, extras=self._extras_of(request))
 
-    async def _send(self, request: CompletionRequest) -> Completion:
-        borrower = await self._take_slot()
-        self.in_flight += 1
-        try:
-            return await self.inner.complete(request)
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight and self._idle is not None:
-                self._idle.set()
-            self._return_slot(borrower)
-
     def _until_stop(
         self, before: TokenColumn, part: Completion, sampling: SamplingParams, stop_token_ids: tuple[int, ...]
     ) -> Completion:
@@ -197,11 +196,11 @@ class ResumablePolicy(PolicyWrapper):
         unstopped = sampling.min_new_tokens if getattr(self.inner, "minimum_delays_stops", False) else 0
         return until_stop(before, part, sampling.stop, stop_token_ids, self.decode, unstopped=unstopped)
 
-    def _note_routed(self, session: str, part: Completion) -> None:
+    def _note_routed(self, session: str, extras: Extras) -> None:
         """Record the positions whose routed experts are known."""
-        if session and part.extras is not None and part.extras.experts is not None:
+        if session and extras.experts is not None:
             self._routed.pop(session, None)
-            self._routed[session] = part.extras.experts_start + len(part.extras.experts)
+            self._routed[session] = extras.experts_start + len(extras.experts)
             if len(self._routed) > _MOST_SESSIONS:
                 self._routed.popitem(last=False)  # its next request gets all rows again
 

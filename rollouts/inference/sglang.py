@@ -18,11 +18,11 @@ from rollouts.inference.aborts import SGLANG_ABORTS
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, describe_server, posted
+from rollouts.inference.discovery import Routes, describe_server
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
+from rollouts.inference.probing import ProbedProtocol, posted
 from rollouts.inference.routing import Worker
-from rollouts.inference.servers import ServerProtocol
 
 if TYPE_CHECKING:
     from rollouts.inference.generate_probe import ReportedLogprobs
@@ -32,7 +32,7 @@ __all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
 ROUTE = "/generate"
 
 
-class SGLangProtocol(ServerProtocol):
+class SGLangProtocol(ProbedProtocol["ReportedLogprobs"]):
     """Routes and format of SGLang, and the kind of logprobs of each server."""
 
     ROUTE = ROUTE

@@ -25,12 +25,12 @@ from rollouts.inference.aborts import AbortRoutes
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, length_of, posted, text_of
+from rollouts.inference.discovery import Routes, length_of, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.policy import ServerPolicy
+from rollouts.inference.probing import ProbedProtocol, posted
 from rollouts.inference.routing import Worker
-from rollouts.inference.servers import ServerProtocol
 from rollouts.inference.vllm_wire import LogprobsMode
 
 __all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
@@ -61,7 +61,7 @@ VLLM_ABORTS = AbortRoutes(
 )
 
 
-class VLLMProtocol(ServerProtocol):
+class VLLMProtocol(ProbedProtocol[LogprobsMode]):
     """Routes and format of vLLM, and the kind of logprobs of each server."""
 
     ROUTE = ROUTE

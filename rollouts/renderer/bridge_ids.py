@@ -32,6 +32,7 @@ __all__ = ["Bridges"]
 
 _CHECKED_TEXT = 1000
 """Characters at each end of a long text that are rendered for a bridge."""
+_SHORT = 2 * _CHECKED_TEXT
 _SHORT_HISTORY = 6
 """Messages of a history that is rendered whole for a bridge: a dummy has hardly fewer."""
 
@@ -136,7 +137,9 @@ class Bridges:
             ConfigError: the template raises.
         """
         model = self._model
-        short = model.marks.guarded([self._shortened(message) for message in history])
+        short = model.marks.guarded(
+            [message if len(message.text) <= _SHORT else self._shortened(message) for message in history]
+        )
         reply = history[-1] if history else None
         if reply is not None and reply.role == "assistant" and not reply.text.strip() and not reply.tool_calls:
             model.template.render([*short, *new], tools)  # some templates refuse an empty turn
@@ -159,8 +162,8 @@ class Bridges:
         )
 
     def _shortened(self, message: Message) -> Message:
-        """The message without the middle of a long text, unless it contains a switch."""
-        if len(message.text) <= 2 * _CHECKED_TEXT or self._model.switches.found(message):
+        """A long message without the middle of a long text, unless it contains a switch."""
+        if self._model.switches.found(message):
             return message
         return message.with_texts(_shortened_text)
 
@@ -170,4 +173,4 @@ class Bridges:
 
 
 def _shortened_text(text: str) -> str:
-    return text if len(text) <= 2 * _CHECKED_TEXT else text[:_CHECKED_TEXT] + text[-_CHECKED_TEXT:]
+    return text if len(text) <= _SHORT else text[:_CHECKED_TEXT] + text[-_CHECKED_TEXT:]

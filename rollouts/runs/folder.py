@@ -24,7 +24,7 @@ from rollouts.runs.layout import JOURNAL, OUTCOMES, StoredOutcome, Which, run_fi
 from rollouts.runs.reading import decoded_object, reading
 from rollouts.runs.run_history import RunHistory
 from rollouts.runs.tools import ToolFolder, with_named_tools
-from rollouts.training.sample_columns import column_digests
+from rollouts.training.column_digests import column_digests
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
 

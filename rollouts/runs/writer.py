@@ -36,8 +36,8 @@ from rollouts.runs.journal import LOCK
 from rollouts.runs.layout import CHECKED, JOURNAL, METRICS, METRICS_CRC, RUN_FILES, batch_name, check_outside, run_files
 from rollouts.runs.locks import is_locked, take_lock
 from rollouts.runs.tools import ToolFolder, with_named_tools
+from rollouts.training.column_digests import column_digests
 from rollouts.training.metrics import Accounting
-from rollouts.training.sample_columns import column_digests
 from rollouts.training.types import Group, Outcome, Sample
 
 __all__ = ["Format", "RunStatus", "RunWriter", "append", "check_free", "check_idle", "now", "versions"]

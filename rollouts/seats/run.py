@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from rollouts.agent.loop import begin_episode, ending
+from rollouts.agent.loop import begin_episode, play_to_end
 from rollouts.agent.turn_log import replayed
 from rollouts.dtypes import Limits, Prompt, StopReason, chat_text
 from rollouts.environments.single_turn import SingleTurnEnvironment
@@ -134,8 +134,7 @@ class Run:
                 history=table.options.history,
             )
             try:
-                async with ending(episode):
-                    episode.stop_reason = await episode.play(seat.environment_cls or SingleTurnEnvironment)
+                await play_to_end(episode, seat.environment_cls or SingleTurnEnvironment)
             except ConfigError as error:
                 if own or episode.tools is None or len(episode.trajectory):
                     raise

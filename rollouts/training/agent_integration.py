@@ -20,7 +20,7 @@ import anyio.to_thread
 import attrs
 
 from rollouts.agent.episode import OnStep
-from rollouts.agent.loop import begin_episode, ending
+from rollouts.agent.loop import begin_episode, play_to_end
 from rollouts.agent.prior_turns import PriorTurns
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Limits, Message, OnRewrite, Prompt, SamplingParams
@@ -128,8 +128,7 @@ async def agent_rollout_to_samples(
         history=history,
         prior=prior,
     )
-    async with ending(episode):
-        episode.stop_reason = await episode.play(environment_cls)
+    await play_to_end(episode, environment_cls)
     image_inputs = None if renderer.images is None else renderer.images.inputs
     return trajectory_to_samples(episode.branches, unedited, renderer.decode, image_inputs)
 
@@ -166,14 +165,10 @@ def generate_rollout_batch(
     if others:  # slime does not await what it calls, so that an error of a coroutine would be lost
         expected = "prompts, and options by name; slime takes rollouts.integrations.slime.generate_rollout_batch"
         raise ConfigError.of("generate_rollout_batch", f"{1 + len(others)} arguments in order", expected)
-    return _generate_batch(prompts, **options)
-
-
-async def _generate_batch(prompts: Iterable[Any], **options: Unpack[AgentOptions]) -> list[Sample]:
     prompts = list(prompts)
     if len(prompts) == 1:  # as the manager calls it
-        return await agent_rollout_to_samples(prompts[0], **options)
-    return await generate_all(agent_rollout_to_samples, prompts, options)
+        return agent_rollout_to_samples(prompts[0], **options)
+    return generate_all(agent_rollout_to_samples, prompts, options)
 
 
 async def generate_all(

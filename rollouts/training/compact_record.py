@@ -76,8 +76,7 @@ class CompactRecord:
         for message in messages:
             chat = dict(message)
             for name in _TEXTS:
-                text = chat.get(name)
-                if type(text) is not str or len(text) < _SHORT:
+                if name not in chat or type(text := chat[name]) is not str or len(text) < _SHORT:
                     continue
                 start = response.find(text, position)
                 if start < 0:
@@ -99,7 +98,7 @@ class CompactRecord:
             tuple(others),
             packed,
             pickle.dumps([_FIELDS(completion) for completion in completions], 5),
-            tuple(completion.extras for completion in completions) if any(c.extras for c in completions) else (),
+            tuple(extras) if any(extras := [completion.extras for completion in completions]) else (),
             pickle.dumps([(span.version, span.start, span.stop) for span in versions], 5),
         )
         recently((compact, "response"), lambda: response)
@@ -115,7 +114,9 @@ class CompactRecord:
         text: str | None = None
         for chat in chats:
             for name in _TEXTS:
-                offset = chat.get(name)
+                if name not in chat:
+                    continue
+                offset = chat[name]
                 if type(offset) is tuple:
                     text = self.response() if text is None else text
                     chat[name] = text[slice(*offset)]

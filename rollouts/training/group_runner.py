@@ -10,10 +10,9 @@ This module does not know where prompts come from, how groups are used, or other
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import anyio
@@ -177,12 +176,15 @@ class GroupRunner:
         try:
             if config.group_rm and config.reward_fn is not None:
                 name = f"group reward {function_name(config.reward_fn)}"
-                async with _checked(samples, RewardFailure, name):
-                    await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
-                    share_rewards(samples)
+                with unchanged(samples, RewardFailure, name):
+                    async with without_own_cancellation(RewardFailure, f"the group in {name}"):
+                        await score_group(ends(samples), config.reward_fn, seconds=config.reward_seconds)
+                        share_rewards(samples)
             if config.filter_fn is not None:
-                async with _checked(samples, FilterFailure, f"filter {function_name(config.filter_fn)}"):
-                    kept, why = await self._apply_filter(config.filter_fn, samples)
+                name = f"filter {function_name(config.filter_fn)}"
+                with unchanged(samples, FilterFailure, name):
+                    async with without_own_cancellation(FilterFailure, f"the group in {name}"):
+                        kept, why = await self._apply_filter(config.filter_fn, samples, name)
                 if not kept:
                     outcome, reason = "dropped", why
         except (TokenMismatchError, ConfigError, EndpointAway):
@@ -194,13 +196,12 @@ class GroupRunner:
             outcome, reason = "failed", f"{failure.kind}: {failure.message}"
         return Group(prompt, samples, outcome, reason)
 
-    async def _apply_filter(self, filter_fn: FilterFn, samples: Sequence[Sample]) -> tuple[bool, str]:
+    async def _apply_filter(self, filter_fn: FilterFn, samples: Sequence[Sample], name: str) -> tuple[bool, str]:
         """Return whether the filter keeps the group, and the reason: the filter's answer, else its name.
 
         A filter returns a bool, or an object with ``keep`` and optionally ``reason`` and ``keep_when_insufficient``,
         which keeps a group that the batch needs.
         """
-        name = f"filter {function_name(filter_fn)}"
         seconds = self.config.filter_seconds
         answer: Any = await call_foreign(FilterFailure, name, filter_fn, list(samples), seconds=seconds)
         with boundary(FilterFailure, name):
@@ -272,11 +273,3 @@ class GroupRunner:
         if self._rollout_log is not None:
             self._rollout_log.attempt_lost(index, tried, samples)
         return self.config.policy_for(cause_of(samples))
-
-
-@contextlib.asynccontextmanager
-async def _checked(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> AsyncIterator[None]:
-    """Run a user's function on the samples of a group; afterwards check them."""
-    with unchanged(samples, failure, name):
-        async with without_own_cancellation(failure, f"the group in {name}"):
-            yield

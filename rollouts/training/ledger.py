@@ -76,7 +76,7 @@ class Ledger:
 
     def observe(self, group: Group) -> None:
         """Pass the rewards of a group in flight to the sampler; those of a failed group do not count."""
-        if group.outcome != "failed":
+        if group.outcome != "failed" and self.data_buffer.sampler is not None:
             self.data_buffer.observe(group.prompt, group.rollout_rewards)
 
     def sampler_metrics(self) -> dict[str, float]:

@@ -383,7 +383,7 @@ class AsyncRolloutManager:
         settled = False
         try:
             with scope:
-                await self._running.turn_to_start()
+                await self._running.starts.passed()
                 with at(f"group {index}"):
                     group = await self._runner.run(prompt, finished)
                     await self._recorder.settled(group, functools.partial(self._ledger.observe, group))

@@ -188,16 +188,14 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     repeated = _repeated_prompts(samples)
     if repeated:
         numbers["repeated_prompts"] = repeated
-    numbers["forks"] = sum(sample.metrics.get("forks", 0) for sample in samples)
-    duplicated = sum(sample.metrics.get("duplicated_tokens", 0) for sample in samples)
-    numbers["duplicated_tokens"] = duplicated
+    counters = [one[0].metrics if len(one) == 1 else _counters(one) for one in rollouts]
+    numbers["forks"] = sum([one.get("forks", 0) for one in counters])
+    duplicated = numbers["duplicated_tokens"] = sum([one.get("duplicated_tokens", 0) for one in counters])
     numbers["duplicated_tokens/share"] = duplicated / max(sum(tokens), 1)
     for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
-        numbers[f"resumed/{name}"] = sum(any(metric in sample.metrics for sample in one) for one in rollouts)
-    for name in sorted({name for sample in samples for name in sample.metrics}):
-        values = [[sample.metrics[name] for sample in one if name in sample.metrics] for one in rollouts]
-        # The number of attempts is that of the rollout, and stands in each branch.
-        numbers[f"episode/{name}"] = _mean([max(one, default=0) if name == "attempts" else sum(one) for one in values])
+        numbers[f"resumed/{name}"] = sum([metric in one for one in counters])
+    for name in sorted({name for one in counters for name in one}):
+        numbers[f"episode/{name}"] = math.fsum([one[name] for one in counters if name in one]) / len(rollouts)
     for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
         selected = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
         rewards = [reward_of_rollout(one) or 0.0 for one in selected]
@@ -216,6 +214,13 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return numbers
 
 
+def _counters(branches: Sequence[Sample]) -> dict[str, float]:
+    """The counters of a rollout; the number of attempts is that of the rollout, and stands in each branch."""
+    names = {name for branch in branches for name in branch.metrics}
+    values = {name: [branch.metrics[name] for branch in branches if name in branch.metrics] for name in names}
+    return {name: max(found) if name == "attempts" else sum(found) for name, found in values.items()}
+
+
 def _repeated_prompts(samples: Sequence[Sample]) -> int:
     """The number of groups whose prompt and label an earlier group of the batch has too."""
     groups = {sample.group_index: sample for sample in reversed(samples)}
@@ -226,5 +231,4 @@ def _turns(branches: Sequence[Sample]) -> int:
     return sum(sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
+_mean = statistics.fmean

@@ -11,9 +11,8 @@ This module does not know groups, retries or the journal.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio.lowlevel
@@ -82,23 +81,31 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
     return samples
 
 
-@contextlib.asynccontextmanager
-async def without_own_cancellation(failure: type[RolloutsError], what: str) -> AsyncIterator[None]:
+class without_own_cancellation:  # noqa: N801 - used as `async with without_own_cancellation(...)`
     """Run user code; raise ``failure`` if it cancelled the task that runs it."""
-    task = asyncio.current_task()
-    assert task is not None, "user code is awaited in a task"
-    before = task.cancelling()
-    try:
-        yield
-        if task.cancelling() > before:
-            await anyio.lowlevel.checkpoint()  # raises a cancellation that no await has raised yet
-    except asyncio.CancelledError as error:
-        if is_cancelled() or task.cancelling() <= before:
-            raise
-        while task.cancelling() > before:
-            task.uncancel()
-        text = f"the task of {what} was cancelled, but not by one of its scopes; expected no cancel() of current_task()"
-        raise failure(text) from error
+
+    def __init__(self, failure: type[RolloutsError], what: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "user code is awaited in a task"
+        self._failure, self._what, self._task, self._before = failure, what, task, task.cancelling()
+
+    async def __aenter__(self) -> None:
+        return
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        task, before = self._task, self._before
+        try:
+            if error is None and task.cancelling() > before:
+                await anyio.lowlevel.checkpoint()  # raises a cancellation that no await has raised yet
+            if isinstance(error, asyncio.CancelledError):
+                raise error
+        except asyncio.CancelledError as cancelled:
+            if is_cancelled() or task.cancelling() <= before:
+                raise
+            while task.cancelling() > before:
+                task.uncancel()
+            text = f"the task of {self._what} was cancelled, but not by one of its scopes"
+            raise self._failure(f"{text}; expected no cancel() of current_task()") from cancelled
 
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
@@ -133,7 +140,7 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
 
 def is_lost(samples: Sequence[Sample]) -> bool:
     """Whether the rollout failed or was aborted, so that it needs another attempt."""
-    return any(sample.status in _LOST for sample in samples)
+    return not {sample.status for sample in samples}.isdisjoint(_LOST)
 
 
 def ends(samples: Sequence[Sample]) -> list[Sample]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 import anyio
-import anyio.lowlevel
+
+from rollouts.concurrency.deadlines import scope_class
+from rollouts.concurrency.fair_turns import FairTurns
 
 __all__ = ["RunningGroups"]
 
@@ -19,16 +21,12 @@ class RunningGroups:
     def __init__(self) -> None:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._ended = anyio.Event()
-        self._start_lock = anyio.Lock(fast_acquire=True)
-
-    async def turn_to_start(self) -> None:
-        """Wait while another group starts: all at once would block the event loop."""
-        async with self._start_lock:
-            await anyio.lowlevel.checkpoint()
+        self.starts = FairTurns(1)
+        """One group starts in a turn of the event loop: all at once would block it."""
 
     def begin(self, index: int) -> anyio.CancelScope:
         """List a group that starts; returns the scope in which it runs."""
-        scope = self._scopes[index] = anyio.CancelScope()
+        scope = self._scopes[index] = scope_class()()
         return scope
 
     def end(self, index: int) -> None:

@@ -305,7 +305,8 @@ class Sample:
 
     def pack(self) -> Sample:
         """Check the sample as :meth:`check`, and pack its columns."""
-        self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
+        if self._advantages is not None or self._teacher_log_probs is not None:
+            self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
         numbers = self._step_completions
         if numbers is not None and getattr(numbers, "dtype", None) != np.int32:
             check_values(self)  # before packing, which takes True for 1

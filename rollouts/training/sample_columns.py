@@ -7,7 +7,6 @@ only the names of its slots.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.read_only import ReadOnlyList, read_only, recently
 
-__all__ = ["as_column", "column", "column_digests", "pack_column", "record"]
+__all__ = ["as_column", "column", "pack_column", "record"]
 
 
 def column(name: str, doc: str) -> Any:
@@ -64,9 +63,9 @@ def _decoded(compact: CompactRecord, name: str) -> Any:
 
 def as_column(value: Any) -> Any:
     """Convert an array to a read-only one and other sequences to a list; lists and ``None`` stay as they are."""
-    if isinstance(value, np.ndarray):
+    if value is not None and isinstance(value, np.ndarray):
         return value if is_frozen(value) else frozen(value.copy())
-    return value if isinstance(value, list) or value is None else list(value)
+    return value if value is None or isinstance(value, list) else list(value)
 
 
 def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
@@ -93,14 +92,3 @@ _CONTENTS: dict[type, str] = {
     np.bool_: "one list of 0 and 1",
     np.float32: "one list of finite numbers",
 }
-
-
-def column_digests(
-    tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_], logprobs: npt.NDArray[np.float32] | None
-) -> dict[str, int | None]:
-    """CRC-32 of each column (little-endian int32, bytes of 0 and 1, little-endian float32)."""
-    return {
-        "tokens": zlib.crc32(tokens.astype("<i4").tobytes()),
-        "loss_mask": zlib.crc32(mask.astype(np.uint8).tobytes()),
-        "rollout_log_probs": None if logprobs is None else zlib.crc32(logprobs.astype("<f4").tobytes()),
-    }

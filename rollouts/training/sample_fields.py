@@ -41,8 +41,8 @@ def _is(kind: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-def _all_are(kind: Any) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list | tuple) and (not values or all(isinstance(v, kind) for v in values))
+def _all_are(k: Any) -> Callable[[Any], bool]:
+    return lambda vs: isinstance(vs, list | tuple) and (not vs or all(isinstance(v, k) for v in vs if type(v) is not k))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:
@@ -111,8 +111,7 @@ def check_values(sample: Any) -> None:
     for name, value in (("conversation", sample.conversation), ("shared", sample.shared)):
         if (type(value) is not int or value < 0) and not is_int(value, 0):
             raise ConfigError.of(f"Sample.{name}", value, "an integer >= 0")
-    for name in ("advantages", "teacher_log_probs"):
-        column = getattr(sample, f"_{name}")
+    for name, column in (("advantages", sample._advantages), ("teacher_log_probs", sample._teacher_log_probs)):
         if column is not None and len(column) != len(sample):
             raise ConfigError.of("Sample", {"tokens": len(sample), name: len(column)}, "columns of one length")
     if sample._step_completions is not None and not _answer_completions(sample, sample._step_completions):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from rollouts.base.validators import finite
 from rollouts.dtypes import are_logprobs, digest
 from rollouts.errors import shortened
-from rollouts.training.sample_columns import column_digests
+from rollouts.training.column_digests import column_digests
 from rollouts.training.types import Sample
 
 __all__ = [

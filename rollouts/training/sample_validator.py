@@ -72,9 +72,10 @@ def _identity_of(sample: Sample) -> _Identity:
 
     The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
     """
-    completions, versions = (
-        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
-    )
+    completions, versions = [
+        [*stored] if type(stored) is not CompactRecord and isinstance(stored, list | tuple) else stored
+        for stored in (sample._completions, sample._versions)
+    ]
     no_replies = isinstance(completions, list) and not completions
     recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
     columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
@@ -208,17 +209,18 @@ def _pack(sample: Sample) -> None:
     """Pack the sample, and make its numbers finite floats and ints: JSON stores NaN as null, and others as text."""
     sample.pack()
     rewards: Any = sample.step_rewards
-    if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):
-        raise ConfigError.of("Sample.step_rewards", rewards, "a list of finite numbers")
-    sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
+    if type(rewards) is not list or rewards:
+        if not isinstance(rewards, Sequence) or any(finite(reward) is None for reward in rewards):
+            raise ConfigError.of("Sample.step_rewards", rewards, "a list of finite numbers")
+        sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
     metrics: dict[str, Any] = sample.metrics
     for name, value in metrics.items():
-        if type(value) is int and -(2**53) < value < 2**53:
+        is_float = type(value) is float and -_MAX_FLOAT <= value <= _MAX_FLOAT
+        if is_float or (type(value) is int and -(2**53) < value < 2**53):
             continue
         number = _number(f"Sample.metrics[{name!r}]", value)
-        if type(value) is not float:
-            is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
-            metrics[name] = int(value) if is_count else number
+        is_count = isinstance(value, numbers.Integral) and abs(number) < 2**53
+        metrics[name] = int(value) if is_count else number
     if sample.reward is not None:
         sample.reward = _number("Sample.reward", sample.reward)
     texts = {} if sample.compact is not None else {"messages": sample.read_record("messages")}

@@ -174,8 +174,8 @@ async def test_n06_n07_check_env_finds_it(value: Any, about: str) -> None:
 
 async def test_n34_messages_may_be_chat_dicts() -> None:
     """They become messages in the same place."""
-    step = StepResult([{"role": "user", "content": "go on"}])  # type: ignore[list-item]
-    assert sound_step(step, "Shop.step").messages == (Message("user", "go on"),)
+    step = StepResult([{"role": "user", "content": "again"}])  # type: ignore[list-item]
+    assert sound_step(step, "Shop.step").messages == (Message("user", "again"),)
     assert attrs.evolve(step, messages=()).messages == ()
 
 

@@ -23,7 +23,7 @@ from rollouts.runs.info import read_info
 from rollouts.runs.resume import Reopened, reopen
 from rollouts.runs.verify import verify_run
 from rollouts.training import DataBuffer, RolloutConfig
-from rollouts.training.sample_laws import column_digests
+from rollouts.training.column_digests import column_digests
 from rollouts.training.types import Sample
 from tests.stored_runs import edit_line, some_sample, spread, store_run
 
