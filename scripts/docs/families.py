@@ -75,10 +75,10 @@ Each dialect reads the calls of a small template that writes its notation.
 FUNCTIONS = """
 ## A chat template in Python
 
-No template that GLM-4 is published or served with can be played: the publisher's (glm-4-9b-chat) has its own names for
-calls and results, and vLLM 0.33.0's (`examples/tool_chat_template_glm4.jinja`) leaves results out. A function writes
-the publisher's format: `chat_template="rollouts.renderer.glm_4:render", dialect="rollouts.renderer.glm_4:Glm4"`. Its
-row is above. Checkpoints differ in the sentence before the tools: `template_kwargs={"introduction": "…"}`.
+The chat template of GLM-4's publisher (glm-4-9b-chat) has names for tools, calls and results that chat messages do not
+have, and vLLM 0.33.0's (`examples/tool_chat_template_glm4.jinja`) leaves results out. A function writes the publisher's
+format: `chat_template="rollouts.renderer.glm_4:render", dialect="rollouts.renderer.glm_4:Glm4"`; its row is above.
+Checkpoints differ in the sentence before the tools: `template_kwargs={"introduction": "…"}`.
 """
 JUDGED_HEAD = f"""
 ## Compared with the parsers of vLLM and SGLang

@@ -5,7 +5,7 @@ tried with the marks that look like ends of a turn as stop ids, then also with t
 models without an end mark stop. The row is that of the better verdict.
 
 A template that starts with calls unread would train on calls that are not run: the exit code is 1 if there is one.
-A refused one is also tried with ``calls="unchecked"``, with the dialect of its marks or else hermes.
+A refused one is also tried as one that is played by name: with ``calls="unchecked"``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rollouts.dtypes import Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer
-from rollouts.renderer.dialects import dialect_of_template
 
 __all__ = ["main", "result_of"]
 
@@ -50,10 +49,8 @@ def result_of(source: str, **options: Any) -> tuple[str, str, str, str]:
 
 
 def by_name(source: str) -> str:
-    """The dialect and the verdict of a refused template that is played by name; empty if it is refused also then."""
-    marked = dialect_of_template(source)
-    dialect, _, verdict, _ = result_of(source, dialect="hermes" if marked == "plain" else marked, calls="unchecked")
-    return f"{dialect} {verdict}" if verdict in ("exact", "forks") else ""
+    """The verdict with ``calls="unchecked"``: any dialect gives it, since a dialect reads the replies only."""
+    return result_of(source, dialect="hermes", calls="unchecked")[2]
 
 
 def _tested(source: str, marks: list[str], stops: list[str], options: Mapping[str, Any]) -> tuple[str, str, str, str]:
@@ -84,9 +81,9 @@ def main(folders: list[str]) -> int:
         dialect, calls, verdict, why = result_of(source)
         counts[verdict] += 1
         unread += verdict in ("exact", "forks") and calls not in ("read", "one a turn")
-        named = by_name(source) if verdict == "refused" else ""
-        opened += bool(named)
-        print(f"{path.name}\t{dialect}\t{calls}\t{verdict}\t{named}\t{why[:160]}", flush=True)
+        named = by_name(source) if verdict == "refused" else "-"
+        opened += named in ("exact", "forks")
+        print(f"{path.name}\t{dialect}\t{calls}\t{verdict}\tby name: {named}\t{why[:160]}", flush=True)
     total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ORDER)
     print(f"{len(sources)} templates: {total} ({opened} played by name); {unread} started with calls unread")
     return 1 if unread else 0
