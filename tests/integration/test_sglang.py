@@ -441,7 +441,7 @@ async def test_the_command_proves_law_8(server: SGLangServer, weights: dict[str,
 
 @pytest.mark.parametrize("while_running", ["finish", "switch"])
 async def test_adapters_are_updated_under_load(
-    python: Path, tmp_path: Path, while_running: Literal["finish", "switch"]
+    python: Path, tmp_path: Path, while_running: Literal["finish", "switch"], report_line: Callable[[str], None]
 ) -> None:
     """Three adapters in six versions: no rollout fails, nothing pauses, and each token is of the adapter it names."""
     flags = ["--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native", "--max-loras-per-batch", "4"]
@@ -449,7 +449,7 @@ async def test_adapters_are_updated_under_load(
     server = SGLangServer(python, DEMO_MODEL, tmp_path / "server.log", *flags)
     server.start()
     try:
-        await check_adapters(server.endpoint, tmp_path, while_running)
+        await check_adapters(server.endpoint, tmp_path, while_running, report_line)
     finally:
         server.stop()
 
