@@ -69,7 +69,7 @@ class Load:
     policy: ServerPolicy
     prompts: Sequence[Any] = PROMPTS
     news: Sequence[Any] = NEWS
-    """What each rollout is told after a turn."""
+    """The ids after each turn of a rollout."""
     replies: list[tuple[Any, Completion]] = attrs.field(factory=list)
     """Each reply and its prompt."""
     paused: list[Any] = attrs.field(factory=list)

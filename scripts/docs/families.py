@@ -84,10 +84,10 @@ JUDGED_HEAD = f"""
 ## Compared with the parsers of vLLM and SGLang
 
 `scripts/test --extras` runs the servers' own tests of their parsers on the dialects, and prints for each file how many
-agree: {OF_VLLM_AGREE} of {OF_VLLM_AGREE + len(DISAGREEMENTS)} of vLLM 0.33.0, and {OF_SGLANG_AGREE} of
-{OF_SGLANG_AGREE + len(OF_SGLANG)} in the twelve files of SGLang that parse whole replies (August 2026). They are
-downloaded from PyPI and GitHub; `python -m scripts.servers.parser_tests --sglang CLONE` takes SGLang's from a clone
-that has the commit. Names and arguments are equal in all but these:
+agree: {OF_VLLM_AGREE} of {OF_VLLM_AGREE + len(DISAGREEMENTS)} of vLLM 0.33.0, and {OF_SGLANG_AGREE} of \
+{OF_SGLANG_AGREE + len(OF_SGLANG)} in twelve files of SGLang (August 2026).
+They are downloaded from PyPI and GitHub; `python -m scripts.servers.parser_tests --sglang CLONE` takes SGLang's from a
+clone that has the commit. Names and arguments are equal in all but these:
 
 | test file | tests that differ | why |
 |---|---|---|

@@ -5,7 +5,7 @@ tried with the marks that look like ends of a turn as stop ids, then also with t
 models without an end mark stop. The row is that of the better verdict.
 
 A template that starts with calls unread would train on calls that are not run: the exit code is 1 if there is one.
-A refused one is also tried as one that is played by name: with ``calls="unchecked"``.
+A refused one is also tried as it is played by name, with ``calls="unchecked"``.
 """
 
 from __future__ import annotations

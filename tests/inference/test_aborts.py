@@ -53,7 +53,7 @@ async def test_a_router_without_workers_acknowledges_nothing(transport: HttpClie
 
 @pytest.mark.parametrize("first", ["healthy", "refusing", "away"])
 async def test_every_worker_of_a_router_gets_the_abort(transport: HttpClient, first: str) -> None:
-    """In any order of a healthy worker, one that refuses, and one that is away; the abort is not acknowledged."""
+    """In any order of a healthy, a refusing and an unreachable worker; the abort is not acknowledged."""
     async with StubServer() as healthy, StubServer(workers=[]) as refusing:
         urls = {"healthy": healthy.url, "refusing": refusing.url, "away": "http://no.such.host.invalid:1"}
         order = sorted(urls, key=lambda name: name != first)
