@@ -20,6 +20,8 @@ from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.weights import update_weights
 
 PROMPT = np.array([(17 * number) % 500 for number in range(60)], np.int32)
+PROMPTS = tuple(PROMPT[: 30 + number] for number in range(8))
+NEWS = tuple(np.array([7, number], np.int32) for number in range(8))
 
 
 def rollout_of(policy: ServerPolicy) -> ResumablePolicy:
@@ -65,6 +67,9 @@ class Load:
     """Eight rollouts at a time, of three turns each; an error of one raises."""
 
     policy: ServerPolicy
+    prompts: Sequence[Any] = PROMPTS
+    news: Sequence[Any] = NEWS
+    """The ids after each turn of a rollout."""
     replies: list[tuple[Any, Completion]] = attrs.field(factory=list)
     """Each reply and its prompt."""
     paused: list[Any] = attrs.field(factory=list)
@@ -82,13 +87,13 @@ class Load:
     async def play(self, number: int) -> None:
         began = 0
         while not self.over:
-            rollout, tokens, began = rollout_of(self.policy), PROMPT[: 30 + number], began + 1
+            rollout, tokens, began = rollout_of(self.policy), self.prompts[number], began + 1
             for turn in range(3):
                 sampling = SamplingParams(max_new_tokens=40, seed=1000 * number + 10 * began + turn)
                 session = f"{number}-{began}"
                 reply = await rollout.complete(CompletionRequest(tokens, sampling, session=session))
                 self.replies.append((tokens, reply))
-                tokens = np.concatenate([tokens, reply.tokens, [7, number]]).astype(np.int32)
+                tokens = np.concatenate([tokens, reply.tokens, self.news[number]]).astype(np.int32)
 
     async def play_over_updates(
         self, endpoint: Endpoint, adapters: Sequence[Path], folder: Path, while_running: Any, updates: int = 6

@@ -444,6 +444,16 @@ SMALL = {
         "hermes",
         "results are numbered over the whole conversation",
     ),
+    "GLM-4": Family(
+        functools.partial(
+            small("rollouts.renderer.glm_4:render", GLM, ("<|endoftext|>", "<|user|>", "<|observation|>")),
+            dialect="rollouts.renderer.glm_4:Glm4",
+        ),
+        (E,) * 5,
+        "glm_4",
+        "`rollouts.renderer.glm_4:render`: one call a turn, the stop token is the next turn's first",
+        parallel=1,
+    ),
     "content must be None": Family(
         small(
             _NONE_ONLY, ("<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>", "<|output|>", "<|/output|>"), ("<|eos|>",)
@@ -458,4 +468,5 @@ SMALL = {
 FAMILIES = {**REAL, **SMALL}
 
 UNCHECKED = {"SmolLM3": "hermes", "OLMo": "olmo3", "content in parts": "hermes", "marks for training": "xlam"}
+UNCHECKED["Granite 3.3"] = "granite"
 """Families whose templates write no calls, and a dialect that reads replies all the same."""

@@ -43,6 +43,16 @@ _TOOL_ROLE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 
+_ROLES_ONLY = """
+{%- if tools %}
+{{- '<|start_of_role|>available_tools<|end_of_role|>Respond with <|tool_call|> and a JSON list.' }}
+{{- tools | tojson + '<|end_of_text|>\n' }}
+{%- endif %}
+{%- for m in messages %}
+{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
+
 _PYTHONIC = """
 {{- '<|begin_of_text|>' }}
 {%- macro head(role) %}<|start_header_id|>{{ role }}<|end_header_id|>\n\n{% endmacro %}
@@ -189,6 +199,13 @@ STRUCTURES = {
     ),
     "Granite 3": Family(
         small(_TOOL_ROLE, _GRANITE, ("<|end_of_text|>",)), (E,) * 5, "granite", "tools in a turn of their own"
+    ),
+    "Granite 3.3": Family(
+        small(_ROLES_ONLY, _GRANITE, ("<|end_of_text|>",)),
+        (E, F, F, E, E),
+        "granite",
+        "the same turn for every role; leaves calls out",
+        calls=False,
     ),
     "Llama, pythonic": Family(
         small(_PYTHONIC, _LLAMA, ("<|eot_id|>",)),

@@ -345,6 +345,7 @@ async def test_a_refusal_is_overruled_by_name(name: str, request: pytest.Fixture
         "hermes": '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>',
         "olmo3": '<function_calls>\nlook(at="x")\n</function_calls>',
         "xlam": '[{"name": "look", "arguments": {"at": "x"}}]',
+        "granite": '<|tool_call|>[{"name": "look", "arguments": {"at": "x"}}]',
     }
     world = World(family, renderer, TOOLS, 0, cuts=False)
     world.left = 1

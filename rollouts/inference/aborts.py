@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import attrs
 import msgspec
 
@@ -90,7 +91,7 @@ async def abort_generation(
     """Abort the generation ``rid`` on the server at ``url``; the server also acknowledges an unknown rid (SGLang 0.5.23
     and vLLM 0.32.0 return 200).
 
-    A router does not pass aborts on: every worker that it lists receives the abort, since any of them may run it.
+    A router does not pass aborts on: every worker that it lists gets the abort, whatever the others answer.
 
     Returns:
         Whether a server is there; false if the connection was refused.
@@ -99,17 +100,22 @@ async def abort_generation(
         EndpointUnavailable: not acknowledged within :data:`ABORT_SECONDS`.
     """
     with boundary(EndpointUnavailable, f"POST {without_password(url)}{routes.one}", seconds=ABORT_SECONDS):
-        body = routes.body(rid)
-        status, payload = await post_abort(transport, url + routes.one, body, headers)
-        if status in (404, 405):
-            try:
-                for worker in await workers_behind(transport, url, headers):
-                    status, payload = await post_abort(transport, worker + routes.one, body, headers)
-                    if status != 200:
-                        break
-                    payload = b""  # the router is there, also where this worker is gone
-            except ConnectFailed as error:  # that error would say that the router is away
-                raise EndpointUnavailable(f"a worker of the router is away: {error}") from error
+        status, payload = await post_abort(transport, url + routes.one, routes.body(rid), headers)
+        if status in (404, 405) and (workers := await workers_behind(transport, url, headers)):
+            failed: list[EndpointUnavailable] = []
+
+            async def abort(worker: str) -> None:
+                try:
+                    await abort_generation(transport, worker, rid, headers, routes)
+                except EndpointUnavailable as error:
+                    failed.append(error)
+
+            async with anyio.create_task_group() as tasks:
+                for worker in workers:
+                    tasks.start_soon(abort, worker)
+            if failed:  # as a ConnectFailed, it would say that the router is away
+                raise EndpointUnavailable(f"a worker of the router: {failed[0]}") from failed[0]
+            return True
         if status != 200:
             raise EndpointUnavailable(
                 f"a generation may still be running: POST {without_password(url)}{routes.one} returned status"

@@ -29,11 +29,7 @@ class ServerUnreachable(EndpointUnavailable):
 
 
 class Outage:
-    """The waits of the requests of one policy.
-
-    Args:
-        patience: seconds after which waiting requests give up.
-    """
+    """The waits of the requests of one policy, which give up after ``patience`` seconds."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -84,9 +80,7 @@ class Outage:
     def raise_if_over(self, remedy: str = "", cause: Exception | None = None) -> None:
         """Raise :class:`EndpointAway` if no request was answered for ``patience`` seconds since the first one waits.
 
-        Args:
-            remedy: the end of its message.
-            cause: the error of the request that waits.
+        Its message ends with ``remedy``, and ``cause`` is the error of the request that waits.
         """
         if self._since is not None and time.monotonic() - self._since >= self._patience:
             raise EndpointAway(

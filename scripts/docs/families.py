@@ -19,7 +19,9 @@ from rollouts.renderer import SelfTest, load_tokenizer
 from rollouts.renderer.dialects import dialect_of_template
 from tests.dialects import TEMPLATES
 from tests.families import REAL, SMALL, TOOLS, UNCHECKED, Family, small
+from tests.integration.test_sglang_parsers import AGREEING as OF_SGLANG_AGREE
 from tests.integration.test_sglang_parsers import DISAGREEMENTS as OF_SGLANG
+from tests.integration.test_vllm_parsers import AGREEING as OF_VLLM_AGREE
 from tests.integration.test_vllm_parsers import DISAGREEMENTS
 from tests.structures import STRUCTURES
 
@@ -70,11 +72,22 @@ Each dialect reads the calls of a small template that writes its notation.
 | dialect | found in its template | calls |
 |---|---|---|
 """
-JUDGED_HEAD = """
+FUNCTIONS = """
+## A chat template in Python
+
+The chat template of GLM-4's publisher (glm-4-9b-chat) has names for tools, calls and results that chat messages do not
+have, and vLLM 0.33.0's (`examples/tool_chat_template_glm4.jinja`) leaves results out. A function writes the publisher's
+format: `chat_template="rollouts.renderer.glm_4:render", dialect="rollouts.renderer.glm_4:Glm4"`; its row is above.
+Checkpoints differ in the sentence before the tools: `template_kwargs={"introduction": "…"}`.
+"""
+JUDGED_HEAD = f"""
 ## Compared with the parsers of vLLM and SGLang
 
 `scripts/test --extras` runs the servers' own tests of their parsers on the dialects, and prints for each file how many
-agree: 270 tests of vLLM 0.33.0 and 152 of SGLang (August 2026). Names and arguments are equal in all but these:
+agree: {OF_VLLM_AGREE} of {OF_VLLM_AGREE + len(DISAGREEMENTS)} of vLLM 0.33.0, and {OF_SGLANG_AGREE} of \
+{OF_SGLANG_AGREE + len(OF_SGLANG)} in twelve files of SGLang (August 2026).
+They are downloaded from PyPI and GitHub; `python -m scripts.servers.parser_tests --sglang CLONE` takes SGLang's from a
+clone that has the commit. Names and arguments are equal in all but these:
 
 | test file | tests that differ | why |
 |---|---|---|
@@ -177,6 +190,7 @@ def page(assets: Any) -> str:
         + SMALL_HEAD
         + others
         + unchecked
+        + FUNCTIONS
         + NOTATIONS_HEAD
         + notation_rows()
         + JUDGED_HEAD

@@ -301,13 +301,17 @@ async def test_the_command_proves_law_8(server: VLLMServer, weights: dict[str, P
 
 @pytest.mark.parametrize("while_running", ["finish", "switch"])
 async def test_adapters_are_updated_under_load(
-    python: Path, weights: dict[str, Path], tmp_path: Path, while_running: Literal["finish", "switch"]
+    python: Path,
+    weights: dict[str, Path],
+    tmp_path: Path,
+    while_running: Literal["finish", "switch"],
+    report_line: Callable[[str], None],
 ) -> None:
     """Three adapters in six versions: no rollout fails, nothing pauses, and each token is of the adapter it names."""
     server = VLLMServer(python, weights["default"], tmp_path / "server.log")
     server.flags = ["--enable-lora", "--max-loras", "4", "--max-lora-rank", "8"]
     server.start()
     try:
-        await check_adapters(server.endpoint, tmp_path, while_running)
+        await check_adapters(server.endpoint, tmp_path, while_running, report_line)
     finally:
         server.kill()
