@@ -1,7 +1,7 @@
 """Forked processes, each of which works in its own copy of the working tree: no import is paid twice.
 
-Invariant: the working tree is never changed, and no process outlives the crew. The output of each goes to a log next
-to its copy. This module knows no mutant and no test.
+Invariant: the working tree is never changed, and no process outlives the crew, also if SIGTERM ends it. The output of
+each goes to a log next to its copy. This module knows no mutant and no test.
 """
 
 from __future__ import annotations
@@ -59,12 +59,15 @@ class Crew:
             _copy_tree(root, tree)
 
     def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, _leave)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not interrupt this
         for process in self._busy:
             self._kill(process)
         shutil.rmtree(self._folder, ignore_errors=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def start(self, work: Work, done: Done, *, prepare: Callable[[Path], None] = nothing, seconds: float) -> None:
         """Run ``work`` in a process as soon as a copy is free, and ``done`` in this one when it has ended."""
@@ -108,6 +111,11 @@ class Crew:
             os.waitpid(process, 0)
 
 
+def _leave(number: int, frame: object) -> NoReturn:
+    """End this process with the exit status of a shell, after all ``with`` blocks."""
+    raise SystemExit(128 + number)
+
+
 def _result(tree: Path) -> Path:
     return tree.with_suffix(".json")
 
@@ -115,6 +123,7 @@ def _result(tree: Path) -> Path:
 def _run(tree: Path, work: Work) -> NoReturn:
     """The life of a forked process."""
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         log = os.open(tree.with_suffix(".log"), os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         for number, file in enumerate([os.open(os.devnull, os.O_RDONLY), log, log]):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -256,3 +259,37 @@ def test_a_process_that_hangs_or_dies_has_no_result(tmp_path: Path) -> None:
     line = [sys.executable, "-c", _CREW, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == """['', '', '[[".gitignore", "a.py"]]'] False\n"""
+
+
+_ENDED = """
+import os, signal, sys, time
+from pathlib import Path
+from scripts.faults.mutant_crew import Crew
+def work(tree):
+    if not os.fork():
+        time.sleep(600)
+    os.write(terminal, f"{os.getpgid(0)} {tree}\\n".encode())
+    time.sleep(600)
+terminal = os.dup(1)
+with Crew(1, Path(sys.argv[1])) as crew:
+    crew.start(work, print, seconds=600)
+    crew.finish()
+"""
+
+
+def test_no_process_outlives_a_crew_that_is_terminated(tmp_path: Path) -> None:
+    """Nor one that its processes started, nor a copy."""
+    (tmp_path / "a.py").touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    line = [sys.executable, "-c", _ENDED, str(tmp_path)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as crew:
+        assert crew.stdout is not None
+        group, tree = crew.stdout.readline().split()
+        crew.terminate()
+        try:
+            crew.communicate(timeout=10)  # until no process is left that could write
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(group), signal.SIGKILL)
+    assert crew.returncode == 128 + signal.SIGTERM
+    assert not Path(tree).parent.exists()
