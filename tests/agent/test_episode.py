@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from rollouts.agent import run_agent, run_branches
-from rollouts.dtypes import Completion, Limits, Message, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import Completion, Limits, Message, Prompt, SamplingParams, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, ToolEnvironment, tool
 from rollouts.errors import ConfigError
@@ -266,6 +266,24 @@ async def test_an_aborted_reply_is_aborted_with_its_tokens(demo: Renderer) -> No
 
 
 # -- what is tokenised ------------------------------------------------------------------------------------------------
+
+
+async def test_each_request_names_the_version_of_the_last_sampled_token(demo: Renderer) -> None:
+    """Text of the environment comes between; the first request has no such token."""
+    asked: list[str] = []
+
+    class Watched(ScriptedPolicy):
+        async def complete(self, request: CompletionRequest) -> Completion:
+            asked.append(request.version)
+            return await super().complete(request)
+
+    first, second, third = (demo.encode(text).tolist() for text in (call(1), call(2), "Done.<|im_end|>"))
+    versions = [VersionSpan("v1", 0, 2), VersionSpan("v2", 2, len(second))]
+    policy = Watched(
+        [Reply(first, versions=[VersionSpan("v1", 0, len(first))]), Reply(second, versions=versions), third]
+    )
+    await run_agent(PROMPT, Talk, policy, demo, sampling=SamplingParams(max_new_tokens=500), limits=Limits(max_turns=3))
+    assert asked == ["", "v1", "v2"]
 
 
 async def test_only_new_text_is_tokenised(small_tokenizer: Any, chat_template: Any) -> None:

@@ -228,13 +228,14 @@ async def test_a_forked_rollout_continues_with_its_history_option(small_tokenize
     sample.history = "fork"
     options = {"endpoint": ENDPOINT, "tokenizer": renderer, "policy": spoken(renderer, reply)}
     first, second = await continue_rollout(sample, "Sure?", environment_cls=CalculatorEnvironment, **options)
-    assert (first.tokens, first.stop_reason) == (sample.tokens, "forked")
+    assert (first.tokens, first.stop_reason, first.history) == (sample.tokens, "forked", "fork")
     assert sum(second.loss_mask) == sum(first.loss_mask)
     assert "hm" not in renderer.decode(second.tokens[: second.completions[0].start])
 
 
 async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Renderer) -> None:
-    """The next request gets the rest of both limits, and the reply ends at a stop string that spans the two."""
+    """The next request gets the rest of both limits, and the reply ends at a stop string that spans the two; a reply
+    that its own limit cut has its minimum, and a whole budget again."""
     whole = renderer.encode("The answer is 42. The answer is 43.<|im_end|>").tolist()
     sampling = SamplingParams(max_new_tokens=60, min_new_tokens=4, stop="answer is 42", seed=1)
     sent: list[SamplingParams] = []
@@ -244,10 +245,10 @@ async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Rendere
             sent.append(request.sampling)
             return await super().complete(request)
 
-    for split in (2, 3):
-        cut = await played(renderer, spoken(renderer, Reply(whole[:split], "abort")), sampling=sampling)
+    for split, reason, spent in ((2, "abort", 2), (3, "abort", 3), (3, "length", 0)):
+        cut = await played(renderer, spoken(renderer, Reply(whole[:split], reason)), sampling=sampling)
         continued = await continue_last(renderer, cut, Watched([Reply(whole[split:])]), sampling=sampling)
-        assert (sent[-1].max_new_tokens, sent[-1].min_new_tokens) == (60 - split, 4 - split)
+        assert (sent[-1].max_new_tokens, sent[-1].min_new_tokens) == (60 - spent, 4 - split)
         assert renderer.decode(continued.tokens[continued.completions[0].start :]) == "The answer is 42"
         assert continued.completions[-1].finish_reason == "stop"
         assert check_sample(continued) == []

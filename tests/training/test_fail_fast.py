@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,6 +131,42 @@ async def test_after_a_success_patience_counts() -> None:
         with pytest.raises(GenerateFailure, match=r"of the last \d+ groups failed, none was accepted"):
             await manager.generate_batch()
     assert manager.accounting.failed >= 10
+
+
+@pytest.mark.parametrize(
+    ("good", "fields", "state", "error"),
+    [
+        (0, {}, "0 dropped", "all groups failed alike, from the first on"),
+        (1, {"batch_size": 1}, "1 in batch", r"of the last \d groups failed, none was accepted"),
+        (1, {}, "1 ready", r"of the last \d groups failed, none was accepted"),
+        (
+            1,
+            {"batch_size": 1, "filter_fn": lambda samples: False},
+            "1 dropped",
+            r"of the last \d groups failed, none was accepted",
+        ),
+    ],
+    ids=["nothing", "in a batch", "ready", "dropped"],
+)
+async def test_a_success_before_a_restore_counts(good: int, fields: dict[str, Any], state: str, error: str) -> None:
+    """Whether patience decides is the same in the run that continues: one kept or dropped group is a success."""
+
+    async def then_bad(prompts: Sequence[Prompt]) -> list[Sample]:
+        samples = await generate(prompts)
+        if (prompts[0].group_index or 0) < good:
+            return samples
+        await anyio.wait_all_tasks_blocked()  # the good group is settled first
+        raise ValueError("no such file")
+
+    config = {"batch_size": 2, "n_samples_per_prompt": 1, "max_attempts": 1, "generate_fn": then_bad, "patience": 3}
+    before = manager_of(**{**config, "over_sampling_factor": 1, "patience": 1, **fields})
+    with contextlib.suppress(GenerateFailure, FilterFailure):
+        await before.generate_batch()
+    assert state in str(before.accounting)
+    after = manager_of(**config)
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(GenerateFailure, match=error):
+        await after.generate_batch()
 
 
 async def test_dropped_groups_count_as_success() -> None:
