@@ -21,6 +21,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer, speak
+from rollouts.renderer.python_template import PythonTemplate
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
 from tests.families import FAMILIES as REAL_AND_SMALL
@@ -71,15 +72,17 @@ def play(family: Family, renderer: Renderer, seed: int) -> tuple[Marked, Traject
 
 
 def rendered(renderer: Renderer, messages: Sequence[Message], world: Marked) -> str:
-    """The whole conversation by transformers; the fields have the form that the template takes."""
+    """The whole conversation by transformers, or by a template in Python; its fields have the form that it takes."""
     template = renderer._model.template
-    text: str = _compile_jinja_template(template.source).render(  # apply_chat_template drops content that is None
-        messages=[template._chat(message) for message in messages],
-        tools=[tool.to_chat() for tool in world.tools] or None,
-        documents=None,
-        add_generation_prompt=True,
+    given = {
+        "messages": [template._chat(message) for message in messages],
+        "tools": [tool.to_chat() for tool in world.tools] or None,
+        "add_generation_prompt": True,
         **template._variables,
-    )
+    }
+    if isinstance(template, PythonTemplate):
+        return "".join(template._function(**given))
+    text: str = _compile_jinja_template(template.source).render(**given, documents=None)  # keeps content that is None
     return text
 
 
