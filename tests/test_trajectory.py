@@ -53,7 +53,8 @@ pieces = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(pieces=pieces)
 def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[int], str, int]]) -> None:
-    """Ids are unchanged; the mask, logprobs and versions cover exactly the sampled tokens; segments have no gap."""
+    """Ids are unchanged; the mask, logprobs and versions cover exactly the sampled tokens; segments have no gap, and
+    none is empty."""
     trajectory = Trajectory()
     ids: list[int] = []
     mask: list[bool] = []
@@ -90,6 +91,7 @@ def test_columns_stay_aligned_under_any_appends(pieces: list[tuple[bool, list[in
         assert [(s.start, s.stop) for s in trajectory.segments] == list(
             zip([0, *(s.stop for s in trajectory.segments)], [s.stop for s in trajectory.segments], strict=False)
         )
+        assert all(segment.start < segment.stop for segment in trajectory.segments)
         for call in trajectory.completions:
             assert digest(trajectory.tokens[: call.start]) == call.prompt_digest
             assert trajectory.mask[call.start : call.stop].all()

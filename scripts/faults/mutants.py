@@ -49,6 +49,7 @@ _EPISODE = (
     "tests/agent/test_turn_log.py",
     "tests/agent/test_images.py",
     "tests/training/test_continuation.py",
+    "tests/seats/test_laws.py",
 )
 _RUN_JOURNAL = ("tests/runs/test_run_journal_laws.py", "tests/runs/test_run_journal.py")
 NEAREST: dict[str, tuple[str, ...]] = {

@@ -91,6 +91,14 @@ async def test_prompts_are_counted_and_group_indices_are_not(tmp_path: Path) -> 
     assert history.unsettled == [0, 1, 2]
 
 
+def test_an_index_beyond_every_run_is_damage(tmp_path: Path) -> None:
+    """1.1.1 A history has a list of all groups up to the highest index, which such an index would make endless."""
+    with Journal(tmp_path) as journal:
+        RunJournal(journal).taken(prompt_of(1 << 40))
+    with pytest.raises(JournalError, match=rf"a record of kind taken: group {1 << 40} of 1 prompts"):
+        RunHistory.read(tmp_path)
+
+
 def test_an_empty_journal_is_a_run_that_has_not_begun(tmp_path: Path) -> None:
     """1.2 Nothing is taken, in use, settled or ready."""
     Journal(tmp_path).close()
