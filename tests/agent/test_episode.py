@@ -152,6 +152,13 @@ async def test_error_fails_the_rollout_where_the_history_is_rewritten(qwen3: Ren
     assert len(only.completions) == 2
 
 
+async def test_a_lost_thought_is_noticed_where_its_words_stand_in_the_prompt(qwen3: Renderer) -> None:
+    """A reply is looked for behind its own prompt, the first one too."""
+    reply = "<think>\nWhat is 1 + 2?\n</think>\n\nThree.<|im_end|>"
+    (only,), _ = await branches_of(qwen3, [reply, *REPLIES], "error")
+    assert (only.stop_reason, len(only.completions)) == (StopReason.FAILED, 1)
+
+
 async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(
     small_tokenizer: Any, chat_template: Any
 ) -> None:
