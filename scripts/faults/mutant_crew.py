@@ -148,6 +148,6 @@ def _copy_tree(root: Path, target: Path) -> None:
     line = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(line, cwd=root, capture_output=True, check=True)
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (root / name).is_file():
+        if (root / name).is_file() or (root / name).is_symlink():  # to a folder of the tree
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, target / name)
+            shutil.copy2(root / name, target / name, follow_symlinks=False)

@@ -244,7 +244,7 @@ with Crew(2, Path(sys.argv[1])) as crew:
     tree = lambda tree, result: results.append(result)
     crew.start(lambda tree: time.sleep(600), tree, seconds=0.2)
     crew.start(lambda tree: os._exit(0), tree, seconds=60)
-    crew.start(lambda tree: [sorted(path.name for path in Path.cwd().iterdir())], tree, seconds=60)
+    crew.start(lambda tree: [*sorted(os.listdir()), *os.listdir("link")], tree, seconds=60)
     crew.finish()
     trees = list(crew._folder.iterdir())
 print(sorted(results), any(path.exists() for path in trees))
@@ -253,12 +253,14 @@ print(sorted(results), any(path.exists() for path in trees))
 
 def test_a_process_that_hangs_or_dies_has_no_result(tmp_path: Path) -> None:
     """The others continue in copies, which hold the files that git does not ignore, and are removed at the end."""
-    for name, text in {"a.py": "", "b.pyc": "", ".gitignore": "*.pyc\n"}.items():
+    for name, text in {"a.py": "", "b.pyc": "", ".gitignore": "*.pyc\n", "folder/c.py": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "link").symlink_to("folder")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     line = [sys.executable, "-c", _CREW, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == """['', '', '[[".gitignore", "a.py"]]'] False\n"""
+    assert done.stdout == """['', '', '[".gitignore", "a.py", "folder", "link", "c.py"]'] False\n"""
 
 
 _ENDED = """
