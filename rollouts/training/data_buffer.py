@@ -97,7 +97,7 @@ class DataBuffer:
         self._prompts: Sequence[Prompt] = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
-        if epochs is not None and (not is_int(epochs, 0) or epochs < 1):
+        if epochs is not None and not is_int(epochs, 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
         lacking = [] if sampler is None else [one for one in _OF_SAMPLERS if not callable(getattr(sampler, one, None))]
         if lacking:
