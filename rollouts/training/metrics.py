@@ -200,17 +200,10 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         values = [[sample.metrics[name] for sample in one if name in sample.metrics] for one in rollouts]
         # The number of attempts is that of the rollout, and stands in each branch.
         numbers[f"episode/{name}"] = _mean([max(one, default=0) if name == "attempts" else sum(one) for one in values])
-    for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
-        selected = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
-        rewards = [reward_of_rollout(one) or 0.0 for one in selected]
-        means = {
-            "share": len(selected) / len(rollouts),
-            "reward/mean": _mean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "turns/mean": _mean([_turns(one) for one in selected]),
-            "response_length/mean": _mean([sample.response_length for one in selected for sample in one]),
-        }
-        numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
+    if any(ENVIRONMENT in sample.metadata for sample in samples):
+        from rollouts.training.environment_metrics import environment_metrics  # here: most runs have one environment
+
+        numbers |= environment_metrics(rollouts, _turns)
     if any(sample.seat for sample in samples):
         from rollouts.training.seat_metrics import seat_metrics  # here: most runs have one agent
 

@@ -20,7 +20,8 @@ import msgspec
 from rollouts.base.extras import install_command
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-from rollouts.training.data_buffer import check_rows, read_prompt
+from rollouts.training.data_buffer import read_prompt
+from rollouts.training.row_types import check_rows
 
 __all__ = ["Columns", "load_prompts", "rows_of"]
 

@@ -103,8 +103,8 @@ async def without_own_cancellation(failure: type[RolloutsError], what: str) -> A
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
     """Score the samples of a rollout one by one, and check what the reward function may have changed."""
-    name = f"reward {function_name(config.reward_fn)}"
-    with unchanged(samples, RewardFailure, name):
+    name, no_code = f"reward {function_name(config.reward_fn)}", config.reward_fn is None
+    with contextlib.nullcontext() if no_code else unchanged(samples, RewardFailure, name):
         for sample in ends(samples):
             await score(sample, config.reward_fn, seconds=config.reward_seconds)
         share_rewards(samples)
