@@ -132,6 +132,10 @@ async def _generate(prompts: Any) -> list[Sample]:
     raise AssertionError("the workers play")
 
 
+def _next_batch(lowest: list[float], _: Mapping[str, float]) -> None:
+    lowest.append(float("inf"))
+
+
 async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | int | str]:
     batch = options.outstanding // _N // options.factor
     load = _Load(options.outstanding, options.outstanding - batch * _N - options.workers * _IN_A_MESSAGE)
@@ -156,14 +160,15 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         else:
             collections.append((info["generation"], time.thread_time() - began_collection))
 
-    before, peak, longest = resident_mb(), 0.0, LongestTurn()
+    before, peak, lowest, longest = resident_mb(), 0.0, [0.0], LongestTurn()
 
     async def watch(manager: AsyncRolloutManager) -> None:
         nonlocal peak
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(longest.run)
             while True:
-                peak = max(peak, resident_mb())
+                now = resident_mb()
+                peak, lowest[-1] = max(peak, now), min(lowest[-1], now)
                 await anyio.sleep(0.25)
 
     async def connect(number: int) -> _Link:
@@ -184,7 +189,8 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         gc.callbacks.append(collected)
         began = time.process_time()
         with run_journal.journal:
-            result = await run(recipe, writer, run_journal=run_journal, watch=watch)
+            on_batch = functools.partial(_next_batch, lowest)
+            result = await run(recipe, writer, run_journal=run_journal, watch=watch, on_batch=on_batch)
         cpu = time.process_time() - load.cpu
         gc.callbacks.remove(collected)
     if result.error is not None:
@@ -200,6 +206,8 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         "links, ms a result": 1000 * load.cpu / load.results,
         "memory before, MB": before,
         "KB a rollout outstanding": 1000 * (load.resident - before) / options.outstanding,
+        "before the first result, MB": load.resident,
+        "lowest before the last batch, MB": lowest[-2],
         "peak, MB": peak,
         "after the run, MB": kept,
         "objects in cycles": cycles,
