@@ -94,7 +94,12 @@ FAMILIES: dict[str, Family] = {
 
 def _class(path: str) -> Any:
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    try:
+        return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+    except ModuleNotFoundError:  # transformers 5.3 has the one without torch under the plain name
+        if "_pil_" not in module:
+            raise
+        return _class(f"{module.replace('_pil', '')}.{name.removesuffix('Pil')}")
 
 
 def _without_videos(cls: Any) -> Any:

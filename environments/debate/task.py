@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rollouts.dtypes import Prompt
 from rollouts.seats import Seats
 
@@ -16,10 +18,11 @@ QUESTIONS = (
 SIDE = "You debate this question and argue {side}: {question} Answer your opponent in at most three sentences."
 JUDGE = "You judge a debate. Answer PRO or CON, for the side that argued better."
 ROUNDS = 2
+_VERDICT = re.compile(r"\b(?:PRO|CON)\b")
 
 
 async def play(seats: Seats, prompt: Prompt) -> dict[str, str]:
-    """One debate; the rewards of the sides add up to 1."""
+    """One debate; the rewards of the sides add up to 1, half each if the judge says both words or none."""
     sides = [seats[name].chat(SIDE.format(side=name, question=prompt.prompt)) for name in ("pro", "con")]
     said, log = "Begin.", []
     for _ in range(ROUNDS):
@@ -32,7 +35,7 @@ async def play(seats: Seats, prompt: Prompt) -> dict[str, str]:
             said = reply.text or "(nothing)"
             log.append(f"{side.seat.upper()}: {said}")
     verdict = (await seats.judge.chat(JUDGE).ask("\n\n".join([str(prompt.prompt), *log]))).text
-    for side, word in zip(sides, ("PRO", "CON"), strict=True):
-        other = {"PRO": "CON", "CON": "PRO"}[word]
-        side.reward = 0.5 if (word in verdict) == (other in verdict) else float(word in verdict)
+    words = set(_VERDICT.findall(verdict))
+    sides[0].reward = float("PRO" in words) if len(words) == 1 else 0.5
+    sides[1].reward = 1 - sides[0].reward
     return {"verdict": verdict}

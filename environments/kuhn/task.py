@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 
 from rollouts.dtypes import Prompt
@@ -25,7 +26,8 @@ async def play(seats: Seats, prompt: Prompt) -> None:
     while history in TO_ACT and loser is None:
         mover, legal = TO_ACT[history], ACTIONS[history]
         reply = await chats[mover].ask(f"So far: {history or 'nothing'}. Legal: {' '.join(legal)}.")
-        move = next((action for action, word in zip("pb", legal, strict=True) if word in reply.text), None)
+        said = re.findall(r"\w+", reply.text)
+        move = next((action for action, word in zip("pb", legal, strict=True) if word in said), None)
         history, loser = (history + move, None) if move else (history, mover)
     won = net(history, cards) if loser is None else (1, -1)[loser == 0]
     chats[0].reward, chats[1].reward = float(won), float(-won)

@@ -158,14 +158,13 @@ class GuardedEnvironment:
 
 def _merged(calls: Sequence[ToolCall], results: Sequence[Message], *, has_tools: bool) -> tuple[Message, ...]:
     """Results in the order of the calls, with an error message in the place of each call that could not run."""
-    by_id = {message.tool_call_id: message for message in results}
-    errors = {
-        call.id: Message("tool", f"Error: {call.error}", tool_call_id=call.id, name=call.name or None)
-        if has_tools
-        else Message("user", f"Error: {call.error}")
-        for call in calls
-        if call.error is not None
-    }
-    in_order = [errors.get(call.id) or by_id.get(call.id) for call in calls]
-    rest = [message for message in results if message.tool_call_id not in {call.id for call in calls}]
-    return tuple(message for message in [*in_order, *rest] if message is not None)
+    answers: dict[str | None, list[Message]] = {call.id: [] for call in calls}
+    rest: list[Message] = []
+    for message in results:
+        answers.get(message.tool_call_id, rest).append(message)
+    for call in calls:
+        if call.error is not None:
+            text = f"Error: {call.error}"
+            result = Message("tool", text, tool_call_id=call.id, name=call.name or None)
+            answers[call.id] = [result if has_tools else Message("user", text)]
+    return tuple([message for call in calls for message in answers[call.id]] + rest)

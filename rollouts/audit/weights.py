@@ -50,7 +50,7 @@ class Weights:
         positions = np.concatenate([np.arange(*span) for span in spans])
         stored = np.array([row.logprobs[at] for at in positions], np.float32)
         exact = self._teacher.logprobs(np.array(row.tokens, np.int32), positions, self._temperature)
-        at, largest = self.total.add(stored, exact, self.tolerance)
+        at, largest, _ = self.total.add(stored, exact, self.tolerance)
         if largest <= self.tolerance:
             return None
         return Finding.of(

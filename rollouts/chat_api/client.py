@@ -143,11 +143,11 @@ class ChatClient:
             self._end_if_refused(status, content, account)
             return _Failed(self._without_key(error_of(status, content)), status, retry_after)
         answer, usage = answer_of(content)
-        dollars = _dollars(usage, account)
-        account.charge(dollars, most)
+        dollars, inside = _dollars(usage, account), 200 if isinstance(answer, Answer) else status_inside(content)
+        account.charge(dollars, 0.0 if inside == RATE_LIMIT else most)
         if not isinstance(answer, Answer):
-            self._end_if_refused(status_inside(content), content, account)
-            return _Failed(self._without_key(answer))
+            self._end_if_refused(inside, content, account)
+            return _Failed(self._without_key(answer), inside, retry_after)
         if dollars is None and account.budget is not None:
             got = None if usage is None else f"{usage.prompt} prompt tokens"
             raise ConfigError.of("usage of a reply", got, "the numbers of its tokens, which --budget counts")

@@ -301,10 +301,12 @@ def _status_of_error(error: Any) -> int:
 
 
 def status_inside(payload: bytes) -> int:
-    """The status of a body of status 200: that of the error that it is, else 200."""
+    """The status of a body of status 200: that of the error that it is, or that its choice is, else 200."""
     value = loads(payload)
-    error = value.get("error") if isinstance(value, dict) else None
-    return _status_of_error(error) if error else 200
+    choices = value.get("choices") if isinstance(value, dict) else None
+    parts = [value, *(choices if isinstance(choices, list) else ())]
+    errors = (part.get("error") for part in parts if isinstance(part, dict))
+    return next((_status_of_error(error) for error in errors if error), 200)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

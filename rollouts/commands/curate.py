@@ -81,7 +81,7 @@ def add(verbs: Any) -> None:
 
 def _curate(args: argparse.Namespace) -> int:
     from rollouts.curation import Selection, curate, write_folder  # a wing: no other verb loads it
-    from rollouts.curation.card import account_table
+    from rollouts.curation.card import account_table, reweighted
     from rollouts.curation.writing import check_out
     from rollouts.errors import ConfigError
 
@@ -107,6 +107,8 @@ def _curate(args: argparse.Namespace) -> int:
         say(f"{count:>9} {name}")
     trained = f", {account.trained} of {account.tokens} tokens trained" if args.to == "tokens" else ""
     say(f"{account.rows} rows of {account.tasks_written} tasks{trained}")
+    if note := reweighted(account):
+        say(note)
     if args.out is not None:
         say(f"files: {args.out}")
     return 0

@@ -14,7 +14,7 @@ from rollouts.curation.curate import Account, Curation, Quantiles
 from rollouts.curation.rows import COLUMNS, Target
 from rollouts.runs.columns import type_name
 
-__all__ = ["account_table", "card", "command_of"]
+__all__ = ["account_table", "card", "command_of", "reweighted"]
 
 _SHARES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
@@ -82,6 +82,12 @@ def command_of(curation: Curation, *, without_source: bool = False) -> str:
     return shlex.join([*words, *(["--without-source"] if without_source else [])])
 
 
+def reweighted(account: Account) -> str:
+    """The rows whose weight in the loss no column has; empty without any."""
+    count = account.reweighted
+    return f"{count} rows are of samples whose `loss_multiplier` is not 1, which no column has" if count else ""
+
+
 def account_table(account: Account) -> list[tuple[str, int]]:
     """The account as lines: the rollouts read, the refused ones by reason, and the rest; they add up."""
     refused = sorted(account.refused.items(), key=lambda line: (-line[1], line[0]))
@@ -132,6 +138,7 @@ def card(curation: Curation, files: Sequence[str], *, without_source: bool = Fal
         _quantile_line("tokens", account.lengths),
         "",
         *([f"Trained tokens: {account.trained} of {account.tokens}.", ""] if target == "tokens" else []),
+        *([f"{note}.", ""] if (note := reweighted(account)) else []),
         "| column | type |",
         "|---|---|",
         *(f"| `{name}` | `{type_name(kind)}` |" for name, kind in columns.items()),

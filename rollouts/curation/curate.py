@@ -80,6 +80,8 @@ class Account:
     """Trained tokens of token rows."""
     longest: int = 0
     """Tokens of the longest row, as in ``lengths``."""
+    reweighted: int = 0
+    """Rows of samples whose ``loss_multiplier`` is not 1, which no column has."""
     versions: Counter[str] = attrs.field(factory=Counter)
     """Rows by policy version."""
     rewards: Quantiles = attrs.field(factory=Quantiles)
@@ -88,7 +90,7 @@ class Account:
 
     def to_dict(self) -> dict[str, Any]:
         """The counts as plain data."""
-        names = ("read", "written", "rows", "tasks_read", "tasks_written", "tokens", "trained", "longest")
+        names = ("read", "written", "rows", "tasks_read", "tasks_written", "tokens", "trained", "longest", "reweighted")
         counts = {name: getattr(self, name) for name in names}
         return {**counts, "refused": dict(self.refused), "versions": dict(sorted(self.versions.items()))}
 
@@ -141,6 +143,8 @@ class Curation:
             account.written += len(unit.rollouts)
             tasks.update(rollout.task for rollout in unit.rollouts)
             for row in unit.rows:
+                branches = [rollout.branches[row["source"]["branch"]] for rollout in unit.rollouts]
+                account.reweighted += any(branch.get("loss_multiplier", 1) != 1 for branch in branches)
                 _count(account, row, target, unit.rollouts[0].facts(selection.passing)["tokens"])
                 yield row
         account.read, account.refused = selector.read, selector.refused + without_row

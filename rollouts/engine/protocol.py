@@ -133,7 +133,7 @@ _INERT: dict[str, tuple[Any, ...]] = {
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "temperature": ("a finite number >= 0", lambda v: math.isfinite(v) and v >= 0),
     "top_p": ("a number in (0, 1]", lambda v: 0 < v <= 1),
-    "top_k": ("-1 or an integer >= 1", lambda v: v == -1 or v >= 1),
+    "top_k": ("-1 or an integer >= 1 of 63 bits", lambda v: v == -1 or 1 <= v < 2**63),
     "min_p": ("a number in [0, 1]", lambda v: 0 <= v <= 1),
     "max_new_tokens": ("an integer >= 0, or null", lambda v: v is None or v >= 0),
     "min_new_tokens": ("an integer >= 0", lambda v: v >= 0),

@@ -57,7 +57,7 @@ def _cached_head(method: str, url: str, names: tuple[str, ...], close: bool) -> 
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-        host = host if host.isascii() else host.encode("idna").decode()
+        host = host.encode("idna").decode()  # also refuses an ASCII name that no lookup takes
         if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host):
             raise ValueError("no host")
         path = quote(_LONE_PERCENT.sub("%25", parts.path or "/"), safe=_SAFE)

@@ -6,8 +6,11 @@
 Invariant: ids, mask, logprobs and versions of a row are those of its sample up to the last sampled token, because AReaL
 puts the reward on the token before the last and would lose it on context
 (AReaL 1.0.4, trainer/ppo/actor.py: PPOActor._compute_advantages). All branches of a rollout are rows of one dict, and
-every dict has the same keys. A rollout that failed is ``None``, which AReaL counts as rejected
-(AReaL 1.0.4, infra/workflow_executor.py: WorkflowExecutor). A token has the version that AReaL reports for it.
+every dict has the same keys. A token has the version that AReaL reports for it.
+
+AReaL normalises rewards by group in slices of ``group_size`` rows of the whole batch, and divides the rows after the
+last whole slice by its epsilon (AReaL 1.0.4, utils/data.py: Normalization). So where rewards are compared by group,
+every comparison has as many rows: others are refused, and a rollout that failed costs its group.
 
 ``RolloutsWorkflow`` is :class:`Workflow`, registered with AReaL's base class when its name is first read. areal and
 torch are imported in the functions that need them.
@@ -34,6 +37,7 @@ from rollouts.integrations.episodes import Episodes, prompt_of
 from rollouts.integrations.replies import Reply, TrainerPolicy
 from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import (
+    check_one_branch,
     check_temperature,
     image_column,
     reward_of,
@@ -119,6 +123,10 @@ class Workflow:
         gconfig: AReaL's ``GenerationHyperparameters``; ``max_tokens`` is the context of the model.
         tokenizer: a transformers tokenizer, or the folder of one.
         inference: ``engine`` samples through ``engine.agenerate``, ``http`` through our client of its servers.
+        reward_norm: the levels of the actor's ``reward_norm``. With ``group``, a rollout that failed raises, so that
+            AReaL rejects its whole group (AReaL 1.0.4, infra/workflow_executor.py: WorkflowExecutor), and rollouts may
+            not fork. With ``batch``, also where there is no ``reward_norm``, it is ``None``, and the rest of its group
+            is trained (AReaL 1.0.4, infra/remote_inf_engine.py: GroupedRolloutWorkflow).
         prompt_key, label_key: where a row of the data set has its messages (or one text) and its reference answer; its
             other fields are the prompt's metadata.
         **options: as for :meth:`Episodes.of`.
@@ -127,7 +135,8 @@ class Workflow:
         failures: how many rollouts failed, by cause.
 
     Raises:
-        ConfigError: an option is wrong, or ``gconfig`` has stop strings or a frequency penalty, which are not sent.
+        ConfigError: an option is wrong, rollouts may fork and are compared by group, or ``gconfig`` has stop strings or
+            a frequency penalty, which are not sent.
     """
 
     def __init__(
@@ -136,6 +145,7 @@ class Workflow:
         tokenizer: Any,
         *,
         inference: Literal["engine", "http"] = "engine",
+        reward_norm: Literal["group", "batch"] = "group",
         prompt_key: str = "messages",
         label_key: str = "answer",
         **options: Any,
@@ -145,9 +155,15 @@ class Workflow:
                 raise ConfigError.of(f"gconfig.{name}", getattr(gconfig, name), "none: the agent does not send it")
         if inference not in ("engine", "http"):
             raise ConfigError.of("inference", inference, '"engine" or "http"')
+        if reward_norm not in ("group", "batch"):
+            raise ConfigError.of("reward_norm", reward_norm, '"group" or "batch"')
         self.gconfig, self.tokenizer, self.inference = gconfig, tokenizer, inference
         self.prompt_key, self.label_key = prompt_key, label_key
+        self.by_group = reward_norm == "group"
         self.episodes = Episodes.of(**options)
+        if self.by_group and self.episodes.history == "fork":
+            expected = '"append" or "error": a rollout that forks has several rows; or reward_norm="batch"'
+            raise ConfigError.of("history", "fork", expected)
         self.images = bool(self.episodes.options.get("images"))
         if self.images and inference == "engine":
             raise ConfigError.of("images", True, 'inference="http": engine.agenerate reports no number of prompt ids')
@@ -160,7 +176,11 @@ class Workflow:
         self.failures: Counter[str] = Counter()
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Play one rollout; returns its rows as tensors, or ``None`` if it failed."""
+        """Play one rollout; returns its rows as tensors, or ``None`` if it failed and rewards have no groups.
+
+        Raises:
+            RolloutsError: it failed, and its group with it.
+        """
         rest = {name: value for name, value in data.items() if name not in (self.prompt_key, self.label_key)}
         prompt = prompt_of(data[self.prompt_key], label=data.get(self.label_key), metadata=rest)
         try:
@@ -170,6 +190,8 @@ class Workflow:
             raise
         except RolloutsError as error:
             self.failures[type(error).__name__] += 1
+            if self.by_group:
+                raise
             _LOG.warning("a rollout failed and is rejected: %s", error)
             return None
 
@@ -233,14 +255,20 @@ def write_batch(
     """Write a batch as a list of dicts, one for each comparison: each group, or each of its seats, with ``torch.save``.
 
     Raises:
-        ConfigError: as :func:`to_tensors`.
+        ConfigError: as :func:`to_tensors`; or a rollout forks, or the comparisons have unlike numbers of rows:
+            ``reward_norm`` by group would weigh a rollout by its branches, or compare rows of two comparisons.
         ModuleNotFoundError: areal is not installed.
     """
+    check_one_branch(samples, "AReaL's reward_norm by group")
+    compared = by_comparison(samples)
+    if len(sizes := {len(members) for members in compared}) > 1:
+        expected = "as many for each comparison: AReaL's reward_norm by group counts rows; to_tensors makes one dict"
+        raise ConfigError.of("samples: rows of a comparison", sorted(sizes), expected)
     import torch
 
     images = any(sample.images for sample in samples)
     options: dict[str, Any] = {"images": images, "version": version, "temperature": temperature}
-    torch.save([to_tensors(members, **options) for members in by_comparison(samples)], path)
+    torch.save([to_tensors(members, **options) for members in compared], path)
 
 
 def __getattr__(name: str) -> Any:

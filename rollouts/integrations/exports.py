@@ -51,7 +51,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "areal": Exporter(
             "rollouts.integrations.areal:write_batch",
             ".pt",
-            "torch.load: a list of dicts, one for each group",
+            "torch.load: a list of dicts, one for each group; no forks",
             "areal",
             numbers_versions=True,
         ),

@@ -47,8 +47,9 @@ def training_columns(
         advantage: that of each sampled token, unless the sample has ``advantages``.
         env_name: the environment's name in prime-rl's metrics.
         temperature: that of completions whose record has none, as in runs of earlier versions.
-        ref_kl_weight: of the reverse KL divergence to the teacher on each sampled token, where the sample has a
-            teacher's logprobs: they are ``ref_logprobs`` (prime-rl 0.8, transports/rollouts/types.py: TrainingSample).
+        ref_kl_weight: of the reverse KL divergence to the teacher on each sampled token, times the sample's
+            ``loss_multiplier``, where the sample has a teacher's logprobs: they are ``ref_logprobs`` (prime-rl 0.8,
+            transports/rollouts/types.py: TrainingSample).
 
     Raises:
         ConfigError: the sample failed, has no sampled token or no logprobs; a completion has no temperature, or 0, by
@@ -73,7 +74,8 @@ def training_columns(
     if teacher is not None:
         check_without_top(sample, "prime-rl")
         columns["ref_logprobs"] = np.where(row.mask, teacher[:width], np.float32(0)).tolist()
-        columns["ref_kl_weights"] = np.where(row.mask, np.float32(ref_kl_weight), np.float32(0)).tolist()
+        weight = np.float32(ref_kl_weight * sample.loss_multiplier)
+        columns["ref_kl_weights"] = np.where(row.mask, weight, np.float32(0)).tolist()
     if inputs := row_images(sample):
         columns["mm_kwargs"] = inputs
         columns["mm_token_type_ids"] = image_column(sample).astype(int).tolist()

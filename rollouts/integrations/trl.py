@@ -59,6 +59,8 @@ _NO_IMAGES = "TRL, whose trainer makes pixel_values only of the images of its da
 (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate_and_score_completions)
 """
 _LACKING = ("advantages", "teacher_log_probs", "loss_multiplier")
+_RANK_BITS, _STEP_BITS = 24, 40
+"""Lowest bits of process and step in the index of a rollout, which has 63."""
 
 
 # -- GRPOTrainer -------------------------------------------------------------------------------------------------------
@@ -86,7 +88,8 @@ class RolloutFunc:
         config: provides ``generate_fn``, ``reward_fn`` and deadlines; its sizes are not used.
         prompts: the prompts of the data set, with the labels and metadata that TRL does not pass
             (TRL 1.16.0, trainer/grpo_trainer.py: GRPOTrainer._generate).
-        endpoint: the server that gets new weights before each generation; ``None`` for no weight updates.
+        endpoint: the server that gets new weights before each generation, from the main process; ``None`` for no
+            weight updates.
         folder: where weights are written for the server, which must be able to read it.
         pad_token_id: the one token of a failed rollout.
 
@@ -112,8 +115,8 @@ class RolloutFunc:
         self._prompts = {_chat_key(prompt.messages): prompt for prompt in prompts}
         self.served: int | None = None
         self._stack = contextlib.ExitStack()
-        self._played = 0
-        """Number of rollouts so far: the index of the next one, which is mixed with the seed."""
+        self._played: tuple[int, int] = (0, 0)
+        """A step of the trainer, and the number of rollouts at it so far."""
         self._portal: anyio.from_thread.BlockingPortal | None = None
 
     def __enter__(self) -> Self:
@@ -149,7 +152,7 @@ class RolloutFunc:
             raise RuntimeError("a RolloutFunc is a context manager: with RolloutFunc(...) as rollout_func")
         known = [self._find(prompt) for prompt in prompts]
         self._update_weights(trainer)
-        samples = self._portal.call(self._play, known)
+        samples = self._portal.call(self._play, known, self._first_index(trainer, len(known)))
         if len(samples) != len(prompts):
             raise ConfigError.of("rollout_func", f"{len(samples)} rows", f"{len(prompts)}, one per prompt: no forks")
         columns: dict[str, list[Any]] = {
@@ -160,9 +163,19 @@ class RolloutFunc:
                 columns[name].append(value)
         return columns
 
-    async def _play(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        first, self._played = self._played, self._played + len(prompts)
-        return await run_evaluation(self.config, prompts, 1, first_index=first)
+    async def _play(self, prompts: Sequence[Prompt], first_index: int) -> list[Sample]:
+        return await run_evaluation(self.config, prompts, 1, first_index=first_index)
+
+    def _first_index(self, trainer: Any, count: int) -> int:
+        """The index of the first of ``count`` rollouts, which is mixed with the seed.
+
+        No other rollout has it: not one of another process, whose prompts may be the same, nor one of another step,
+        also where training continues in a new process.
+        """
+        step, rank = int(trainer.state.global_step), getattr(getattr(trainer, "accelerator", None), "process_index", 0)
+        before = self._played[1] if self._played[0] == step else 0
+        self._played = step, before + count
+        return (step << _STEP_BITS) + (rank << _RANK_BITS) + before
 
     def _find(self, prompt: str | Sequence[ChatDict]) -> Prompt:
         known = self._prompts.get(_chat_key(Prompt(prompt).messages))
@@ -174,10 +187,12 @@ class RolloutFunc:
         step = int(trainer.state.global_step)
         if self.endpoint is None or self.folder is None or self._portal is None or step == self.served:
             return
-        folder = self.folder / str(step)
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
-        self._portal.call(update_weights, self.endpoint, folder, str(step))
-        shutil.rmtree(folder)
+        if trainer.accelerator.is_main_process:
+            folder = self.folder / str(step)
+            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+            self._portal.call(update_weights, self.endpoint, folder, str(step))
+            shutil.rmtree(folder)
+        trainer.accelerator.wait_for_everyone()
         self.served = step
 
     def _row(self, sample: Sample, temperature: float) -> dict[str, Any]:

@@ -115,7 +115,8 @@ class PythonTemplate(ChatTemplate):
 
     def _write(self, **given: Any) -> str:
         given.pop("documents")
-        given["tools"] = copy.deepcopy(given["tools"])  # the chat dicts are shared, and the function may change them
+        for name in ("messages", "tools"):  # they share objects with the conversation, and the function may change them
+            given[name] = copy.deepcopy(given[name])
         written = self._function(**given)
         return written if isinstance(written, str) else "".join(written)
 

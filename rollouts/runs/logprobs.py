@@ -15,6 +15,7 @@ This module knows no server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ class VersionReport:
     def mean(self) -> float:
         return self.sum / max(1, self.tokens)
 
-    def add(self, stored: Numbers, exact: Numbers, tolerance: float) -> tuple[int, float]:
-        """Count the logprobs of some tokens; returns position and size of their largest difference, NaN if one is."""
+    def add(self, stored: Numbers, exact: Numbers, tolerance: float) -> tuple[int, float, bool]:
+        """Count the logprobs of some tokens; returns position and size of their largest difference, and whether it is
+        the largest so far. NaN is larger than any number.
+        """
         signed = stored - exact
         part = np.abs(signed)
         at = int(part.argmax())  # of NaN, if there is one
@@ -82,9 +85,10 @@ class VersionReport:
         self.sum += float(part.sum())
         self.signed_sum += float(signed.sum())
         self.beyond += int(np.count_nonzero(~(part <= tolerance)))
-        if not largest <= self.largest:
+        is_new = not (largest <= self.largest or math.isnan(self.largest))
+        if is_new:
             self.largest = largest
-        return at, largest
+        return at, largest, is_new
 
     def __str__(self) -> str:
         signed = self.signed_sum / max(1, self.tokens)
@@ -277,9 +281,8 @@ def _compare(
                 continue
             if rivals.get(span.version):
                 compared.stored.setdefault(span.version, []).append(stored[span.start : span.stop])
-            before = of.largest
-            at, largest = of.add(stored[span.start : span.stop], here, report.tolerance)
-            if not largest <= before:
+            at, _, is_new = of.add(stored[span.start : span.stop], here, report.tolerance)
+            if is_new:
                 position = span.start + at
                 worst[of.version] = Violation(
                     8,

@@ -256,9 +256,8 @@ def _compare(
             continue
         if rivals.get(one.name):
             compared.stored.setdefault(one.name, []).append(one.logprobs)
-        before = teacher.largest
-        at, largest = teacher.add(one.logprobs, exact, report.tolerance)
-        if not largest <= before:
+        at, _, is_new = teacher.add(one.logprobs, exact, report.tolerance)
+        if is_new:
             got = f"logprob {float(one.logprobs[at]):.6g} of {teacher.name}"
             worst[one.name] = Violation(
                 8, one.place(int(one.positions[at])), got, f"{float(exact[at]):.6g}, that of {folder}"

@@ -125,6 +125,9 @@ async def build_image(
 ) -> Image:
     """Build the image of a folder with a Dockerfile, or load it from the store.
 
+    The key is that of the folder: a base image that was built again under its name changes it only if ``arguments``
+    do, such as ``{"BASE_ID": ...}``.
+
     Args:
         context: the folder.
         store: a folder for unpacked images; each is a subfolder named by :func:`context_key`.

@@ -280,10 +280,10 @@ class Chat:
         turn = self._kept[self._given]
         if turn.fields.get("asked") != asked:
             raise self._table.diverge(f"{self._key}, ask {self._given}: other messages than before the interruption")
-        self._given += 1
         reply = _reply_of(turn)
-        if self._given == len(self._kept):
+        if self._given + 1 == len(self._kept):
             await self._restore()
+        self._given += 1  # a play that gives up before has a kept turn left: the rollout begins again
         return reply
 
     async def _restore(self) -> None:

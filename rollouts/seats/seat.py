@@ -39,7 +39,7 @@ class Seat:
     )
     """Where its model answers, e.g. older weights; the versions of its tokens then begin with the name of the seat."""
     tokenizer: Any = None
-    """Of the model of ``endpoint``, if it is another than that of the rollout."""
+    """Of the model of ``endpoint`` or ``policy``, if it is another than that of the rollout."""
     policy: Policy | None = attrs.field(default=None, repr=False)
     """Replaces the client of the endpoint."""
     sampling: SamplingParams | None = None
@@ -61,6 +61,9 @@ class Seat:
             raise ConfigError.of("Seat.sandbox", self.sandbox, "one with a program, none without")
         if self.trained and self.tokenizer is not None:
             raise ConfigError.of("Seat.tokenizer", self.tokenizer, "None, or trained=False: it has other ids")
+        if self.tokenizer is not None and self.endpoint is None and self.policy is None:
+            expected = "None without endpoint or policy: the model of the rollout has other ids"
+            raise ConfigError.of("Seat.tokenizer", self.tokenizer, expected)
         if self.program is not None and self.environment_cls is not None:
             raise ConfigError.of("Seat.environment_cls", self.environment_cls, "None with a program")
         if self.limits is not None and isinstance(self.limits, Limits) != (self.program is None):

@@ -66,19 +66,23 @@ def assign_advantages(samples: Sequence[Sample], estimator: Estimator, *, by: Co
         by: the conversations that are compared, as for :func:`~rollouts.training.group_advantages`.
 
     Raises:
-        ConfigError: a sample that failed or has no reward, branches of a conversation with unlike rewards, or a
-            comparison that the estimator cannot use.
+        ConfigError: a sample that failed or has no reward, branches of a conversation with unlike rewards, a
+            comparison that the estimator cannot use, or an estimate that is not finite, or not of each turn.
     """
     for sample in samples:
         check_ended(sample)
     for members in by_comparison(samples, by):
         conversations = [_conversation(branches) for branches in by_conversation(members)]
         for conversation, values in zip(conversations, estimator(conversations), strict=True):
+            turns = len(conversation.turn_rewards)
+            if len(values) not in (1, turns) or not np.isfinite(values).all():
+                expected = f"{turns} finite numbers, or 1, for the turns of {conversation.branches[0]!r}"
+                raise ConfigError.of("estimator", np.asarray(values).tolist(), expected)
             offset = 0
             for branch in conversation.branches:
-                turns, count = _turns(branch)
-                numbers = values[np.minimum(np.maximum(turns, 0) + offset, len(values) - 1)]
-                branch.advantages = np.where(turns >= 0, numbers, 0).astype(np.float32)
+                column, count = _turns(branch)
+                numbers = values[np.minimum(np.maximum(column, 0) + offset, len(values) - 1)]
+                branch.advantages = np.where(column >= 0, numbers, 0).astype(np.float32)
                 offset += count
 
 

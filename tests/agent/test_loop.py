@@ -79,19 +79,21 @@ async def test_calls_that_cannot_run_are_answered_in_order(renderer: Renderer, i
 
 
 async def test_further_messages_follow_the_results_of_the_calls(renderer: Renderer, ids: Any) -> None:
-    """Results and errors have the order of the calls, not of the step; other messages follow in their order."""
+    """Results and errors have the order of the calls, not of the step; other messages follow in their order. A call may
+    have two results."""
 
     class Talkative(CalculatorEnvironment):
         async def step(self, reply: Message) -> StepResult:
             first, last = reply.tool_calls
             said = [Message("user", "one"), Message("tool", "last", tool_call_id=last.id), Message("user", "two")]
-            return StepResult([*said, Message("tool", "first", tool_call_id=first.id), Message("user", "three")])
+            firsts = [Message("tool", text, tool_call_id=first.id) for text in ("first", "first again")]
+            return StepResult([*said, *firsts, Message("user", "three")])
 
     text = "\n".join([call("add", a=1, b=2), call("fly"), call("add", a=2, b=2)])
     trajectory = await play(renderer, [ids(text + "<|im_end|>"), ids("ok<|im_end|>")], Talkative, limits=Limits(2))
     shown = [message.content for message in trajectory.messages[3:-1]]
-    assert shown[1].startswith("Error: there is no tool 'fly'")
-    assert [*shown[:1], *shown[2:]] == ["first", "last", "one", "two", "three"]
+    assert shown[2].startswith("Error: there is no tool 'fly'")
+    assert [*shown[:2], *shown[3:]] == ["first", "first again", "last", "one", "two", "three"]
 
 
 async def test_an_environment_without_tools_tells_the_model_so(renderer: Renderer, ids: Any) -> None:

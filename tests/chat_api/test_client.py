@@ -190,6 +190,17 @@ async def test_an_error_inside_a_reply_ends_the_run_as_its_status_does(code: int
         assert len(server.asked) == 1
 
 
+async def test_a_rate_limit_inside_a_reply_is_one() -> None:
+    """Proxies send status 200 with it, in a body or in a choice: it is waited for, and counts as no fault."""
+    limited = {"error": {"message": "slow down", "code": 429}}
+    answers = iter([limited, {"choices": [limited]}])
+    async with JsonServer(lambda asked: next(answers, (500, {}))) as server:
+        account = Account()
+        with pytest.raises(EndpointUnavailable, match="no reply in 1 attempt; the last: status 500"):
+            await ask(server.url, account, max_retries=0)
+        assert (len(server.asked), account.retries) == (3, 2)
+
+
 async def test_the_error_that_ends_a_run_stays_when_other_requests_fail_later() -> None:
     """Those that were in flight: no request begins after the refusal of the key, whatever they got."""
     answers = iter([(401, {"error": {"message": "bad key"}}), *[(500, {"error": {"message": "down"}})] * 9])

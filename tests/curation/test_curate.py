@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from rollouts.curation import Selection, Target, curate, write_folder
+from rollouts.curation.card import card
 from rollouts.curation.rows import IGNORED, LEFT_OUT, NO_PARTNER, SAME_TEXT, TARGETS
 from rollouts.curation.select import SEVERAL
 from rollouts.dtypes import Message, Prompt, StopReason, ToolCall
@@ -135,10 +136,25 @@ def test_a_sample_that_is_left_out_of_the_loss_is_in_no_row(target: Target, tmp_
     for sample in samples:
         sample.loss_multiplier = 0.0
     write_run(tmp_path / "none", samples)
-    assert list(curate(tmp_path / "all", target))
+    curation = curate(tmp_path / "all", target)
+    assert list(curation)
+    assert curation.account.reweighted == 0
     curation = curate(tmp_path / "none", target)
     assert list(curation) == []
     assert curation.account.refused[LEFT_OUT]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_weight_that_no_column_has_is_counted(target: Target, tmp_path: Path) -> None:
+    """Rows of samples with another ``loss_multiplier`` than 1 are in the account, and the card says so."""
+    samples = random_run(tmp_path / "all", 1)
+    for sample in samples:
+        sample.loss_multiplier = 0.5
+    write_run(tmp_path / "half", samples)
+    curation = curate(tmp_path / "half", target)
+    rows = list(curation)
+    assert (curation.account.reweighted, curation.account.to_dict()["reweighted"]) == (len(rows), len(rows))
+    assert f"{len(rows)} rows are of samples whose `loss_multiplier` is not 1" in card(curation, ["data/a.jsonl"])
 
 
 def test_two_replies_of_one_text_are_no_pair(tmp_path: Path) -> None:

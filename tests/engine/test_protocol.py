@@ -24,6 +24,7 @@ def message(answer: Any) -> str:
         ({"temperature": "hot"}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 2**63}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n"),
         ({"n": 2}, "n"),

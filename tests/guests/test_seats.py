@@ -13,7 +13,7 @@ import pytest
 
 from rollouts.commands import main
 from rollouts.dtypes import Prompt
-from rollouts.recipes.environments import judge, user
+from rollouts.recipes.environments import debate, judge, kuhn, user
 from rollouts.runs.reader import load_run
 from rollouts.runs.verify import verify_run
 from rollouts.training.branches import by_rollout
@@ -52,18 +52,18 @@ def test_it_runs(name: str, engine_url: str, tmp_path: Path, capsys: pytest.Capt
     assert samples[0].seat in capsys.readouterr().out
 
 
+def chat_of(*texts: str) -> SimpleNamespace:
+    replies: Iterator[str] = iter(texts)
+
+    async def ask(said: str) -> SimpleNamespace:
+        return SimpleNamespace(text=next(replies), over=None)
+
+    return SimpleNamespace(seat="", ask=ask, reward=None, over=None)
+
+
 @pytest.mark.parametrize(("text", "reward"), [("It is 1,420.00 euros.", 1.0), ("14201 euros", 0.0), ("0.1420", 0.0)])
 async def test_a_total_is_named_as_a_whole_number(text: str, reward: float) -> None:
     """Digits inside another number are not the total."""
-
-    def chat_of(*texts: str) -> SimpleNamespace:
-        replies: Iterator[str] = iter(texts)
-
-        async def ask(said: str) -> SimpleNamespace:
-            return SimpleNamespace(text=next(replies), over=None)
-
-        return SimpleNamespace(ask=ask, reward=None)
-
     chats = {"user": chat_of("Hello.", "###DONE###"), "agent": chat_of(text)}
     seats: Any = SimpleNamespace(**{name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
     await user.play(seats, Prompt("an errand", label=1420))
@@ -86,3 +86,30 @@ async def test_a_verdict_is_a_word(verdict: str, reward: float) -> None:
     seats: Any = SimpleNamespace(solver=program_of("42"), judge=program_of(verdict))
     await judge.play(seats, Prompt("a sum", label=42))
     assert works["42"].reward == reward
+
+
+@pytest.mark.parametrize(
+    ("verdict", "reward"),
+    [("PRO", 1.0), ("My CONCLUSION: PRO.", 1.0), ("CON", 0.0), ("PRO or CON?", 0.5), ("In CONCLUSION", 0.5)],
+)
+async def test_the_side_that_a_judge_names_is_a_word(verdict: str, reward: float) -> None:
+    """Before, CON won by a conclusion."""
+    chats = {"pro": chat_of("a", "b"), "con": chat_of("c", "d"), "judge": chat_of(verdict)}
+    seats: Any = Seated({name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
+    await debate.play(seats, Prompt("Tea?"))
+    assert (chats["pro"].reward, chats["con"].reward) == (reward, 1 - reward)
+
+
+@pytest.mark.parametrize(("reply", "reward"), [("I bet.", 1.0), ("It is better to wait.", -1.0)])
+async def test_a_move_is_a_word(reply: str, reward: float) -> None:
+    """Before, "better" was a bet; a reply without a legal word loses the hand."""
+    chats = {"player0": chat_of(reply), "player1": chat_of("fold")}
+    seats: Any = Seated({name: SimpleNamespace(chat=lambda _, c=chat: c) for name, chat in chats.items()})
+    await kuhn.play(seats, Prompt("deal", metadata={"seed": 3}))
+    assert (chats["player0"].reward, chats["player1"].reward) == (reward, -reward)
+
+
+class Seated(dict[str, Any]):
+    """Seats by name and as attributes."""
+
+    __getattr__ = dict.__getitem__

@@ -84,6 +84,8 @@ def test_an_invalid_header_is_a_config_error(name: str, value: str) -> None:
         "http://[::1/",
         "http://a\x00b/",
         f"http://{'ü' * 80}/",
+        f"http://{'a' * 64}.com/",
+        "http://a..b/",
         "http://<h>/",
         "http://me:secret@h:x/",
     ],

@@ -15,13 +15,14 @@ import pytest
 from rollouts.dtypes import SamplingParams
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.inference.base import CompletionRequest
-from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors
+from rollouts.integrations.areal import ServersPolicy, Workflow, to_tensors, write_batch
 from rollouts.training import Sample
+from rollouts.training.comparisons import by_comparison
 from rollouts.training.rows import row_columns, split, trimmed, turn_column, version_column
 from tests.image_samples import image_samples, vision_model
 from tests.integrations.verl_recipe import PLAYED
 from tests.processors import own_text, picture
-from tests.trainer_samples import scored_groups, tiny_model, token_logprobs
+from tests.trainer_samples import proposed, scored_groups, tiny_model, token_logprobs, two_seats
 
 needs_areal = pytest.mark.skipif(
     importlib.util.find_spec("areal") is None, reason="scripts/test --trainers areal runs it"
@@ -61,6 +62,8 @@ def test_sampling_is_areals() -> None:
         ({"frequency_penalty": 0.5}, {}, r"gconfig\.frequency_penalty"),
         ({"ignore_eos": True}, {}, r"gconfig\.ignore_eos"),
         ({}, {"inference": "grpc"}, "inference"),
+        ({}, {"reward_norm": "rollout"}, 'reward_norm.*"group" or "batch"'),
+        ({}, {"history": "fork"}, r'history: got .fork.*several rows; or reward_norm="batch"'),
         ({}, {"images": True}, 'images.*inference="http": engine.agenerate reports no number of prompt ids'),
         ({}, {"recipe": None}, "one of recipe and environment"),
     ],
@@ -97,23 +100,50 @@ async def test_a_paused_engine_gets_no_request() -> None:
     assert ([span.version for span in reply.versions], next(paused, None)) == (["3"], None)
 
 
-async def test_a_failed_rollout_is_none_and_counted() -> None:
-    """An exception would be logged and forgotten; the cause is counted, a wrong configuration is raised."""
+@attrs.define
+class Playing:
+    """Episodes that return rows, or raise an error."""
 
-    @attrs.define
-    class Failing:
-        error: Exception
+    outcomes: list[list[Sample] | Exception]
 
-        async def play(self, *arguments: Any) -> list[Sample]:
-            raise self.error
+    async def play(self, *arguments: Any) -> list[Sample]:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    made = Workflow(hyperparameters(), "tokenizer", recipe="calculator")
-    made.episodes = Failing(GenerateFailure("the rollout failed"))  # type: ignore[assignment]
-    assert await made.arun_episode(None, {"messages": "2 + 3?"}) is None
-    assert made.failures == {"GenerateFailure": 1}
-    made.episodes = Failing(ConfigError("wrong"))  # type: ignore[assignment]
+
+def playing(*outcomes: list[Sample] | Exception, **options: Any) -> Workflow:
+    made = Workflow(hyperparameters(), "tokenizer", recipe="calculator", **options)
+    made.episodes = Playing([*outcomes])  # type: ignore[assignment]
+    return made
+
+
+async def test_a_failed_rollout_is_counted_and_costs_its_group() -> None:
+    """AReaL rejects a group with an exception; ``None`` would leave a group of fewer rows, and later slices cross."""
+    failure = GenerateFailure("the rollout failed")
+    by_group, by_batch = playing(failure), playing(failure, ConfigError("wrong"), reward_norm="batch")
+    with pytest.raises(GenerateFailure, match="the rollout failed"):
+        await by_group.arun_episode(None, {"messages": "2 + 3?"})
+    assert await by_batch.arun_episode(None, {"messages": "2 + 3?"}) is None
+    assert by_group.failures == by_batch.failures == {"GenerateFailure": 1}
     with pytest.raises(ConfigError, match="wrong"):
-        await made.arun_episode(None, {"messages": "2 + 3?"})
+        await by_batch.arun_episode(None, {"messages": "2 + 3?"})
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (proposed(), r"rows of a comparison: got \[2, 3\]; expected as many for each comparison"),
+        (scored_groups(2, 4)[1:], r"rows of a comparison: got \[3, 4\]"),
+        (scored_groups(2, 2, forks=True), "reward_norm by group takes no forks"),
+    ],
+    ids=["seats", "a group without a rollout", "forks"],
+)
+def test_comparisons_that_areal_would_cross_are_refused(samples: list[Sample], message: str, tmp_path: Path) -> None:
+    """By name, in the file of a stored batch: AReaL knows a group by its position only."""
+    with pytest.raises(ConfigError, match=message):
+        write_batch(samples, tmp_path / "batch.pt")
 
 
 # -- rows through AReaL ------------------------------------------------------------------------------------------------
@@ -246,10 +276,14 @@ def test_rows_of_text_have_the_keys_of_images_where_others_may_have_them() -> No
 
 @pytest.fixture(scope="module")
 def actor() -> Any:
+    return actor_of(group_size=4)
+
+
+def actor_of(group_size: int) -> Any:
     from areal.api.cli_args import NormConfig, PPOActorConfig
     from areal.trainer.ppo.actor import PPOActor
 
-    norm = NormConfig(mean_level="group", std_level="group", group_size=4)
+    norm = NormConfig(mean_level="group", std_level="group", group_size=group_size)
     return PPOActor(PPOActorConfig(reward_norm=norm, adv_norm=None, kl_ctl=0), engine=object())
 
 
@@ -278,6 +312,42 @@ def test_areals_advantages_are_ours(actor: Any, compared: Callable[..., None]) -
     assert [len(row) for row in rows] == [sample.sampled_tokens for sample in samples]
     what = "PPOActor.compute_advantages and ours, with its epsilon of 1e-5"
     compared("AReaL 1.0.4", "b", what, worst, within=1e-6, note="float32 there")
+
+
+@trainer_test
+@pytest.mark.parametrize("samples", [two_seats(), proposed(3)], ids=["players", "proposers and solvers"])
+def test_areals_advantages_of_seats_are_ours(
+    samples: list[Sample], tmp_path: Path, compared: Callable[..., None]
+) -> None:
+    """A stored batch of three plays through the real ``PPOActor``: each is compared with what the samples name."""
+    import torch
+
+    from rollouts.training.batch import group_advantages
+
+    write_batch(samples, tmp_path / "batch.pt")
+    done = actor_of(group_size=3).compute_advantages(torch.load(tmp_path / "batch.pt"))
+    worst = 0.0
+    for data, members in zip(done, by_comparison(samples), strict=True):
+        deviation = float(np.std([one.reward for one in members], ddof=1))
+        ours = [own * (deviation + 1e-6) / (deviation + 1e-5) for own in group_advantages(members)]
+        for row, mask, own in zip(data["advantages"], data["loss_mask"].bool(), ours, strict=True):
+            worst = max(worst, float((row[mask] - own).abs().max()))
+    what = f"PPOActor.compute_advantages of {len(done)} comparisons of seats and ours, with its epsilon of 1e-5"
+    compared("AReaL 1.0.4", "b", what, worst, within=1e-6, note="float32 there")
+
+
+@trainer_test
+def test_areal_crosses_groups_of_unlike_sizes(actor: Any) -> None:
+    """The reason for the refusal: one row less in the first group moves all slices, and the rest is divided by 1e-5."""
+    from rollouts.training.batch import group_advantages
+
+    samples = scored_groups(4, 4)[1:]
+    groups = [samples[:3], samples[3:7], samples[7:11], samples[11:]]
+    rows = trained_advantages(actor, groups)
+    wrong = [float(np.abs(row - own).max()) for row, own in zip(rows, group_advantages(samples), strict=True)]
+    print(f"{sum(one > 0.01 for one in wrong)} of 15 rows, by up to {max(wrong[:12]):.2f} and {max(wrong[12:]):,.0f}")
+    assert sum(one > 0.01 for one in wrong) >= 12
+    assert max(wrong[12:]) > 1000
 
 
 @trainer_test
@@ -417,6 +487,22 @@ def test_the_calculator_recipe_through_areals_executor(
     compared("AReaL 1.0.4", "a", f"calculator through its executor ({inference}): ids, mask, logprobs, reward", 0.0)
     what = f"calculator through its executor ({inference}): logprobs and a forward pass"
     compared("AReaL 1.0.4", "a", what, worst, within=1e-3, note="server: our engine; float32")
+
+
+@trainer_test
+@pytest.mark.parametrize(("reward_norm", "rows"), [("group", [0, 2, 2]), ("batch", [1, 2, 2])])
+def test_a_failed_rollout_through_areals_executor(engine: Any, reward_norm: str, rows: list[int]) -> None:
+    """Groups that are compared by their position keep their size: the group of the failure is rejected."""
+    from rollouts.integrations.areal import RolloutsWorkflow
+
+    workflow = RolloutsWorkflow(hyperparameters(), "tokenizer", recipe="calculator", reward_norm=reward_norm)
+    samples = scored_groups(1, 5, temperature=0.5)
+    workflow.episodes = Playing([GenerateFailure("it failed"), *([sample] for sample in samples)])
+    for _ in range(3):
+        engine.submit({"messages": "2 + 3?"}, workflow=workflow, group_size=2)
+    results = engine.wait(count=3, timeout=60)
+    assert sorted(0 if data is None else len(data["rewards"]) for data in results) == rows
+    assert workflow.failures == {"GenerateFailure": 1}
 
 
 @trainer_test

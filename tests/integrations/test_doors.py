@@ -418,17 +418,6 @@ def by_rllm(samples: Sequence[Sample]) -> list[list[int]]:
     return [[order.index(id(one)) for one in group.trajectories] for group in groups]
 
 
-def by_areal(samples: Sequence[Sample]) -> list[list[int]]:
-    """The dicts of AReaL's file, by the rewards in them."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("areal.utils.data")
-    with tempfile.TemporaryDirectory() as folder:
-        areal.write_batch(samples, file := Path(folder) / "batch.pt")
-        lengths = [len(one["rewards"]) for one in torch.load(file, weights_only=False)]
-    assert lengths == [len(members) for members in COMPARED]
-    return numbers(samples, by_comparison(samples))
-
-
 def by_cookbook(samples: Sequence[Sample]) -> list[list[int]]:
     """The lengths of the cookbook's groups."""
     pytest.importorskip("tinker_cookbook.rl.types")
@@ -440,7 +429,7 @@ def by_cookbook(samples: Sequence[Sample]) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "compared",
-    [by_name, by_instance, *(pytest.param(one, marks=pytest.mark.trainer) for one in (by_rllm, by_areal, by_cookbook))],
+    [by_name, by_instance, *(pytest.param(one, marks=pytest.mark.trainer) for one in (by_rllm, by_cookbook))],
 )
 def test_a_door_compares_what_the_samples_name(compared: Callable[..., list[list[int]]]) -> None:
     """Solvers of one problem with each other; before, every door compared them with solvers of other problems."""

@@ -69,10 +69,12 @@ def test_a_trainer_takes_whole_batches(tmp_path: Path, capsys: pytest.CaptureFix
 @needs("areal")
 @pytest.mark.filterwarnings("ignore")
 def test_areal_reads_a_batch(tmp_path: Path, compared: Callable[..., None]) -> None:
-    """A list of dicts, one for each group, forks included."""
+    """A list of dicts, one for each group; a batch with forks is refused."""
     import torch
 
-    samples = scored_groups(2, 3, forks=True)
+    with pytest.raises(ConfigError, match="takes no forks"):
+        export_batches(stored(tmp_path / "forks", [scored_groups(2, 3, forks=True)]), tmp_path / "out", "areal")
+    samples = scored_groups(2, 3)
     (file, _) = export_batches(stored(tmp_path / "run", [samples, samples]), tmp_path / "out", "areal")
     rows = [
         {name: tensor[row].numpy() for name, tensor in group.items()}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollouts.dtypes import StopReason
+from rollouts.dtypes import Endpoint, StopReason
 from rollouts.errors import ConfigError
 from rollouts.integrations.trl import RolloutFunc, RolloutWorker
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, Status
@@ -60,6 +60,29 @@ def test_each_rollout_has_an_index_of_its_own() -> None:
         for _ in range(2):
             rollout_func(["Hi", "Hi"], trainer)
     assert sorted(index for index in played if index is not None) == [0, 1, 2, 3]
+    for rank, step in ((0, 1), (1, 0), (1, 1)):  # a process that continues at step 1, and another one of both
+        trainer.accelerator, trainer.state.global_step = SimpleNamespace(process_index=rank), step
+        with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=noted), [Prompt("Hi")]) as rollout_func:
+            rollout_func(["Hi", "Hi"], trainer)
+    assert len(set(played)) == len(played) == 10
+
+
+def test_one_process_gives_the_server_its_weights() -> None:
+    """The others wait for it: all would write to one folder, and each would remove it while the server reads."""
+    waited: list[int] = []
+
+    async def sampled(prompts: Sequence[Prompt]) -> list[Sample]:
+        return [Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0, -1], reward=1.0) for _ in prompts]
+
+    trainer = trainer_at(1.0)
+    trainer.accelerator = SimpleNamespace(
+        process_index=1, is_main_process=False, wait_for_everyone=lambda: waited.append(trainer.state.global_step)
+    )
+    config, options = RolloutConfig(batch_size=1, generate_fn=sampled), {"endpoint": Endpoint(), "folder": "weights"}
+    with RolloutFunc(config, [Prompt("Hi")], **options) as rollout_func:
+        for trainer.state.global_step in (0, 0, 1):
+            rollout_func(["Hi"], trainer)
+    assert (waited, rollout_func.served) == ([0, 1], 1)
 
 
 async def test_a_rollout_without_a_reply_is_no_row() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Message
+from rollouts.dtypes import Message, ToolCall
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer
@@ -18,7 +18,7 @@ HERE = "tests.renderer.test_python_template"
 
 
 def render(messages: Any, tools: Any = None, add_generation_prompt: bool = False, loud: bool = False) -> list[str]:
-    """ChatML with hermes calls, as a list of parts; it empties the tools that it is given."""
+    """ChatML with hermes calls, as a list of parts; it empties the tools and the objects that it is given."""
     parts = []
     for message in messages:
         content = message["content"] or ""
@@ -28,6 +28,8 @@ def render(messages: Any, tools: Any = None, add_generation_prompt: bool = False
         for call in message.get("tool_calls") or ():
             function = call["function"]
             arguments = __import__("json").dumps(function["arguments"])
+            for value in function["arguments"].values():
+                _ = value.clear() if isinstance(value, dict) else None
             text += f'<tool_call>{{"name": "{function["name"]}", "arguments": {arguments}}}</tool_call>'
         parts.append(text + "<|im_end|>\n")
     if tools:
@@ -56,6 +58,8 @@ def test_a_function_is_judged_as_a_template() -> None:
     expected = "<tools>['look', 'leap']</tools><|im_start|>user\nWell?<|im_end|>\n<|im_start|>assistant\n"
     assert renderer.decode(renderer.opening(history, TOOLS)) == expected
     assert renderer.render(history, TOOLS) == expected
+    history.append(Message("assistant", tool_calls=[ToolCall("look", {"at": {"x": 1}})]))
+    assert '{"at": {"x": 1}}' in renderer.render(history) == renderer.render(history)
     with pytest.raises(ConfigError, match="leaves out tool messages"):
         renderer_with(f"{HERE}:lossy").self_test(TOOLS).raise_if_refused()
 

@@ -190,12 +190,14 @@ async def test_a_sample_of_another_temperature_is_not_scored() -> None:
 
 
 def test_prime_rl_gets_them_as_reference_logprobs() -> None:
-    """``ref_logprobs`` and ``ref_kl_weights`` are as wide as the ids, and 0 on context."""
+    """``ref_logprobs`` and ``ref_kl_weights`` are as wide as the ids, and 0 on context; a weight is the sample's."""
     sample = scored()
     columns = training_columns(sample, 0.5, env_name="rollouts", ref_kl_weight=0.5)
     mask = columns["mask"]
     assert columns["ref_logprobs"] == [-0.25 if one else 0.0 for one in mask]
     assert columns["ref_kl_weights"] == [0.5 if one else 0.0 for one in mask]
+    sample.loss_multiplier = 0.0
+    assert not any(training_columns(sample, 0.5, env_name="rollouts")["ref_kl_weights"])
     sample.teacher_log_probs = None
     assert not {"ref_logprobs", "ref_kl_weights"} & training_columns(sample, 0.5, env_name="rollouts").keys()
 

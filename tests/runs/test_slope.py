@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollouts.runs.logprobs import VersionReport
 from rollouts.runs.slope import slope_of
 
 RIVAL = Path("rival")
@@ -53,3 +54,13 @@ def test_equal_weights_have_no_slope() -> None:
     """Another folder with the same weights says nothing."""
     stored, own, _ = logprobs(0.0, 0.01)
     assert slope_of(RIVAL, stored, own, own) is None
+
+
+def test_a_difference_that_is_no_number_stays_the_largest() -> None:
+    """The violation names its token, also if later tokens differ."""
+    report = VersionReport("v", RIVAL)
+    stored = [np.array([-1.0, -2.0]), np.array([-1.0, np.nan]), np.array([-1.0, -9.0])]
+    found = [report.add(one, np.array([-1.0, -2.5]), 1e-3) for one in stored]
+    assert [is_new for _, _, is_new in found] == [True, True, False]
+    assert report.beyond == 3
+    assert np.isnan(report.largest)

@@ -58,7 +58,7 @@ class OpenRequest:
 
     def __attrs_post_init__(self) -> None:
         sent, keys = self.sent, self.conversation.keys
-        shown = sent.continues, sent.constraint, sent.logprobs, sent.token_ids, sent.strict
+        shown = sent.continues, sent.constraint, sent.logprobs, sent.token_ids, sent.strict, sent.call_prefix
         shape = (sent.max_tokens, sent.stop, sent.n, repr(sent.sampling) if sent.sampling else "", shown)
         self.retry_key = (tuple(sorted(self.lineage.items())), self.tools_key, keys[-1] if keys else 0, shape)
 

@@ -64,16 +64,18 @@ _GIT = (
 )
 """Fixed names and dates: the base commit has the same hash in all places of a task."""
 _DIFF = ("diff", "--cached", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--full-index")
-_OPEN_UP = """
-find . -mindepth 2 -name .git -prune -exec sh -c '
-    of=$1; shift
-    for at; do case "$(git --git-dir="$of" ls-files -s -- ":(literal)${at%/.git}")" in
-        160000*) ;;
-        *) rm -rf "$at" ;;
-    esac; done' sh "$1" {} + 2>/dev/null || :
+_ADD_BASE = """
+rename() { find . -mindepth 2 -name "$1" -prune -exec sh -c 'for at; do mv "$at" "${at%/*}/$0"; done' "$2" {} + || :; }
+rename .git "$1" 2>/dev/null
+git add -A -- . ":(exclude,glob)**/$1" ":(exclude,glob)**/$1/**"; end=$?
+rename "$1" .git 2>/dev/null
+exit $end
 """
-"""Makes the repositories that a program made below the workspace plain folders, whose files git would leave out of a
-diff; those of the base stay. git itself leaves out a folder that cannot be read."""
+"""Adds all files of the workspace, also of the repositories below it, which stay repositories: git adds no file of one,
+but tracks the files that it has, and new ones in their folders."""
+_OPEN_UP = "find . -mindepth 2 -name .git -prune -exec rm -rf {} + 2>/dev/null || :"
+"""Makes the repositories below the workspace plain folders: git would leave the files of a new one out of a diff. git
+itself leaves out a folder that cannot be read."""
 _TAIL = 4000
 
 RUNNER = """
@@ -102,6 +104,8 @@ class Files:
 
     files: Mapping[str, bytes] = attrs.field(repr=False)
     """Content by path."""
+    executable: Collection[str] = ()
+    """Paths of files that may be executed."""
 
     @classmethod
     def of_folder(cls, folder: str | Path) -> Files:
@@ -112,11 +116,13 @@ class Files:
         paths = [
             path for path in sorted(root.rglob("*")) if path.is_file() and ".git" not in path.relative_to(root).parts
         ]
-        return cls({path.relative_to(root).as_posix(): path.read_bytes() for path in paths})
+        names = {path.relative_to(root).as_posix(): path for path in paths}
+        executable = tuple(name for name, path in names.items() if path.stat().st_mode & 0o111)
+        return cls({name: path.read_bytes() for name, path in names.items()}, executable)
 
     async def tree(self) -> bytes:
         """The files as a tar archive."""
-        return _archive(self.files)
+        return _archive(self.files, self.executable)
 
 
 @attrs.frozen
@@ -276,7 +282,8 @@ async def prepare(task: RepositoryTask, place: RunningSandbox) -> Prepared:
     for command in task.setup:
         await _must(task, place, command, task.setup_seconds)
     await _must(task, place, [*_GIT, "init", "-q", "-b", "main"])
-    await _must(task, place, [*_GIT, "add", "-A"])
+    aside = f".git-{secrets.token_hex(8)}"
+    await _must(task, place, [*_GIT[:-1], "sh", "-c", _ADD_BASE, "sh", aside], task.setup_seconds)
     await _must(task, place, [*_GIT, "commit", "-q", "--allow-empty", "-m", "base"])
     base = (await _must(task, place, [*_GIT, "rev-parse", "HEAD"])).stdout.strip()
     await _must(task, place, ["tar", "-cf", f"{place.home}/git.tar", ".git"])
@@ -312,7 +319,7 @@ async def take_diff(prepared: Prepared, place: RunningSandbox) -> bytes | str:
     git = [*_GIT, f"--git-dir={folder}/.git", f"--work-tree={place.workspace}"]
     for data, command in (
         (prepared.git, ["sh", "-c", 'mkdir -p "$1" && tar -xf - -C "$1"', "sh", folder]),
-        (b"", [*_GIT[:-1], "sh", "-c", _OPEN_UP, "sh", f"{folder}/.git"]),
+        (b"", ["sh", "-c", _OPEN_UP]),
         (b"", [*git, "add", "-A"]),
         (b"", [*git, *_DIFF, f"--output={folder}/diff", prepared.base]),
     ):
@@ -428,11 +435,11 @@ async def _must(task: RepositoryTask, place: RunningSandbox, command: Sequence[s
     return end
 
 
-def _archive(files: Mapping[str, bytes]) -> bytes:
+def _archive(files: Mapping[str, bytes], executable: Collection[str] = ()) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, data in sorted(files.items()):
             member = tarfile.TarInfo(path)
-            member.size, member.mode = len(data), 0o644
+            member.size, member.mode = len(data), 0o755 if path in executable else 0o644
             archive.addfile(member, io.BytesIO(data))
     return buffer.getvalue()

@@ -25,7 +25,7 @@ class Functionary31(BlockDialect):
 
     name = "functionary_v3_1"
     marks = ("<function=",)
-    block = re.compile(r"<function=(?P<name>[^>\n]*)>\s*")
+    block = re.compile(r"<function=(?P<name>[^>\n]{0,200})>\s*")
 
     def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
         text, name = block.string, block["name"].strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,13 +67,20 @@ def _no_constant(text: str) -> Any:
     raise MalformedCallError(f"{text} is not a JSON value", "not_json")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise MalformedCallError(f"{text} is too large for a number", "not_json")
+    return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
 
 
 def json_prefix(text: str, at: int = 0) -> tuple[Any, int]:
     """Parse the JSON value that begins at ``at``; return it with its end position.
 
-    Strict: no duplicate keys, no NaN or Infinity.
+    Strict: no duplicate keys, no NaN or Infinity, also none that is written as 1e999.
 
     Raises:
         MalformedCallError: there is no valid value.
@@ -238,10 +246,15 @@ def typed_value(
 
 def schema_types(schema: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema allows; empty if it names none."""
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        kinds |= schema_types(part)
-    if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
+    kinds = {kind for kind in [schema.get("type"), *_list(schema, "type")] if isinstance(kind, str)}
+    for part in (*_list(schema, "anyOf"), *_list(schema, "oneOf")):
+        kinds |= schema_types(part) if isinstance(part, Mapping) else set()  # True is a schema, too
+    if not kinds and any(isinstance(value, str) for value in _list(schema, "enum")):
         kinds.add("string")
     return kinds
+
+
+def _list(schema: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """The list in a schema, which may be another's, and invalid; empty if there is none."""
+    value = schema.get(name)
+    return value if isinstance(value, list | tuple) else ()

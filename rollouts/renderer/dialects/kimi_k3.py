@@ -14,7 +14,7 @@ __all__ = ["KimiK3"]
 
 _OPEN, _CLOSE, _SEP = (re.escape(mark) for mark in ("<|open|>", "<|close|>", "<|sep|>"))
 _TOOLS, _TOOLS_END = f"{_OPEN}tools{_SEP}", f"{_CLOSE}tools{_SEP}"
-_ATTRIBUTES = rf"(?P<attributes>(?:(?!{_SEP}).)*)"
+_ATTRIBUTES = rf"(?P<attributes>(?:(?!{_SEP}|{_OPEN}).)*)"
 _ARGUMENT = re.compile(
     rf'{_OPEN}argument key="(?P<key>[^"]*)" type="(?P<type>[a-z]+)"{_SEP}(?P<value>.*?){_CLOSE}argument{_SEP}'
     rf"(?=\s*(?:{_OPEN}argument |\Z))",

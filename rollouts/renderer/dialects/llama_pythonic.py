@@ -6,6 +6,7 @@ write, and its versions accept different literals.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -258,9 +259,12 @@ def _entries(text: str, at: int, depth: int) -> tuple[dict[str, Any] | list[Any]
 
 def _number(text: str) -> int | float:
     try:
-        return int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+        number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
     except ValueError as error:  # more digits than Python converts
         raise MalformedCallError(f"this is not a number: {error}", "bad_arguments") from error
+    if isinstance(number, float) and math.isinf(number):
+        raise MalformedCallError(f"{text} is too large for a number", "bad_arguments")
+    return number
 
 
 def _unescaped(string: re.Match[str]) -> str:

@@ -19,6 +19,8 @@ _PARAM = re.compile(
     r"</param>(?=\s*(?:<param\s|\Z))",
     re.DOTALL,
 )
+_CLOSING = "</function>"
+_MARKS = re.compile(r"</function>|<function |<!\[CDATA\[")
 
 
 class MiniCPM(BlockDialect):
@@ -30,23 +32,42 @@ class MiniCPM(BlockDialect):
 
     name = "minicpm"
     marks = ("<function ",)
-    block = re.compile(
-        r"<function (?P<body>(?:<!\[CDATA\[.*?\]\]>|(?!</function>|<function ).)*)(?P<close></function>)?", re.DOTALL
-    )
+    block = re.compile(r"<function ")
 
-    def read(self, block: re.Match[str], tools: Sequence[Tool]) -> Iterable[ToolCall]:
-        head = _NAME.match(" " + block["body"])
+    def take(self, block: re.Match[str], tools: Sequence[Tool]) -> tuple[Iterable[ToolCall], int]:
+        text = block.string
+        stop, end = _end(text, block.end())
+        raw, body = text[block.start() : end], text[block.end() : stop]
+        head = _NAME.match(" " + body)
         name = head["name"] if head else ""
         try:
-            if block["close"] is None:
-                return [unclosed(block[0], "</function>", name)]
+            if stop == end:
+                return [unclosed(raw, _CLOSING, name)], end
             if head is None:
                 raise MalformedCallError('it must begin with <function name="...">', "no_name")
             arguments = {}
-            for param in tagged_arguments(_PARAM, block["body"][head.end() - 1 :]):
+            for param in tagged_arguments(_PARAM, body[head.end() - 1 :]):
                 quoted, key = param["quoted"], param["key"]
                 plain = typed_value(tools, name, key, param["plain"] or "", json_or_literal)
                 arguments[key] = plain if quoted is None else quoted
         except MalformedCallError as error:
-            return [unreadable(block[0], error, name)]
-        return [ToolCall(name, arguments, raw=block[0])]
+            return [unreadable(raw, error, name)], end
+        return [ToolCall(name, arguments, raw=raw)], end
+
+
+def _end(text: str, at: int) -> tuple[int, int]:
+    """Where the body of a call ends, and where its closing mark does: at the same place without one.
+
+    A mark inside of CDATA is text, as far as the CDATA is closed.
+    """
+    last = text.rfind("]]>")
+    for mark in _MARKS.finditer(text, at):
+        if mark.start() < at:
+            continue
+        if mark[0] == _CLOSING:
+            return mark.span()
+        if mark[0] == "<function ":
+            return mark.start(), mark.start()
+        if mark.end() <= last:
+            at = text.index("]]>", mark.end()) + 3
+    return len(text), len(text)

@@ -85,7 +85,7 @@ def _closed(nodes: list[tuple[str, _Node]], texts: list[str]) -> _Node:
 
 
 def _fields(nodes: list[tuple[str, _Node]], schema: Mapping[str, Any]) -> dict[str, Any]:
-    properties, further = schema.get("properties", {}), schema.get("additionalProperties")
+    properties, further = _properties(schema), schema.get("additionalProperties")
     fields: dict[str, Any] = {}
     for name, node in nodes:
         if name in fields:
@@ -95,15 +95,16 @@ def _fields(nodes: list[tuple[str, _Node]], schema: Mapping[str, Any]) -> dict[s
     return fields
 
 
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
 def _value(name: str, node: _Node, schema: Mapping[str, Any]) -> Any:
     kinds = schema_types(schema)
     if isinstance(node, str):
         return _leaf(name, node, kinds)
-    if (
-        all(child == "item" for child, _ in node)
-        and "object" not in kinds
-        and "item" not in schema.get("properties", {})
-    ):
+    if all(child == "item" for child, _ in node) and "object" not in kinds and "item" not in _properties(schema):
         items = schema.get("items", {})
         return [_value(name, item, items if isinstance(items, Mapping) else {}) for _, item in node]
     if kinds and "object" not in kinds:

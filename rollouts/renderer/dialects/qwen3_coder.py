@@ -16,8 +16,8 @@ from rollouts.renderer.dialects.sections import tagged_arguments
 
 __all__ = ["Qwen3Coder", "SeedOss"]
 
-_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*\Z", re.DOTALL)
-_NAME = re.compile(r"<function=([^>\n]+)>")
+_FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]{1,200})>(?P<body>.*)</function>\s*\Z", re.DOTALL)
+_NAME = re.compile(r"<function=([^>\n]{1,200})>")
 # A closing tag counts only before another parameter or the end, so that a value may contain one.
 _PARAMETER = re.compile(
     r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
@@ -28,7 +28,7 @@ def _block(tag: str) -> re.Pattern[str]:
     # The model sometimes omits the outer tag: that is a malformed call, not text.
     return re.compile(
         rf"<{tag}>(?P<body>.*?)(?:(?P<close></{tag}>)|(?=<{tag}>)|\Z)"
-        rf"|<function=[^>\n]+>.*?(?:</function>\s*(?:</{tag}>)?|\Z)",
+        rf"|<function=[^>\n]{{1,200}}>.*?(?:</function>\s*(?:</{tag}>)?|\Z)",
         re.DOTALL,
     )
 

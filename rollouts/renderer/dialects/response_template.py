@@ -9,6 +9,7 @@ malformed and does not end the parse, JSON keeps its types, and no text between 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -271,9 +272,12 @@ def _lines(text: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def _number(convert: Callable[[str], Any]) -> Callable[[str, Mapping[str, Any]], Any]:
     def read(text: str, options: Mapping[str, Any]) -> Any:
         try:
-            return convert(text.strip())
-        except ValueError as error:
-            raise MalformedCallError(f"{text.strip()[:80]!r} is not a number", "bad_arguments") from error
+            number = convert(text.strip())
+        except ValueError:
+            number = math.nan
+        if not -math.inf < number < math.inf:
+            raise MalformedCallError(f"{text.strip()[:80]!r} is not a number", "bad_arguments")
+        return number
 
     return read
 

@@ -78,7 +78,7 @@ def html_page(payloads: Sequence[Payload], *, pages: Sequence[Sequence[str | int
         data += [_data(f"chunk-{number}-{chunk.first}", chunk.data) for chunk in payload.chunks]
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
     policy += "form-action 'none'" + ("; connect-src 'self'" if live else "")
-    policy += "; img-src data:" if any(payload.has_images for payload in payloads) else ""
+    policy += "; img-src data:" if live or any(payload.has_images for payload in payloads) else ""
     settings = msgspec.json.encode({"runs": len(payloads), "pages": pages, "live": live})
     return string.Template(_asset("page.html")).substitute(
         policy=html.escape(policy, quote=True),

@@ -234,14 +234,22 @@ async def test_a_generation_ends_after_its_client_has_gone_and_a_retry_is_served
     assert (texts, session.counts["retries_served"]) == (["left", "new"], 1)
 
 
-@pytest.mark.parametrize("sampling", [{"seed": 2}, {"temperature": 0.5}, {"logit_bias": {"7": 1}}])
-async def test_a_request_with_another_sampling_is_no_retry(sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sampling": {"seed": 2}},
+        {"sampling": {"temperature": 0.5}},
+        {"sampling": {"logit_bias": {"7": 1}}},
+        {"call_prefix": "toolu_"},  # another API
+    ],
+)
+async def test_a_request_with_another_sampling_is_no_retry(changed: dict[str, Any]) -> None:
     """The parameters of the run are used for both, but they are different requests: neither gets the other's reply."""
     policy = GatedPolicy(replies("left", "new"))
     async with session_of(policy) as session:
         await left(session, policy, sampling={"seed": 1})
         policy.gate.set()
-        await ask(session, "Look!", sampling=sampling)
+        await ask(session, "Look!", **{"sampling": {"seed": 1}, **changed})
     check_laws(session, session.branches(), policy)
     assert (policy.begun, session.counts["retries_joined"], session.counts["retries_served"]) == (2, 0, 0)
 

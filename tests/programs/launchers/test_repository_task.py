@@ -94,11 +94,22 @@ async def test_a_repository_that_a_program_made_in_a_folder_is_part_of_its_chang
     assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", True)
 
 
-async def test_a_repository_inside_the_base_is_as_before() -> None:
-    """Its files are not in the change, which is applied to the same base."""
-    script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x"
-    verdict = await verdict_of(SOLVE + "echo 2 > n/file", attrs.evolve(TASK, setup=[["sh", "-c", script]]))
-    assert (verdict.outcome, b"n/file" in verdict.diff) == ("resolved", False)
+@pytest.mark.parametrize("commit", ["", "git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x; "])
+async def test_a_repository_inside_the_base_is_part_of_the_change(commit: str) -> None:
+    """It stays a repository, in every place of the task; so does a broken one, as a submodule without its own is."""
+    script = "git init -q n; echo 1 > n/file; git -C n add -A; git -C n -c user.name=x -c user.email=x@x commit -qm x; "
+    script += "mkdir 'b r'; echo gitdir: ../none > 'b r/.git'; echo 1 > 'b r/file'"
+    task = attrs.evolve(TASK, setup=[["sh", "-c", script]])
+    change = "git -C n log > log; echo 2 > n/file; echo 2 > n/new; echo 2 > 'b r/file'; "
+    verdict = await verdict_of(SOLVE + change + commit, task)
+    assert verdict.outcome == "resolved"
+    assert [name in verdict.diff for name in (b"n/file", b"n/new", b"b r/file", b"+commit", b".git")] == [True] * 4 + [
+        False
+    ]
+    async with opened(SANDBOX) as place:
+        await prepare(task, place)
+        assert (await place.exec(["git", "-C", "n", "status", "--porcelain"])).stdout == ""
+        assert await place.read("b r/.git") == b"gitdir: ../none\n"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +252,8 @@ async def test_sources(tmp_path: Path) -> None:
     for line in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "one"]):
         await anyio.run_process([*git, *line])
     (folder / ".git" / "info" / "attributes").write_text("a.txt export-subst\nsub export-ignore\n")
+    (folder / "sub" / "a.txt").chmod(0o755)
+    await anyio.run_process([*git, "commit", "-qam", "two"])
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         archive.add(folder / "sub", "sub")
@@ -255,6 +268,7 @@ async def test_sources(tmp_path: Path) -> None:
         async with opened(SANDBOX) as place:
             await prepare(attrs.evolve(TASK, source=source), place)
             assert (await place.exec(["git", "ls-files"])).stdout == "sub/a.txt\n"
+            assert (await place.exec(["test", "-x", "sub/a.txt"])).code == 0
             assert (await place.exec(["git", "rev-list", "--count", "--all"])).stdout == "1\n"
             assert await place.read("sub/a.txt") == b"$Format:%H$"
 

@@ -165,12 +165,23 @@ def test_ids_are_kept_where_the_dialect_has_them() -> None:
         ("unknown", "5", "5"),
         ("open", "True", True),
         ("tags", "['a', 'b']", ["a", "b"]),
+        ("any", "5", 5),
+        ("odd", "five", "five"),
+        ("none", "5", 5),
     ],
 )
 def test_values_without_quotes_take_their_type_from_the_schema(argument: str, text: str, value: object) -> None:
     """Text if the schema allows a string or does not list the argument, otherwise JSON or a Python literal."""
     written = f"<tool_call><function=weather><parameter={argument}>\n{text}\n</parameter></function></tool_call>"
-    (call,) = get_dialect("qwen3_coder").parse(written, tools=TOOLS).tool_calls
+    schemas = {
+        "any": {"anyOf": [True, {"type": "integer"}]},
+        "odd": {"type": [["a"], "string"]},
+        "none": {"anyOf": None},
+    }
+    weather, *others = TOOLS
+    properties = {**weather.parameters["properties"], **schemas}
+    tools = [attrs.evolve(weather, parameters={"type": "object", "properties": properties}), *others]
+    (call,) = get_dialect("qwen3_coder").parse(written, tools=tools).tool_calls
     assert (call.error, call.arguments[argument] if not call.error else None) == (None, value)
 
 
@@ -327,10 +338,12 @@ def test_a_reply_that_repeats_one_mark_is_read_in_linear_time(name: str) -> None
         " ",
         "<",
     ]
+    starts = ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]")
+    pairs = [(start, mark) for mark in marks for start in starts]
+    pairs += [("", "<|open|>call "), ("", "<function="), (starts[1], "<function="), ("<function ", "<![CDATA[")]
     begun = time.process_time()
-    for mark in marks:
-        for start in ("", "<tool_call><function=a>", "<|python_tag|>", "[TOOL_CALLS]"):
-            get_dialect(name).parse(start + mark * (100_000 // len(mark)))
+    for start, mark in pairs:
+        get_dialect(name).parse(start + mark * (100_000 // len(mark)))
     assert time.process_time() - begun < 10.0
 
 
@@ -351,9 +364,11 @@ def test_sets_and_nested_quotes_of_lists_in_python_syntax(text: str, arguments: 
     assert (call.arguments, call.error) == (arguments, None)
 
 
-@pytest.mark.parametrize("text", ["[label(tags={'a', 'b': 1})]", "[label(run='sed 'a' b', 2)]", "[label(run='it's'"])
+@pytest.mark.parametrize(
+    "text", ["[label(tags={'a', 'b': 1})]", "[label(run='sed 'a' b', 2)]", "[label(run='it's'", "[label(n=1e999)]"]
+)
 def test_other_quotes_and_braces_are_malformed(text: str) -> None:
-    """A set that becomes a dict, a string without an end."""
+    """A set that becomes a dict, a string without an end, a number that no float has."""
     (call,) = get_dialect("llama_pythonic").parse(text).tool_calls
     assert call.error is not None
 

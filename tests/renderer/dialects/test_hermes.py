@@ -91,6 +91,7 @@ def test_an_empty_thought_is_an_empty_string() -> None:
         ('{"name": 3, "arguments": {}}', "", '"name" is missing'),
         ('{"name": "add", "arguments": {"a": 1, "a": 2}}', "add", 'the key "a" is given more than once'),
         ('{"name": "add", "arguments": {"a": NaN}}', "add", "NaN is not a JSON value"),
+        ('{"name": "add", "arguments": {"a": -1e999}}', "add", "-1e999 is too large for a number"),
         ('{"name": "add", "arguments": {}} {}', "add", "Extra data"),
         ('[{"name": "add", "arguments": {}}]', "add", "not an array"),
         ("add(1)", "", "not valid JSON"),

@@ -32,6 +32,7 @@ def test_a_batch_that_comes_changes_the_stamp_and_the_parts(tmp_path: Path) -> N
     with serving_view(view, 0) as url:
         status, page = get(url, "/")
         assert (status, b'id="head-0"></script>' in page, b"connect-src &#x27;self&#x27;" in page) == (200, True, True)
+        assert b"; img-src data:" in page  # of parts that come later
         first, head = get(url, "/stamp"), get(url, "/part/head-0")
         (tmp_path / "run" / ".run.json.writing").touch()
         assert get(url, "/stamp") == first
