@@ -3,8 +3,8 @@
 Invariant: inside :func:`calm_collector` a full collection skips the objects that existed before (tokenizer, template,
 torch: some hundred thousand), and, unless a trainer works in the same process, the objects of any full collection that
 took long: those of many thousand rollouts in flight. Afterwards the settings are as before. Objects without reference
-cycles are freed at once, as usual; only cycles wait for the collector, and cycles among skipped objects until the
-context ends.
+cycles are freed at once, as usual, and a rollout leaves no cycle, whether it ends or is cancelled; only cycles of user
+code wait for the collector, and cycles among skipped objects until the context ends.
 """
 
 from __future__ import annotations
