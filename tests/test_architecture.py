@@ -123,6 +123,8 @@ LAW_BOOKS = {
     "integrations/slime/test_advantages.py",
     "integrations/slime/test_with_slime.py",
     "integrations/slime/test_parity.py",
+    "integrations/slime/test_manager.py",
+    "integrations/test_parity_list.py",
     "integrations/slime/test_on_policy.py",
     "integrations/slime/test_audited_dumps.py",
     "integrations/slime/test_examples.py",
@@ -674,7 +676,7 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23_701,
+        23_656,
         (
             "agent",
             "base",

@@ -25,6 +25,7 @@ from rollouts.recipe import (
     Recipe,
     RecipeOptions,
     agent_recipe,
+    check_environment,
     check_recipe,
     preflight,
     recipe_defaults,
@@ -361,6 +362,16 @@ async def test_an_environment_must_be_one() -> None:
     """An object without the protocol's methods is refused."""
     with pytest.raises(ConfigError, match=r"environment_cls\(\): .* expected an object with tools, start, step"):
         await preflight(a_recipe(environment_cls=NoSteps))
+
+
+class ClosedAtOnce(CalculatorEnvironment):
+    def close(self) -> None:  # type: ignore[override]
+        self.closed = True
+
+
+async def test_the_methods_of_an_environment_may_be_sync() -> None:
+    """``close``, as ``start`` and ``step``: an episode calls both kinds, and so does the preflight."""
+    assert await check_environment(a_recipe(environment_cls=ClosedAtOnce))
 
 
 async def test_an_environment_must_be_makeable() -> None:

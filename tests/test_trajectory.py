@@ -121,6 +121,15 @@ def test_the_same_completion_is_not_added_twice() -> None:
         trajectory.add_reply(answer, REPLY)
 
 
+def test_a_step_reward_has_the_number_of_the_reply_that_its_step_answered() -> None:
+    """Each of several rewards, also after a reply without one."""
+    trajectory = opened([1])
+    for number, rewards in enumerate([[0.5, 1.0], [], [2.0]]):
+        trajectory.add_reply(sampled_from([1, *range(number)], [number]), REPLY)
+        trajectory.add_rewards(rewards)
+    assert (trajectory.step_rewards, trajectory.step_completions) == ([0.5, 1.0, 2.0], [0, 0, 2])
+
+
 def test_a_sealed_trajectory_never_changes() -> None:
     """Not by appending, not by sealing again, not through its columns."""
     trajectory = opened([1, 2])

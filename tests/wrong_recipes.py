@@ -149,12 +149,15 @@ WRONG = [
     # -- tools
     Wrong("methods without the mark of a tool", "World.tools: got 'none'; expected @tool before the methods that the model may call: look", world("def look(self, at: str) -> str:\n    return at")),
     Wrong("a tool without self", "World.look: got '(at, near)'; expected self as the first argument of a tool", tool("return at", "at: str, near: str")),
+    Wrong("a tool that is a static method", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.look: got a staticmethod; expected @tool alone, on a method with self", world("@staticmethod\n@tool\ndef look(at: str) -> str:\n    '''Look.'''\n    return at")),
+    Wrong("a tool that is a property", "DIR/mine.py, line …: importing the recipe raised ConfigError: @tool: got a property; expected a method with self", world("@tool\n@property\ndef look(self) -> str:\n    '''Look.'''\n    return 'x'")),
     Wrong("a tool named as a method of the class", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.step: got a tool; expected another name: the episode calls step", world("@tool\ndef step(self, at: str) -> str:\n    '''Go.'''\n    return at")),
     Wrong("a tool named close", "DIR/mine.py, line …: importing the recipe raised ConfigError: World.close: got a tool; expected another name: the episode calls close", world("@tool\ndef close(self) -> str:\n    '''Close it.'''\n    return 'x'")),
     Wrong("an argument whose type has no such name", "World.look: got an annotation with no meaning (name 'strr' is not defined); expected types that the module has", tool("return at", "self, at: 'strr'")),
     Wrong("an argument of a class that is not JSON", "World.look(at): got <class 'object'>; expected a type of JSON, as str, …", tool("return 'x'", "self, at: object")),
     Wrong("a description in the decorator", "DIR/mine.py, line …: importing the recipe raised ConfigError: @tool: got 'Look.'; expected no arguments: the docstring of the method is its description", world("@tool('Look.')\ndef look(self, at: str) -> str:\n    return at")),
     # -- options
+    Wrong("an option by its beginning", "agent_recipe(n_samples): got 3; expected an option (did you mean n_samples_per_prompt?): …", changed(options="n_samples=3")),
     Wrong("an option with a misspelled name", "agent_recipe(batchsize): got 3; expected an option (did you mean batch_size…?): max_turns, …", changed(options="batchsize=3")),
     Wrong("a number that is a text", "RolloutConfig.batch_size: got '3'; expected an integer >= 1", changed(options="batch_size='3'")),
     Wrong("one rollout a prompt", "RolloutConfig.n_samples_per_prompt: got 1; expected at least 2 with filter_fn=check_reward_nonzero_std: …", changed(options="n_samples_per_prompt=1")),
@@ -190,6 +193,7 @@ WRONG = [
     # -- environments
     Wrong("an instance in the place of a class", "Recipe.environment_cls: got <rollouts_recipe_mine.World object …; expected an environment class, or a functools.partial of one", changed(environment="World()")),
     Wrong("a class that is not an environment", "Recipe.environment_cls(): got <object object …; expected an object with tools, start, step and close", changed(environment="object")),
+    Wrong("a function that returns the class", "Recipe.environment_cls(): got <class 'rollouts_recipe_mine.World'>; expected an object with tools, start, step and close", changed(environment="lambda: World")),
     Wrong("a class with arguments", "World() raised TypeError: World.__init__() missing 1 required positional argument: 'size'", world("def __init__(self, size):\n    pass")),
     Wrong("a tool without a docstring", "World.look: got 'no docstring'; expected a docstring: the model reads its first line as the description of the tool", world("@tool\nasync def look(self, at: str) -> str:\n    return at")),
     Wrong("a tool with an argument of no type", "World.look(at): got 'no annotation'; expected a type for each argument of a tool", tool("return at", "self, at")),

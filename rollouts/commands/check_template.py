@@ -29,13 +29,14 @@ from rollouts.commands.arguments import (
     in_loop,
     options_of,
 )
-from rollouts.concurrency.boundary import boundary, function_name
+from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, Tool
-from rollouts.errors import ConfigError, EndpointUnavailable, EnvironmentFailure
+from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference.shared import shared_policy
 from rollouts.inference.wire_errors import error_of
+from rollouts.recipe import check_environment
 from rollouts.recipe.files import build, load_recipe
 from rollouts.renderer import ExamplePart, Renderer, RendererOptions, SelfTest, conversation, load_tokenizer
 from rollouts.views.terminal.console import SafeConsole
@@ -163,11 +164,7 @@ async def _recipe_settings(
     recipe = build(load_recipe(path), endpoint, options.options).with_options(**options.generate)
     tools: tuple[Tool, ...] = ()
     if recipe.environment_cls is not None:
-        name = function_name(recipe.environment_cls)
-        with boundary(EnvironmentFailure, f"{name}()", seconds=_SECONDS, before_work=True):
-            environment = recipe.environment_cls()
-            tools = tuple(environment.tools)
-            await environment.close()
+        tools = await check_environment(recipe)
     bound = getattr(recipe.config.generate_fn, "keywords", {})
     return await anyio.to_thread.run_sync(recipe.renderer), tools, str(bound.get("history", "append"))
 

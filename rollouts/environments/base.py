@@ -344,10 +344,12 @@ def tool(method: Method) -> Method:
     also sees a ``ValueError`` or ``ArithmeticError`` that it raises.
 
     Raises:
-        ConfigError: it is called with a description.
+        ConfigError: it is called with a description, or marks a property.
     """
     if isinstance(method, str):
         raise ConfigError.of("@tool", method, "no arguments: the docstring of the method is its description")
+    if isinstance(method, property):
+        raise ConfigError("@tool: got a property; expected a method with self")
     method.__rollouts_tool__ = True  # type: ignore[attr-defined]
     return method
 
@@ -381,6 +383,13 @@ class ToolEnvironment:
         called = _CALLED_BY_EPISODES | _CALLED_AS_A_PAIR if is_resumable(cls) else _CALLED_BY_EPISODES
         for name in called.intersection(marked):
             raise ConfigError(f"{cls.__name__}.{name}: got a tool; expected another name: the episode calls {name}")
+        for name, value in vars(cls).items():
+            if not isinstance(value, property | staticmethod | classmethod):
+                continue
+            inner = value.fget if isinstance(value, property) else value.__func__
+            if hasattr(inner, "__rollouts_tool__"):
+                got = f"{cls.__name__}.{name}: got a {type(value).__name__}"
+                raise ConfigError(f"{got}; expected @tool alone, on a method with self")
         prompt = inspect.getattr_static(cls, "system_prompt")
         if inspect.isfunction(prompt) or isinstance(prompt, staticmethod | classmethod):
             expected = "a string, or a property that returns one"

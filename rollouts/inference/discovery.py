@@ -23,7 +23,7 @@ from rollouts.inference.aborts import workers_behind
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.wire_errors import error_of
 
-__all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "served_version", "text_of"]
+__all__ = ["Routes", "describe_server", "http_workers", "length_of", "merged", "posted", "served_version", "text_of"]
 
 _LOG = logging.getLogger(__name__)
 _WORKER_SECONDS = 10.0
@@ -132,10 +132,19 @@ async def _replied_version(transport: HttpClient, url: str, headers: Mapping[str
         replied_version,
     )
 
-    status, payload = await transport.post(url + "/generate", VERSION_PROBE, headers)
-    if status != 200:
-        raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}/generate)")
+    (payload,) = await posted([VERSION_PROBE], transport, url + "/generate", headers)
     return replied_version(payload)
+
+
+async def posted(bodies: Iterable[bytes], transport: HttpClient, url: str, headers: Mapping[str, str]) -> list[bytes]:
+    """Post one body after the other; raise the error of a response whose status is not 200."""
+    answers = []
+    for body in bodies:
+        status, payload = await transport.post(url, body, headers)
+        if status != 200:
+            raise error_of(status, f"{message_of(payload)} (POST {without_password(url)})")
+        answers.append(payload)
+    return answers
 
 
 def merged(infos: list[ServerInfo]) -> ServerInfo:

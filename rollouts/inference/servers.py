@@ -11,8 +11,9 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Mapping
-from typing import ClassVar
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import anyio
 
@@ -32,6 +33,9 @@ __all__ = ["ServerProtocol", "Servers"]
 DESCRIBE_SECONDS = 30.0
 LOAD_SECONDS = 2.0
 
+Probe: TypeAlias = Callable[[HttpClient, str, Mapping[str, str]], Awaitable[Any]]
+"""Called with the transport, the URL of a server and the headers of its requests."""
+
 
 class ServerProtocol(abc.ABC):
     """Format and routes of one kind of server, and the facts known of each server."""
@@ -47,6 +51,21 @@ class ServerProtocol(abc.ABC):
     def __init__(self, transport: HttpClient, headers: Mapping[str, str]) -> None:
         self._transport = transport
         self._headers = headers
+        self.probed: dict[str, Any] = {}
+        """The findings of the probes, by the URL of the server."""
+        self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+
+    async def probe(self, worker: Worker, send: Probe) -> Any:
+        """Return the finding of ``send`` for a server; it is called once until the server is forgotten."""
+        if worker.url not in self.probed:
+            async with self._probing[worker.url]:
+                if worker.url not in self.probed:
+                    self.probed[worker.url] = await send(self._transport, worker.url, self._headers)
+        return self.probed[worker.url]
+
+    def forget(self, worker: Worker) -> None:
+        """Forget what was found of a server that was unreachable."""
+        self.probed.pop(worker.url, None)
 
     @abc.abstractmethod
     def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
@@ -87,10 +106,6 @@ class ServerProtocol(abc.ABC):
         Raises:
             ConfigError: it does not for these parameters.
         """
-
-    @abc.abstractmethod
-    def forget(self, worker: Worker) -> None:
-        """Forget everything known of a server that was unreachable."""
 
 
 class Servers:

@@ -8,27 +8,21 @@ This module knows which routes of SGLang a policy needs; ``generate_wire.py`` kn
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import anyio
-
 from rollouts.dtypes import Completion, SamplingParams
-from rollouts.errors import without_password
-from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, describe_server
+from rollouts.inference.discovery import Routes, describe_server, posted
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
-from rollouts.inference.wire_errors import error_of
 
 if TYPE_CHECKING:
     from rollouts.inference.generate_probe import ReportedLogprobs
@@ -44,12 +38,6 @@ class SGLangProtocol(ServerProtocol):
     ROUTE = ROUTE
     ABORTS = SGLANG_ABORTS
     takes_images = True
-
-    def __init__(self, transport: HttpClient, headers: Mapping[str, str]) -> None:
-        super().__init__(transport, headers)
-        self._reported: dict[str, ReportedLogprobs] = {}
-        """The kinds of the servers' logprobs, by URL."""
-        self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
 
     def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
@@ -89,15 +77,7 @@ class SGLangProtocol(ServerProtocol):
             return
         from rollouts.inference import generate_probe  # here: most runs sample at temperature 1
 
-        if worker.url not in self._reported:
-            async with self._probing[worker.url]:
-                if worker.url not in self._reported:
-                    found = await reported_logprobs(self._transport, worker.url, self._headers)
-                    self._reported[worker.url] = found
-        generate_probe.check_reported(self._reported[worker.url], sampling, worker.name)
-
-    def forget(self, worker: Worker) -> None:
-        self._reported.pop(worker.url, None)
+        generate_probe.check_reported(await self.probe(worker, reported_logprobs), sampling, worker.name)
 
 
 class SGLangPolicy(ServerPolicy):
@@ -115,10 +95,5 @@ async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[st
     """
     from rollouts.inference import generate_probe
 
-    found = []
-    for body in generate_probe.PROBES:
-        status, payload = await transport.post(url + ROUTE, body, headers)
-        if status != 200:
-            raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}{ROUTE})")
-        found.append(generate_probe.top_logprobs(payload))
-    return generate_probe.reported_by(*found)
+    answers = await posted(generate_probe.PROBES, transport, url + ROUTE, headers)
+    return generate_probe.reported_by(*map(generate_probe.top_logprobs, answers))

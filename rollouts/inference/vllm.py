@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 
 import anyio
@@ -19,21 +18,20 @@ import attrs
 from rollouts.dtypes import Completion, SamplingParams
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import EndpointRefused, EndpointUnavailable, without_password
-from rollouts.http.answers import loads, message_of
+from rollouts.http.answers import loads
 from rollouts.http.client import HttpClient
 from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
 from rollouts.inference.completions import SentRequest
-from rollouts.inference.discovery import Routes, length_of, text_of
+from rollouts.inference.discovery import Routes, length_of, posted, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
 from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.routing import Worker
 from rollouts.inference.servers import ServerProtocol
 from rollouts.inference.vllm_wire import LogprobsMode
-from rollouts.inference.wire_errors import error_of
 
 __all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
 
@@ -70,12 +68,6 @@ class VLLMProtocol(ServerProtocol):
     ABORTS = VLLM_ABORTS
     minimum_delays_stops = True
 
-    def __init__(self, transport: HttpClient, headers: Mapping[str, str]) -> None:
-        super().__init__(transport, headers)
-        self.modes: dict[str, LogprobsMode] = {}
-        """The modes of the servers' logprobs, by URL."""
-        self._probing: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
-
     def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
         return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
 
@@ -93,7 +85,7 @@ class VLLMProtocol(ServerProtocol):
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
-        processed = await self._mode(worker) == "processed"
+        processed = await self.probe(worker, logprobs_mode) == "processed"
         return attrs.evolve(info, has_grammars=processed, has_structural_tags=processed)
 
     async def priority_order(self, worker: Worker) -> PriorityOrder | None:
@@ -112,17 +104,7 @@ class VLLMProtocol(ServerProtocol):
         return None
 
     async def check_server(self, worker: Worker, sampling: SamplingParams) -> None:
-        vllm_wire.check_mode(await self._mode(worker), sampling, worker.name)
-
-    async def _mode(self, worker: Worker) -> LogprobsMode:
-        if worker.url not in self.modes:
-            async with self._probing[worker.url]:
-                if worker.url not in self.modes:
-                    self.modes[worker.url] = await logprobs_mode(self._transport, worker.url, self._headers)
-        return self.modes[worker.url]
-
-    def forget(self, worker: Worker) -> None:
-        self.modes.pop(worker.url, None)
+        vllm_wire.check_mode(await self.probe(worker, logprobs_mode), sampling, worker.name)
 
 
 class VLLMPolicy(ServerPolicy):
@@ -162,10 +144,5 @@ async def logprobs_mode(transport: HttpClient, url: str, headers: Mapping[str, s
         EndpointUnavailable: no answer.
         EndpointRefused: the server does not serve token ids, or reports logits.
     """
-    found = []
-    for body in vllm_wire.PROBES:
-        status, payload = await transport.post(url + ROUTE, body, headers)
-        if status != 200:
-            raise error_of(status, f"{message_of(payload)} (POST {without_password(url)}{ROUTE})")
-        found.append(vllm_wire.probed_logprob(payload))
-    return vllm_wire.mode_of(*found)
+    answers = await posted(vllm_wire.PROBES, transport, url + ROUTE, headers)
+    return vllm_wire.mode_of(*map(vllm_wire.probed_logprob, answers))

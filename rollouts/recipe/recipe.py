@@ -542,11 +542,12 @@ async def check_environment(recipe: Recipe) -> tuple[Tool, ...]:
     name = function_name(factory)
     with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
         environment: Any = factory()
-        if not isinstance(environment, Environment):
+        if inspect.isclass(environment) or not isinstance(environment, Environment):
             expected = "an object with tools, start, step and close"
             raise ConfigError.of("Recipe.environment_cls()", environment, expected)
         tools = sound_tools(environment.tools, f"{name}.tools")
-        await environment.close()
+        if inspect.isawaitable(closing := environment.close()):
+            await closing
     return tools
 
 

@@ -7,7 +7,6 @@ covered: ``engine.log``, and runs whose files have no checksums (:func:`is_cover
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from rollouts.errors import JournalError
 from rollouts.runs import parquet
 from rollouts.runs.checksums import CHECKSUM, is_sound
-from rollouts.runs.folder import whole_size
+from rollouts.runs.folder import lines_of
 from rollouts.runs.journal import JournalReader
 from rollouts.runs.layout import CHECKED, METRICS, RECORDING, run_files
 
@@ -57,13 +56,8 @@ def find_damage(run: Path, *, growing: bool = False) -> Iterator[tuple[str, str]
 
 
 def _in_lines(path: Path, *, growing: bool) -> Iterator[tuple[str, str]]:
-    offset, end = 0, whole_size(path) if growing else sys.maxsize
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if offset >= end:
-                return
-            offset += len(line)
-            sound = is_sound(line)
-            if not sound:
-                reason = "its checksum does not fit" if sound is False else "it has no checksum"
-                yield f"{path}, line {number}", f"damaged ({reason})"
+    for number, _, line in lines_of(path, growing=growing):
+        sound = is_sound(line)
+        if not sound:
+            reason = "its checksum does not fit" if sound is False else "it has no checksum"
+            yield f"{path}, line {number}", f"damaged ({reason})"

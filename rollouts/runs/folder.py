@@ -28,7 +28,7 @@ from rollouts.training.sample_columns import column_digests
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
 
-__all__ = ["Row", "journal_rows", "read_file", "read_rows", "read_waiting", "whole_size"]
+__all__ = ["Row", "journal_rows", "lines_of", "read_file", "read_rows", "read_waiting", "whole_size"]
 
 _ADDED = ("outcome", "reason", "batch", "digests")
 
@@ -132,6 +132,18 @@ def whole_size(path: Path) -> int:
     return offset if end is None or len(behind) > 1 else end
 
 
+def lines_of(path: Path, *, growing: bool, offset: int = 0, first: int = 1) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the number, byte offset and bytes of each line; of a growing file up to its :func:`whole_size`."""
+    end = whole_size(path) if growing else sys.maxsize
+    with path.open("rb") as lines:
+        lines.seek(offset)
+        for number, line in enumerate(lines, first):
+            if offset >= end:
+                return
+            yield number, offset, line
+            offset += len(line)
+
+
 def _head(line: bytes) -> _Head | None:
     """The group or batch of a sound line."""
     try:
@@ -164,16 +176,10 @@ def _rows_of_file(
         for number, data in enumerate(parquet.read(run / file), 1):
             yield Row(run, file, number, outcome, with_current_names(data))
         return
-    end = whole_size(run / file) if growing and outcome != "kept" else sys.maxsize
-    with (run / file).open("rb") as lines:
-        lines.seek(offset)
-        for number, line in enumerate(lines, first):
-            if offset >= end:
-                return
-            offset += len(line)
-            where = f"{run / file}, line {number}"
-            if is_sound(line) is False:
-                raise ConfigError(f"{where}: corrupted (its checksum does not fit)")
-            data = decoded_object(line, where)
-            data.pop(CHECKSUM, None)
-            yield Row(run, file, number, outcome, with_current_names(data))
+    for number, _, line in lines_of(run / file, growing=growing and outcome != "kept", offset=offset, first=first):
+        where = f"{run / file}, line {number}"
+        if is_sound(line) is False:
+            raise ConfigError(f"{where}: corrupted (its checksum does not fit)")
+        data = decoded_object(line, where)
+        data.pop(CHECKSUM, None)
+        yield Row(run, file, number, outcome, with_current_names(data))

@@ -39,6 +39,7 @@ __all__ = [
     "VersionReport",
     "check_logprobs",
     "of_many_tokens",
+    "verdict",
 ]
 
 Numbers = npt.NDArray[np.floating]
@@ -114,12 +115,16 @@ class LogprobReport:
         return not self.violations
 
     def __str__(self) -> str:
-        count = max(sum(version.beyond for version in self.versions), len(self.violations))
-        verdict = f"{count} violations" if count else "holds"
-        compared = f"{sum(version.tokens for version in self.versions)} tokens compared"
         temperatures = ", ".join(f"{one:g}" for one in self.temperatures)
         how = f"{self.dtype}, temperature {temperatures}, tolerance {self.tolerance:g}"
-        return "\n".join([f"law 8 ({LAWS[8]}): {verdict}, {compared} ({how})", *(f"  {one}" for one in self.versions)])
+        head = f"law 8 ({LAWS[8]}): {verdict(self.versions, self.violations)} ({how})"
+        return "\n".join([head, *(f"  {one}" for one in self.versions)])
+
+
+def verdict(compared: Sequence[VersionReport], violations: Sequence[Violation]) -> str:
+    """Whether the law holds, and the number of tokens."""
+    count = max(sum(one.beyond for one in compared), len(violations))
+    return f"{f'{count} violations' if count else 'holds'}, {sum(one.tokens for one in compared)} tokens compared"
 
 
 def check_logprobs(

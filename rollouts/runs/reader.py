@@ -8,7 +8,6 @@ only the journal has are read from there. This module writes nothing.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import overload
@@ -18,7 +17,7 @@ import msgspec
 
 from rollouts.errors import ConfigError
 from rollouts.runs import parquet
-from rollouts.runs.folder import Row, journal_rows, read_file, read_rows, read_waiting, whole_size
+from rollouts.runs.folder import Row, journal_rows, lines_of, read_file, read_rows, read_waiting
 from rollouts.runs.info import is_growing, read_info
 from rollouts.runs.layout import JOURNAL, StoredOutcome, Which, run_files
 from rollouts.runs.run_history import RunHistory
@@ -175,14 +174,9 @@ def _heads_of_parquet(path: Path) -> Iterator[tuple[int, int]]:
 
 def _heads_of_lines(path: Path, *, growing: bool) -> Iterator[tuple[int, int]]:
     """Yield the group index and byte offset of each line."""
-    offset, end = 0, whole_size(path) if growing else sys.maxsize
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if offset >= end:
-                return
-            try:
-                head = msgspec.json.decode(line, type=_Head)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ConfigError(f"{path}, line {number}: corrupted ({error})") from None
-            yield head.group_index, offset
-            offset += len(line)
+    for number, offset, line in lines_of(path, growing=growing):
+        try:
+            head = msgspec.json.decode(line, type=_Head)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{path}, line {number}: corrupted ({error})") from None
+        yield head.group_index, offset

@@ -25,7 +25,7 @@ from rollouts.rewards.teacher_top import SCORED_BY, TOLERANCE, TeacherTop, check
 from rollouts.rewards.teachers import first_different_id
 from rollouts.runs.folder import Row, read_rows
 from rollouts.runs.info import read_info
-from rollouts.runs.logprobs import TOLERANCES, Compared, VersionReport, of_many_tokens
+from rollouts.runs.logprobs import TOLERANCES, Compared, VersionReport, of_many_tokens, verdict
 from rollouts.training.sample_laws import LAWS, Violation
 from rollouts.training.types import Sample
 
@@ -49,12 +49,9 @@ class TeacherReport:
         return not self.violations
 
     def __str__(self) -> str:
-        count = max(sum(teacher.beyond for teacher in self.teachers), len(self.violations))
-        verdict = f"{count} violations" if count else "holds"
-        compared = f"{sum(teacher.tokens for teacher in self.teachers)} tokens compared"
         tops = f", the most probable ids of {self.tops}" if self.tops else ""
         how = f"{self.dtype}, temperature 1, tolerance {self.tolerance:g}"
-        head = f"law 8 ({LAWS[8]}) of teachers: {verdict}, {compared}{tops} ({how})"
+        head = f"law 8 ({LAWS[8]}) of teachers: {verdict(self.teachers, self.violations)}{tops} ({how})"
         return "\n".join([head, *(f"  {one}" for one in self.teachers), *(f"note: {one}" for one in self.notes)])
 
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import msgspec
 from aiohttp import web
 
-from rollouts.testing.loopback import on_loopback, url_of
+from rollouts.testing.loopback import LoopbackServer
 
 __all__ = ["Asked", "ChatServer", "Fault", "problem_of"]
 
@@ -47,7 +46,7 @@ class Asked:
     """Those that are billed: 0 if the model made no reply. A reply that is lost on its way is billed."""
 
 
-class ChatServer:
+class ChatServer(LoopbackServer):
     """Serves while its context lasts.
 
     Args:
@@ -64,6 +63,8 @@ class ChatServer:
         asked: every request, in order of its answer.
     """
 
+    BASE = "/v1"
+
     def __init__(
         self,
         reply: Reply,
@@ -78,7 +79,6 @@ class ChatServer:
         self._reply, self._key, self._model, self._fault = reply, key, model, fault
         self._retry_after, self._max_context, self._before = retry_after, max_context, before
         self.asked: list[Asked] = []
-        self.url = ""
         self._number = 0
 
     def __repr__(self) -> str:
@@ -88,18 +88,6 @@ class ChatServer:
     def faults(self) -> Counter[str]:
         """The number of requests by fault."""
         return Counter(one.fault for one in self.asked if one.fault is not None)
-
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._serving = on_loopback(app)
-        self.url = f"{url_of(await self._serving.__aenter__())}/v1"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._serving.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         payload, given = await request.read(), request.headers.get("Authorization", "")

@@ -7,15 +7,14 @@ Needs the extra ``serve``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import anyio
 import attrs
 import msgspec
 from aiohttp import web
 
-from rollouts.testing.loopback import on_loopback, url_of
+from rollouts.testing.loopback import LoopbackServer
 
 __all__ = ["Asked", "JsonServer"]
 
@@ -31,7 +30,7 @@ class Asked:
     """The client's port; requests over one connection have the same."""
 
 
-class JsonServer:
+class JsonServer(LoopbackServer):
     """Serves while its context lasts.
 
     Args:
@@ -46,22 +45,9 @@ class JsonServer:
     def __init__(self, answer: Callable[[Asked], Any]) -> None:
         self._answer = answer
         self.asked: list[Asked] = []
-        self.url = ""
 
     def __repr__(self) -> str:
         return f"<JsonServer {self.url}: {len(self.asked)} requests>"
-
-    async def __aenter__(self) -> Self:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path:.*}", self._handle)
-        self._serving = on_loopback(app)
-        self.url = url_of(await self._serving.__aenter__())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._serving.__aexit__(kind, error, trace)
 
     async def _handle(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read() or b"null")

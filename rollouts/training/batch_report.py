@@ -59,7 +59,7 @@ class BatchReport:
         """
         numbers = batch_metrics(samples) | self.staleness.metrics(samples)
         if self.staleness.drops:
-            self.length_bias.trained(self.config.batch_size, samples)
+            self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()
         if waited is not None:
             numbers |= {"idle/trainer_seconds": waited, "idle/generator_seconds": self.idle.take()}

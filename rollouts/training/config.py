@@ -115,8 +115,7 @@ class RolloutConfig:
             least = f'at least 2 with filter_fn={name}: one reward has no spread; or keep="all", which drops no group'
             raise ConfigError.of("RolloutConfig.n_samples_per_prompt", 1, least)
         if self.group_rm and self.reward_fn is None:
-            expected = "a function that takes the group, since group_rm is set"
-            raise ConfigError.of("RolloutConfig.reward_fn", None, expected)
+            raise ConfigError.of("RolloutConfig.reward_fn", None, "a function of the group, since group_rm is set")
 
     def policy_for(self, cause: str) -> FailurePolicy:
         """Return the failure policy of a cause, with defaults filled in."""
@@ -127,9 +126,8 @@ class RolloutConfig:
     @property
     def max_inflight_groups(self) -> int:
         """Groups in flight or ready while a batch fills."""
-        return math.ceil(
-            round(self.batch_size * self.over_sampling_factor, 6)
-        )  # 10 * 1.1 is 11, not 11.000000000000002
+        groups = round(self.batch_size * self.over_sampling_factor, 6)  # 10 * 1.1 is 11, not 11.000000000000002
+        return math.ceil(groups)
 
     @property
     def max_inflight_rollouts(self) -> int:

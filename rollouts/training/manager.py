@@ -101,7 +101,7 @@ class AsyncRolloutManager:
         ledger = self._ledger = Ledger(data_buffer)
         self._fail_fast = FailFast(config, self.failures)
         self._filling = self._streaming = False  # whether a caller waits for a batch, and whether stream() is open
-        self._recorder = Recorder(rollout_log, on_group)
+        self._recorder = Recorder(rollout_log, on_group, self._fail_fast.stop)
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
@@ -314,7 +314,7 @@ class AsyncRolloutManager:
         for group in [group for group in self.ready_groups if self.staleness.too_old(self.staleness.age(group))]:
             await self._recorder.settled(attrs.evolve(group, outcome="dropped", reason="too old"))
             self._ledger.drop_ready([group], "too old")
-            self._report.length_bias.dropped(group.samples)
+            self._report.length_bias.dropped.add(1, group.samples)
 
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()

@@ -53,8 +53,6 @@ class Accounting:
 
 
 _TOTALS = ("sampled_tokens", "rollouts", "reward_sum", "rewarded")
-
-
 _MAX_REASONS = 200
 _OTHER_REASONS = "other reasons"
 

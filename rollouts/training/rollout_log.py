@@ -55,9 +55,8 @@ class RolloutLog(Protocol):
 class Recorder:
     """Reports the events of groups to the log of a run, and settled groups to ``on_group``, where the run has them."""
 
-    def __init__(self, rollout_log: RolloutLog | None, on_group: OnGroup | None) -> None:
-        self._log = rollout_log
-        self._on_group = on_group
+    def __init__(self, log: RolloutLog | None, on_group: OnGroup | None, stop: Callable[[Exception], None]) -> None:
+        self._log, self._on_group, self._stop = log, on_group, stop
 
     def taken(self, prompt: Prompt, data_buffer: DataBuffer) -> None:
         """Report that a prompt was taken from its buffer."""
@@ -73,7 +72,12 @@ class Recorder:
                 await self._log.settled(group, appended)
         if self._on_group is not None:
             name, on_group, seconds = f"recording with {function_name(self._on_group)}", self._on_group, _RECORD_SECONDS
-            await call_foreign(RolloutsError, name, on_group, group, seconds=seconds, kind="recording", shield=True)
+            try:
+                await call_foreign(RolloutsError, name, on_group, group, seconds=seconds, kind="recording", shield=True)
+            except RolloutsError as error:
+                if self._log is None:
+                    raise  # nothing has the group: it runs again
+                self._stop(error)  # the log has it: it counts, and the run ends
 
     def sealed(
         self, number: int, groups: Sequence[Group], metrics: Mapping[str, float], accounting: Accounting

@@ -82,6 +82,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/training/sample_validator.py": ("tests/training/test_rollout_attempt.py",),
     "rollouts/training/group_runner.py": (
         "tests/training/test_failures.py",
+        "tests/training/test_rollout_attempt.py",
         *_SEMANTICS,
     ),
     "rollouts/training/rollout_attempt.py": (

@@ -229,6 +229,7 @@ class Breaking(CalculatorEnvironment):
         return await super().step(reply)
 
     async def close(self) -> None:
+        await anyio.lowlevel.checkpoint()
         type(self).closed += 1
         await self._break("close")
 

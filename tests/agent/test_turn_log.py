@@ -18,6 +18,7 @@ import pytest
 
 from rollouts.agent import run_agent
 from rollouts.agent.turn_log import Turn, TurnLog, replayed
+from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, Resumable, SingleTurnEnvironment, ToolEnvironment, tool
@@ -137,6 +138,7 @@ async def test_an_episode_resumes_after_any_finished_turn(renderer: Renderer, af
     assert resumed.metrics["turns_before_resume"] == after
     assert resumed.metrics["tool_calls"] == whole.metrics["tool_calls"]
     assert Counting.started == started, "restored, not started"
+    assert len({turn.fields["session"] for turn in book.turns}) == 1, "the server has the prefix of its session"
     assert [turn.number for turn in book.turns] == list(range(1, TURNS)), (
         "later turns are logged after the earlier ones"
     )
@@ -293,14 +295,22 @@ def test_a_copy_of_a_prompt_has_no_log() -> None:
 class Refuses(Counting):
     """Its snapshot raises."""
 
+    waited: tuple[tuple[str, str], ...] = ()
+
+    async def start(self, prompt: Prompt) -> Sequence[Message]:
+        type(self).waited = ((waits()[-1].what, waits()[-1].kind),)
+        return await super().start(prompt)
+
     async def snapshot(self) -> dict[str, int]:
+        type(self).waited = (self.waited[0], (waits()[-1].what, waits()[-1].kind))
         raise OSError("no state today")
 
 
 async def test_a_failed_snapshot_does_not_fail_the_rollout(renderer: Renderer) -> None:
-    """Its turns are logged without a snapshot, and the failure is counted."""
+    """Its turns are logged without a snapshot, and the failure is counted; a wait for one is a step's."""
     book = Book()
     trajectory = await play(renderer, book, Refuses)
+    assert Refuses.waited == (("Refuses.start", "environment_start"), ("Refuses.snapshot", "environment_step"))
     assert trajectory.metrics["snapshot_failures"] == TURNS - 1
     assert not any(turn.resumable for turn in book.turns)
 

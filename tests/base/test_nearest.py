@@ -14,6 +14,7 @@ from rollouts.base.nearest import did_you_mean, nearest
         ("calclator", ["calculator", "calculator_grpo", "guess"], ["calculator"]),
         ("Batch-Size", ["batch_size", "batches"], ["batch_size"]),
         ("tool_error", ["tool_errors", "tool_calls"], ["tool_errors"]),
+        ("n_samples", ["sampler", "sampler_runs", "n_samples_per_prompt"], ["n_samples_per_prompt"]),
         ("x", ["run", "show"], []),
         ("run", [], []),
     ],

@@ -176,7 +176,7 @@ async def test_a_field_that_vanishes_is_caught(field: str, message: str) -> None
     """vLLM ignores fields that it does not know, so a proxy that drops or renames one would go unnoticed."""
     served = vllm_server(ignores=frozenset({field}), max_context=80)
     async with served as server, policy_at(server.url) as policy:
-        policy.servers.protocol.modes[server.url] = "processed"  # the probe would refuse some of these servers first
+        policy.servers.protocol.probed[server.url] = "processed"  # the probe would refuse some of these servers first
         greedy = attrs.evolve(SHORT, temperature=0, min_new_tokens=12)
         ids = await free_reply()
         with pytest.raises(EndpointRefused, match=message):
@@ -201,7 +201,7 @@ async def test_weights_of_nan_are_broken_numbers(server: VLLMServer, tmp_path: P
     save_file(broken, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
     await update_weights(endpoint_at(server.url), tmp_path / "nan", "nan")
     async with policy_at(server.url) as policy:
-        policy.servers.protocol.modes[server.url] = "processed"
+        policy.servers.protocol.probed[server.url] = "processed"
         with pytest.raises(BrokenNumbers, match="expected a finite logprob: the model computed NaN"):
             await policy.complete(CompletionRequest(PROMPT, SHORT))
     assert len(server.bodies) == 1

@@ -420,6 +420,7 @@ def test_every_flag_that_miles_reads_is_in_the_tables(miles_path: Path) -> None:
     assert flags - CHANGED.keys() - REFUSED.keys() - BY_CONSTRUCTION == set()
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("function", [None, "legacy", "newer", "Made"])
 def test_every_field_is_that_of_miles_own_function(bench: Bench, function: str | None, evaluation: bool) -> None:
@@ -429,6 +430,7 @@ def test_every_field_is_that_of_miles_own_function(bench: Bench, function: str |
     check_equal(ours, theirs)
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("flag", CHANGED)
 def test_a_flag_does_what_it_does_in_miles(bench: Bench, flag: str, evaluation: bool) -> None:
@@ -452,6 +454,7 @@ def test_dumps_of_miles_raise_no_alarm(bench: Bench, evaluation: bool, tmp_path:
     assert report.judged["text"] == report.rows >= 4
 
 
+@pytest.mark.parity("refused by name")
 @pytest.mark.parametrize("flag", [*REFUSED, *READ_ELSEWHERE])
 def test_a_flag_that_is_not_served_is_refused(bench: Bench, flag: str) -> None:
     """By its name, before the first request."""
@@ -462,6 +465,7 @@ def test_a_flag_that_is_not_served_is_refused(bench: Bench, flag: str) -> None:
     assert bench.router.requests == []
 
 
+@pytest.mark.parity("equal")
 def test_the_counters_of_speculative_decoding_are_kept(bench: Bench) -> None:
     """As in miles."""
     theirs, ours = bench.both(evaluation=False, sglang_speculative_algorithm="EAGLE")
@@ -469,6 +473,7 @@ def test_the_counters_of_speculative_decoding_are_kept(bench: Bench) -> None:
     assert ours.samples[0].spec_info.spec_accept_token_num == 3
 
 
+@pytest.mark.parity("refused by name")
 @pytest.mark.parametrize("field", ["generate_state", "hf_dir"])
 def test_an_evaluation_on_other_servers_is_refused(bench: Bench, field: str) -> None:
     """miles evaluates a checkpoint on separate servers."""
@@ -500,6 +505,7 @@ def test_the_data_source_reads_miles_own(miles_path: Path) -> None:
 # -- a teacher's most probable ids ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("weights", ["student_p", "teacher_p", "none"])
 def test_the_divergence_to_a_teacher_is_miles_own(weights: str, miles_path: Path) -> None:
     """Its reward function, fed with the same logprobs, computes our ``opd_reverse_kl``; its loss takes either alike."""

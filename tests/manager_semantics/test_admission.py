@@ -390,3 +390,18 @@ async def test_the_wait_for_a_slot_is_in_the_times_of_the_rollout() -> None:
         samples = await manager.generate_batch()
     spans = [[(span.activity, span.name) for span in sample.times] for sample in samples]
     assert spans == [[], [("queued", "a slot")]] * 3, "the second of each group of two"
+
+
+def test_the_time_between_two_requests_is_no_part_of_the_means_of_a_batch() -> None:
+    """12.17 Outside a stream, the means of the slots are those of the batch's own time."""
+
+    async def run() -> list[float]:
+        busy = []
+        async with manager_of(after(lambda prompt: 1), in_flight=4, over_sampling_factor=1) as manager:
+            for _ in range(2):
+                await manager.generate_batch()
+                busy.append(manager.metrics["slots/running"])
+                await anyio.sleep(1000)
+        return busy
+
+    assert on_virtual_clock(run) == pytest.approx([3, 3]), "six rollouts of a second in two seconds"

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, JournalError
-from rollouts.runs.journal import Columns, Entry, Journal, read_entry, read_journal
+from rollouts.runs.journal import Columns, Entry, Journal, TornTail, read_entry, read_journal
 
 
 def columns(length: int, *, logprobs: bool = True) -> Columns:
@@ -83,7 +83,7 @@ def test_any_plain_fields_come_back(tmp_path_factory: pytest.TempPathFactory, re
 def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_ones_and_goes_on(
     tmp_path: Path,
 ) -> None:
-    """An incomplete last record is cut and overwritten."""
+    """An incomplete last record is cut and overwritten; its place and size are said."""
     entries = written(tmp_path / "whole")
     segment = last_segment(tmp_path / "whole")
     data = segment.read_bytes()
@@ -95,6 +95,9 @@ def test_a_journal_cut_at_any_byte_of_its_last_three_records_gives_the_earlier_o
         whole = sum(end <= size for end in ends)
         assert [entry.fields["number"] for entry in read_journal(path)] == list(range(whole)), size
         with Journal(path) as journal:
+            start = ends[whole - 1]
+            torn = TornTail(segment.name, start, size - start, 0, "the last record is incomplete")
+            assert journal.torn == (None if size == start else torn)
             journal.append("group", {"number": "next"})
         assert [entry.fields["number"] for entry in read_journal(path)] == [*range(whole), "next"], size
 
@@ -344,3 +347,15 @@ def test_nothing_but_a_sync_waits_for_the_disk(tmp_path: Path) -> None:
         finally:
             journal.answers.set()
             syncing.join()
+
+
+async def test_a_sync_reaches_the_disk_also_while_everything_is_cancelled(tmp_path: Path) -> None:
+    """A run that stops writes its end; the costs of a run are bounds on the number of syncs."""
+    with Journal(tmp_path) as journal:
+        before = journal.syncs
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            journal.append("sample", {"number": 0})
+            await journal.sync()
+        assert journal.syncs == before + 1
+        assert [entry.fields["number"] for entry in read_journal(tmp_path)] == [0]

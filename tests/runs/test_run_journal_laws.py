@@ -204,6 +204,16 @@ async def test_the_first_turn_of_an_attempt_replaces_those_of_the_one_before(tmp
     assert lengths(history.read_turns(1)) == lengths(turns[:1])
 
 
+async def test_the_first_turn_of_a_conversation_of_a_play_discards_none(tmp_path: Path) -> None:
+    """2.2.1 The turns of the other conversations of the rollout stay before it."""
+    _, turns = played(0, 2)
+    both = [attrs.evolve(turn, fields={**turn.fields, "conversation": name}) for name in ("a", "b") for turn in turns]
+    with Journal(tmp_path) as journal:
+        await log_turns(RunJournal(journal), 0, both)
+    read = RunHistory.read(tmp_path).read_turns(0)
+    assert [(turn.fields["conversation"], turn.number) for turn in read] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+
+
 async def test_a_lost_attempt_discards_its_turns(tmp_path: Path) -> None:
     """2.3 Those of its rollout only."""
     sample, turns = played(0, 2)
@@ -436,7 +446,10 @@ async def test_a_settled_group_has_its_outcome_reason_and_rollouts(tmp_path: Pat
 
 
 async def test_the_totals_count_each_settled_group(tmp_path: Path) -> None:
-    """4.2 Rollouts, sampled tokens and rewards of each, and the reasons of those that were not kept."""
+    """4.2 Rollouts, sampled tokens and rewards of each, and the reasons of those that were not kept.
+
+    The sampler gets the rewards of the kept and dropped ones, as in the process that settled them.
+    """
     groups = [
         group_of(number, [some_sample(prompt_of(number, 2 * number + place), place) for place in (0, 1)], outcome, why)
         for number, (outcome, why) in enumerate([("kept", ""), ("dropped", "no spread"), ("failed", "no world")])
@@ -445,7 +458,9 @@ async def test_the_totals_count_each_settled_group(tmp_path: Path) -> None:
         for group in groups:
             await RunJournal(journal).settled(group)
     samples = [sample for group in groups for sample in group.samples]
-    totals = RunHistory.read(tmp_path).totals
+    history = RunHistory.read(tmp_path)
+    totals = history.totals
+    assert history.draws == [(number, None, list(groups[number].rollout_rewards)) for number in (0, 1)]
     assert totals.rollouts == totals.rewarded == 6
     assert totals.sampled_tokens == sum(sample.sampled_tokens for sample in samples)
     assert totals.reward_sum == sum(sample.reward or 0 for sample in samples)

@@ -245,7 +245,10 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         ("What is 2 + 2?", {}, "DataBuffer.prompts: got 'What is 2 + 2?'; expected"),
         ({"prompt": "a"}, {}, "DataBuffer.prompts: got {'prompt': 'a'}; expected"),
         (Path("d.jsonl"), {}, "DataBuffer.prompts: got a path, 'd.jsonl'; expected load_prompts(path)"),
-        ("d.jsonl", {}, "DataBuffer.prompts: got 'd.jsonl'; expected a list of prompts, or load_prompts(path)"),
+        *(
+            (f"d.{kind}", {}, f"DataBuffer.prompts: got 'd.{kind}'; expected a list of prompts, or load_prompts(path)")
+            for kind in ("jsonl", "json", "csv", "parquet")
+        ),
         (io.StringIO("a"), {}, "DataBuffer.prompts: got an open file; expected load_prompts(path)"),
         (None, {}, "DataBuffer.prompts: got None; expected a list of prompts"),
         (texts, {}, "DataBuffer.prompts: got <function texts"),

@@ -32,6 +32,7 @@ from rollouts.testing.policy import ScriptedPolicy
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, RolloutConfig, Sample
 from rollouts.training.failures import FailurePolicy, FailureStats, same_cause
 from rollouts.training.metrics import Accounting
+from tests.manager_semantics.test_admission import on_virtual_clock
 from tests.stored_runs import some_sample
 
 
@@ -106,11 +107,17 @@ async def test_a_step_that_answers_nonsense_is_a_failed_step() -> None:
     assert trajectory.failure.cause == "environment_step"
 
 
-async def test_each_cause_has_its_own_number_of_attempts() -> None:
-    """The endpoint is tried four times, the rest as max_attempts says."""
+def test_each_cause_has_its_own_number_of_attempts() -> None:
+    """The endpoint is tried four times, with the policy's pauses between them; the rest as max_attempts says."""
     generate = Recorded(lambda prompt, tries: EndpointUnavailable("down") if prompt.index == 1 and tries < 4 else None)
-    manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=4)}, max_attempts=1)
-    await manager.generate_batch()
+    manager = manager_for(generate, {"endpoint": FailurePolicy(attempts=4, backoff_seconds=2)}, max_attempts=1)
+
+    async def run() -> float:
+        began = anyio.current_time()
+        await manager.generate_batch()
+        return anyio.current_time() - began
+
+    assert (2 + 4 + 8) / 2 <= on_virtual_clock(run) <= 2 + 4 + 8
     assert generate.calls.count((1, 0)) == 4
     assert manager.accounting.failed == 0
     assert manager.metrics["lost/endpoint"] == 3
@@ -203,6 +210,27 @@ async def test_a_group_is_filled_only_if_enough_of_it_is_sound(sound: int, kept:
     samples = await manager.generate_batch()
     assert (0 in {sample.group_index for sample in samples}) is kept
     assert manager.accounting.failed == (0 if kept else 1)
+
+
+async def test_a_group_that_cannot_be_sound_enough_waits_for_none_of_its_rollouts() -> None:
+    """Two of four are lost and three must be sound: the other two are cancelled while they run."""
+    failures = {"generate": FailurePolicy(attempts=1, replacements=1, min_sound=3)}
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        (prompt,) = prompts
+        assert prompt.index is not None
+        await anyio.lowlevel.checkpoint()
+        if prompt.index < 2:
+            raise OSError("no")
+        if prompt.index < 4:
+            await anyio.sleep_forever()
+        return [some_sample(prompt, seed=0)]
+
+    sizes = {"batch_size": 2, "n_samples_per_prompt": 4, "over_sampling_factor": 1.0}
+    settings = RolloutConfig(generate_fn=generate, failures=failures, **sizes)
+    with anyio.fail_after(20):
+        batch = await AsyncRolloutManager(settings, DataBuffer(["a", "b", "c", "d"])).generate_batch()
+    assert 0 not in {sample.group_index for sample in batch}
 
 
 async def test_one_cause_may_stop_the_run_while_others_drop_the_group() -> None:

@@ -10,6 +10,7 @@ from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.ledger import Ledger
+from rollouts.training.manager_state import ManagerState
 from rollouts.training.types import Group, Outcome
 from tests.stored_runs import some_sample
 
@@ -55,6 +56,20 @@ def test_a_prompt_that_is_put_back_comes_out_again_with_its_finished_rollouts() 
     assert taken(ledger) == prompt
     assert ledger.restarted == {0}
     assert list(ledger.finished_rollouts[0]) == [1]
+
+
+def test_a_restored_ledger_goes_on_where_the_saved_one_was() -> None:
+    """Its counts, finished rollouts and failed attempts are the same, and its group in flight was returned."""
+    ledger = ledger_of("kept", "dropped")
+    prompt = taken(ledger)
+    ledger.finished_rollouts[2][1] = [some_sample(prompt, 1)]
+    ledger.failed_attempts[5] = 2
+    restored = Ledger(DataBuffer(["a", "b", "c"], epochs=2))
+    restored.restore(ManagerState.load(ledger.state(batches=0), restored.data_buffer))
+    assert str(restored.accounting) == "3 prompts taken = 0 in batch + 1 dropped + 0 failed + 1 returned + 1 ready"
+    assert restored.totals.to_dict() == ledger.totals.to_dict()
+    assert (restored.failed_attempts, list(restored.finished_rollouts[2])) == ({5: 2}, [1])
+    assert restored.ready == ledger.ready
 
 
 @pytest.mark.parametrize("end", ["seal", "drop"])

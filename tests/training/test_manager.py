@@ -62,6 +62,27 @@ async def test_generation_goes_on_while_the_caller_trains() -> None:
         assert manager.metrics["idle/generator_seconds"] >= 0
 
 
+async def test_a_group_that_is_dropped_while_the_caller_trains_is_replaced() -> None:
+    """At once, and not with the next request."""
+
+    async def keeps(samples: Sequence[Sample]) -> bool:
+        return samples[0].group_index != 3
+
+    policy = Policy()
+    policy.delayed[3] = anyio.Event()
+    manager = manager_of(policy)
+    manager = AsyncRolloutManager(attrs.evolve(manager.config, filter_fn=keeps), manager.data_buffer)
+    async with manager, aclosing(manager.stream()) as batches:
+        await anext(batches)
+        await settled()
+        assert (manager.accounting.ready, manager.accounting.in_flight) == (5, 1)
+        policy.delayed[3].set()
+        with anyio.fail_after(20):
+            while manager.accounting.in_flight:
+                await checkpoint()
+        assert (manager.accounting.ready, manager.accounting.dropped) == (6, 1)
+
+
 async def test_outside_the_stream_no_group_starts_without_a_request() -> None:
     """After the stream is closed, groups start only when a batch is requested."""
     async with manager_of(Policy(), ahead=1) as manager:

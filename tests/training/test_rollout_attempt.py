@@ -27,7 +27,7 @@ from rollouts.base.storable import to_json
 from rollouts.dtypes import Endpoint, Image, ImageSpan, Message, Prompt, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, StepResult
-from rollouts.errors import ConfigError, TokenMismatchError
+from rollouts.errors import ConfigError, GenerateFailure, TokenMismatchError
 from rollouts.inference.sglang import SGLangPolicy
 from rollouts.renderer import renderer_for
 from rollouts.testing.policy import ScriptedPolicy
@@ -42,7 +42,7 @@ from rollouts.training import (
     generate_rollout_batch,
 )
 from rollouts.training.rollout_attempt import attempt
-from rollouts.training.sample_validator import pack_lossy
+from rollouts.training.sample_validator import pack_lossy, pack_or_fail
 from tests.stored_runs import some_sample
 
 BAD = 0
@@ -100,6 +100,9 @@ async def failure_of(**functions: Any) -> str:
     (bad,) = [group for group in await settled(**functions) if group.outcome == "failed"]
     assert bad.group_index == BAD
     assert all(sample.group_index == BAD and sample.index in (0, 1) for sample in bad.samples)
+    assert bad.reason in {
+        f"{sample.failure.kind}: {sample.failure.message}" for sample in bad.samples if sample.failure
+    }
     return bad.reason
 
 
@@ -397,6 +400,17 @@ async def test_values_that_cannot_be_stored_cost_one_group(place: str, change: A
     """1e39 is infinite in a trainer's float32, means overflow for 1e308, and no decoder reads a map as a key."""
     hostile, who = PLACES[place]
     assert (await failure_of(**hostile(change))).startswith(f"{who.replace(': ', ': after ', 1)}: {message}")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_that_fit_are_stored_as_they_are(sign: int) -> None:
+    """A float32 of a trainer, and a count of 53 bits; a larger count is a float, as JSON's readers take it."""
+    sample = some_sample(Prompt("?", group_index=0, index=0), 0)
+    largest, count = sign * float(np.finfo(np.float32).max), sign * (2**53 - 1)
+    sample.reward, sample.metrics = largest, {"count": count, "more": count + sign}
+    pack_or_fail([sample], GenerateFailure, "test")
+    assert (sample.reward, sample.metrics["count"]) == (largest, count)
+    assert [type(sample.metrics[name]) for name in ("count", "more")] == [int, float]
 
 
 async def test_a_reward_that_fits_no_column_costs_one_group() -> None:

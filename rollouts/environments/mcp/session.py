@@ -244,13 +244,12 @@ class McpSession:
         raise SessionOver(f"MCP server {self.server.name!r} ended during a call")
 
     def _classified(self, error: Exception) -> Exception:
+        """The error for the caller; one of the SDK about a single answer, e.g. a malformed one, ends no session."""
         code = getattr(getattr(error, "error", None), "code", None)
-        if code is None and not isinstance(error, RuntimeError):
+        if code in _OVER or isinstance(error, _STREAM_ERRORS):
             self._closing.set()
-            return SessionOver(f"MCP server {self.server.name!r}: {_innermost(error)}")
-        if code in _OVER:
-            self._closing.set()
-            return SessionOver(f"MCP server {self.server.name!r} ended during a call: {error}")
+            why = f" ended during a call: {error}" if code in _OVER else f": {_innermost(error)}"
+            return SessionOver(f"MCP server {self.server.name!r}{why}")
         if code == _TIMED_OUT:
             return ToolRefused(f"no answer within {self.server.call_seconds:g} s")
         return ToolRefused(str(error))
@@ -258,6 +257,7 @@ class McpSession:
 
 _OVER = (-32000, 32600)
 """Codes that the SDK itself creates: the connection is closed; the server no longer knows the HTTP session."""
+_STREAM_ERRORS = (anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream, OSError)
 _TIMED_OUT = 408
 
 

@@ -57,6 +57,8 @@ def constraint_of_servers(fields: Fields, counts: Counts) -> list[Constraint]:
     Raises:
         ApiError: a field has a wrong type.
     """
+    if fields.value.keys().isdisjoint((*_SERVERS, "structured_outputs")):
+        return []
     found = [_constraint(fields, name, name, kind) for name, kind in _SERVERS.items()]
     structured = fields.object("structured_outputs")
     if structured is not None:

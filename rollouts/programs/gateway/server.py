@@ -302,13 +302,19 @@ class Gateway:
         return response
 
     async def _stream(self, http: web.BaseRequest, response: web.StreamResponse, call: _Call) -> None:
+        done = anyio.Event()
+
+        async def run() -> None:
+            await call.run()
+            done.set()
+
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call.run)
+            tasks.start_soon(run)
             seconds = self._head_seconds
-            while not call.done.is_set():
+            while not done.is_set():
                 with anyio.move_on_after(seconds):
-                    await call.done.wait()
-                if not call.done.is_set() and not await _written(http, response, call.wire.PING):
+                    await done.wait()
+                if not done.is_set() and not await _written(http, response, call.wire.PING):
                     tasks.cancel_scope.cancel()
                     return
                 seconds = self._ping_seconds
@@ -430,7 +436,6 @@ class _Call:
     request: CallRequest
     lineage: Mapping[str, str]
     attempt: int
-    done: anyio.Event = attrs.field(factory=anyio.Event)
     replies: Sequence[CallReply] = ()
     delivered: bool = False
     """Whether the whole answer was written to the client's connection."""
@@ -449,7 +454,6 @@ class _Call:
                     self.answer = encoded(wire.answer(request, self.replies))
         except ApiError as error:
             self.error = error
-        self.done.set()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -526,6 +530,12 @@ def _size_of(http: web.BaseRequest, most: int) -> int:
 
 async def _body_of(http: web.BaseRequest, opened: _Opened) -> bytes:
     body = bytearray()
+    if http.content.is_eof():  # all of it came with the head, as most bodies do: there is nothing to wait for
+        while not http.content.at_eof():
+            body += http.content.read_nowait()
+        if len(body) > opened.max_body:
+            raise _too_large(len(body), opened.max_body)
+        return bytes(body)
     with anyio.move_on_after(opened.read_seconds) as late:
         if "100-continue" in http.headers.get("Expect", "").lower():
             await http.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

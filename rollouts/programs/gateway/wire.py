@@ -334,6 +334,8 @@ def stops(fields: Fields, name: str) -> tuple[str, ...]:
 
 def sampling_of(fields: Fields) -> dict[str, Any]:
     """The sampling parameters of a request, which the parameters of the run replace."""
+    if fields.value.keys().isdisjoint(SAMPLING):
+        return {}
     given = {name: fields.value[name] for name in SAMPLING if fields.value.get(name) is not None}
     for name, value in given.items():
         if name == "logit_bias":

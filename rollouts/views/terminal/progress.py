@@ -26,7 +26,6 @@ from rollouts.runs.run import RunResult
 from rollouts.runs.writer import RunWriter
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
-from rollouts.views.terminal.advice import AFTER, slots_advice
 from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration, line_of_users, waiting_lines
 
@@ -42,6 +41,8 @@ _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 5.0
 _TREND = 6
 """Batches whose mean reward the display shows."""
+_BATCHES, _GROUPS = 3, 16
+"""The batches of a run, or the groups that it dropped, before its advice."""
 
 
 @attrs.define(eq=False)
@@ -60,12 +61,13 @@ class Progress:
     config: RolloutConfig | None = attrs.field(default=None, init=False)
     """Of the run; for its advice."""
     _first: list[Mapping[str, float]] = attrs.field(factory=list, init=False)
+    _advised: bool = attrs.field(default=False, init=False)
     kept_before: int = attrs.field(default=0, init=False)
     """Groups that an earlier process of this run kept."""
 
     def say(self, text: str | Text, style: str = "dim") -> None:
-        """Print a line that stays; if the output is closed or full, the run is the same without it."""
-        if self.quiet:
+        """Print a line that stays, unless it is empty; a closed or full output changes nothing in the run."""
+        if self.quiet or not text:
             return
         with contextlib.suppress(OSError, ValueError, SystemExit):  # rich raises SystemExit where its pipe is closed
             self.console.print(Text(visible(text), style) if isinstance(text, str) else text, soft_wrap=True)
@@ -74,12 +76,13 @@ class Progress:
         """Print the metrics of a batch."""
         self.say(batch_line(numbers, self.rewards[-1] if self.rewards else None))
         self.rewards.append(numbers.get("reward/mean", 0.0))
-        if self.config is None or len(self._first) == AFTER:
+        if self.config is None or len(self._first) == _BATCHES:
             return
         self._first.append(numbers)
-        advice = slots_advice(self.config, self._first) if len(self._first) == AFTER else None
-        if advice is not None:
-            self.say(advice, "yellow")
+        if len(self._first) == _BATCHES:
+            from rollouts.views.terminal.advice import slots_advice  # here: most runs have fewer batches
+
+            self.say(slots_advice(self.config, self._first), "yellow")
 
     def blocked(self, stall: Stall) -> None:
         """Name code of a user that blocks the event loop; called from a thread, while it does."""
@@ -87,6 +90,16 @@ class Progress:
             text = f"the event loop is blocked, {stall.seconds:.1f} s so far, and every rollout waits: "
             expected = "expected await, or anyio.to_thread.run_sync for a call that blocks"
             self.say(f"{text}{line_of_users(stall.place)}; {expected}", "yellow")
+
+    def advise(self, manager: AsyncRolloutManager) -> None:
+        """Say once that nearly all of the first groups were dropped, long before the run stops for it."""
+        counts = manager.accounting
+        if self._advised or counts.dropped < max(_GROUPS, 8 * (counts.in_batch + counts.ready)):
+            return
+        self._advised = True
+        from rollouts.views.terminal.advice import unkept_advice  # here: most runs keep more groups
+
+        self.say(unkept_advice(manager), "yellow")
 
     async def watch(self, manager: AsyncRolloutManager, *, batches: int) -> None:
         """Display the state of a run until cancelled."""
@@ -97,6 +110,7 @@ class Progress:
         if not self.console.is_terminal:
             while True:
                 await anyio.sleep(_LINE_SECONDS)
+                self.advise(manager)
                 self.console.print(Text(plain_line(manager, batches=batches, progress=self)), soft_wrap=True)
 
         def drawn() -> Panel:
@@ -105,6 +119,7 @@ class Progress:
         with Live(drawn(), console=self.console, auto_refresh=False, transient=True) as live:
             while True:
                 await anyio.sleep(_REDRAW_SECONDS)
+                self.advise(manager)
                 live.update(drawn(), refresh=True)
 
 

@@ -10,7 +10,7 @@ import sys
 import anyio
 import PIL.Image
 from mcp.server.fastmcp import FastMCP, Image
-from mcp.types import EmbeddedResource, TextResourceContents
+from mcp.types import CallToolRequest, EmbeddedResource, EmptyResult, ServerResult, TextResourceContents
 
 server = FastMCP("tools", stateless_http=False)
 _count = 0
@@ -73,9 +73,25 @@ def end() -> str:
 
 
 @server.tool()
+def garble() -> str:
+    """Its result is malformed."""
+    return ""
+
+
+@server.tool()
 def pid() -> str:
     """The server's process."""
     return str(os.getpid())
+
+
+_answer = server._mcp_server.request_handlers[CallToolRequest]
+
+
+async def _answer_or_garble(request: CallToolRequest) -> ServerResult:
+    return ServerResult(EmptyResult()) if request.params.name == "garble" else await _answer(request)
+
+
+server._mcp_server.request_handlers[CallToolRequest] = _answer_or_garble
 
 
 def main() -> None:

@@ -130,6 +130,18 @@ async def test_errors_of_a_tool_go_to_the_model() -> None:
     await environment.close()
 
 
+async def test_an_answer_that_cannot_be_read_costs_its_call(server: McpServer) -> None:
+    """The SDK refuses it without a code; the session goes on, with the state that it has."""
+    environment = McpEnvironment(server)
+    await environment.start(Prompt("Well?"))
+    answered = await step(environment, ("count", {}), ("garble", {}), ("count", {}))
+    texts = [message.content for message in answered.messages]
+    assert (texts[0], texts[2]) == ("1", "2")
+    assert texts[1].startswith("Error: 1 validation error for CallToolResult")
+    assert answered.metrics == {"tool_errors": 1}
+    await environment.close()
+
+
 async def test_own_tools_are_offered_with_those_of_servers() -> None:
     """A subclass has both."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from rollouts.dtypes import Prompt, Tool
 from rollouts.environments.mcp import McpEnvironment, McpServer
+from rollouts.environments.mcp.session import McpSession, SessionOver, ToolRefused
 
 
 class Broken:
@@ -82,3 +83,30 @@ async def test_a_user_that_is_cancelled_gives_its_shared_session_back() -> None:
     assert not session.closed
     await server.give_back(session)
     assert session.closed
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("1 validation error for CallToolResult"), ToolRefused),
+        (RuntimeError("Invalid structured content returned by tool add"), ToolRefused),
+        (KeyError("isError"), ToolRefused),
+        (anyio.ClosedResourceError(), SessionOver),
+        (anyio.BrokenResourceError(), SessionOver),
+        (anyio.EndOfStream(), SessionOver),
+        (ConnectionError("no answer within 1 s, and none to a ping"), SessionOver),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_only_the_end_of_its_streams_ends_a_session(error: Exception, kind: type[Exception]) -> None:
+    """An answer that the SDK cannot read costs its call: the episode keeps its session."""
+    server: Any = McpServer(command=("true",))
+    session: Any = McpSession(server, portal=None)
+    session._client = object()
+
+    async def fails() -> None:
+        raise error
+
+    with pytest.raises(kind):
+        await session._run_cancellable(fails)
+    assert session._closing.is_set() is (kind is SessionOver)

@@ -1,7 +1,8 @@
 """A stand-in for the package ``e2b``: sandboxes in which nothing runs but a scripted coding agent.
 
 slime's example ``coding_agent_rl`` uses it unmodified. The agent is the command that the harness starts; it talks to
-the example's adapter over HTTP, as a real one does.
+the example's adapter over HTTP, as a real one does. The example keeps one adapter for the life of its process, which
+asks the server that its first call named: here it ends with its sandboxes, so that each test has one for its server.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ async def converse(url: str, token: str) -> None:
 
 @contextlib.contextmanager
 def sandboxes(folder: Path) -> Iterator[None]:
-    """Let ``e2b`` be this module, and set what the example reads from the environment."""
+    """Let ``e2b`` be this module, and set what the example reads from the environment; at the end, stop its adapter."""
     archive = folder / "archive.tar"
     archive.write_bytes(b"")
     names = ("e2b", "e2b.sandbox", "e2b.sandbox.commands", "e2b.sandbox.commands.command_handle")
@@ -115,7 +116,20 @@ def sandboxes(folder: Path) -> Iterator[None]:
     try:
         with patch.dict(os.environ, environment):
             yield
-    finally:  # only these: patch.dict would also remove every module that was first imported here
+    finally:
+        _stop_adapter()
+        # only these: patch.dict would also remove every module that was first imported here
         for name in names:
             del sys.modules[name]
         sys.modules.update(real)
+
+
+def _stop_adapter() -> None:
+    module = sys.modules.get("examples.coding_agent_rl.generate")
+    if module is None:
+        return
+    kind = vars(module)["_AdapterService"]
+    service = kind._instances.pop(kind, None)
+    if service is not None:
+        service.app_handle.stop()
+        service.app_handle.loop.close()

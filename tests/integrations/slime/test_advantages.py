@@ -139,6 +139,7 @@ def test_slimes_trainer_computes_them(parts: int, slime_path: Path, manager_clas
         assert parts > 1 or found[position] == expected
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.extra
 def test_grpo_by_either_path_is_the_same(slime_path: Path, manager_class: Any, tmp_path: Path) -> None:
     """The estimator of :mod:`rollouts.training.credit` against slime's own normalisation and computation."""

@@ -204,6 +204,7 @@ def played(
     return sorted(found, key=lambda values: (values["index"], values["tokens"], values["reward"] or 0.0))
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("example", FLAGS)
 def test_an_example_gives_the_same_samples(
@@ -274,6 +275,7 @@ OURS: dict[str, tuple[Callable[[str, Path], Recipe], Callable[[Recipe, Prompt], 
 """The recipe, slime's prompt for a prompt of the recipe, and other flags."""
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("example", OURS)
 def test_our_recipe_gives_the_same_tokens_as_the_example(
     server: tuple[JsonServer, Namespace], example: str, tmp_path: Path

@@ -116,6 +116,7 @@ async def one_request(args: Any, sample: Any, sampling_params: dict[str, Any]) -
     return filled(sample, **columns, rollout_log_probs=[-0.5] * len(tokens), status=ended)
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize(
     ("flags", "left_over"),
     [
@@ -139,6 +140,7 @@ def test_a_default_launch_has_no_stale_token_and_leaves_no_request(
     assert bool(served.weights.slow) is left_over
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize(
     "path",
     ["slime.rollout.sglang_rollout.generate_rollout", "rollouts.integrations.slime.generate_rollout_batch"],

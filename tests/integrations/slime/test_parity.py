@@ -262,6 +262,7 @@ def sees_all(args: Any, groups: list[Any], get_samples: Any) -> None:
 # -- every field ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("function", [None, f"{HERE}.custom"], ids=["default", "custom generate"])
 def test_every_field_is_that_of_slimes_own_function(bench: Bench, function: str | None, evaluation: bool) -> None:
@@ -272,6 +273,7 @@ def test_every_field_is_that_of_slimes_own_function(bench: Bench, function: str 
         assert {sample.another_attribute for sample in ours.samples} == {"kept"}
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 def test_slimes_dashboards_have_the_same_keys(bench: Bench, evaluation: bool) -> None:
     """Every metric that slime computes from samples exists, and metrics that measure no time are equal."""
@@ -292,6 +294,7 @@ def test_slimes_dashboards_have_the_same_keys(bench: Bench, evaluation: bool) ->
     assert ours["request/e2e_latency/mean"] == 0.25
 
 
+@pytest.mark.parity("equal")
 def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
     """Its reward function returns the teacher's reply; its post-processing puts the logprobs on the samples."""
     module = "slime.rollout.on_policy_distillation"
@@ -317,6 +320,7 @@ def test_slimes_own_distillation_gets_its_teacher(bench: Bench) -> None:
 OF_DATA: dict[str, Any] = {"dump_details": None, "rollout_max_prompt_len": None, "rollout_shuffle": False}
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
 def test_a_read_only_source_is_asked_for_waves(bench: Bench, slimes: bool) -> None:
     """With over-sampling, in calls with other flags each: whole batches, requests of one size, and a silent end."""
@@ -343,6 +347,7 @@ def falls_back(args: Any, group: list[Any], **_: Any) -> Any:
     return records().filter_output(keep=False, reason="no spread", keep_when_insufficient=True)
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("slimes", [True, False], ids=["slime", "ours"])
 def test_a_filter_that_falls_back_starts_no_further_wave(bench: Bench, slimes: bool) -> None:
     """``keep_when_insufficient``: of five groups for a batch of three, two are dropped and three kept, in each call."""
@@ -389,6 +394,7 @@ async def ranks(args: Any, given: Any, **_: Any) -> Any:
     return kinds[args.kind]([float(sample.index % 2) for sample in given])
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("function", ["without_logprobs", "marked_failed"])
 def test_what_slime_trains_of_a_custom_function_is_trained(bench: Bench, manager_class: Any, function: str) -> None:
     """Samples without logprobs, and samples with the status FAILED: equal samples and equal train data."""
@@ -398,6 +404,7 @@ def test_what_slime_trains_of_a_custom_function_is_trained(bench: Bench, manager
     check_train_data(manager_class, bench, ours, theirs, **flags)
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("group_rm", [False, True], ids=["fan-out", "group"])
 @pytest.mark.parametrize("kind", ["array", "generator", "tensor"])
 def test_rewards_of_a_list_have_slimes_effect(bench: Bench, manager_class: Any, kind: str, group_rm: bool) -> None:
@@ -421,6 +428,7 @@ def spans(sample: Any) -> list[tuple[Any, ...]]:
     return [(event["name"], begun.get(event.get("parent_span_id"), {}).get("name")) for event in begun.values()]
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("flags", [{}, {"group_rm": True}], ids=["reward", "group reward"])
 def test_the_trace_has_slimes_spans(bench: Bench, flags: dict[str, Any]) -> None:
     """Of the group, the rollout, its requests and the reward, one in the other as in slime."""
@@ -429,6 +437,7 @@ def test_the_trace_has_slimes_spans(bench: Bench, flags: dict[str, Any]) -> None
     assert ("generate_and_rm", "generate_and_rm_group") in spans(ours.samples[0])
 
 
+@pytest.mark.parity("equal")
 def test_the_trace_of_an_evaluation_has_slimes_spans(bench: Bench) -> None:
     """Of the rollout, its requests and the reward; none of a group."""
     theirs, ours = bench.both(evaluation=True)
@@ -447,6 +456,7 @@ async def in_which_loop(args: Any, sample: Any, **_: Any) -> float:
 LOOPS: set[asyncio.AbstractEventLoop] = set()
 
 
+@pytest.mark.parity("equal")
 def test_one_event_loop_serves_every_function(bench: Bench) -> None:
     """slime's functions and ours, in training and in evaluation, before and after a change of flags."""
     slimes = importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
@@ -459,6 +469,7 @@ def test_one_event_loop_serves_every_function(bench: Bench) -> None:
     assert {importlib.import_module("slime.utils.async_utils").get_async_loop().loop} == LOOPS
 
 
+@pytest.mark.parity("equal")
 def test_a_remote_reward_survives_changed_flags(bench: Bench) -> None:
     """slime keeps one HTTP session for it: no request is sent twice, also with slime's evaluation in the launch."""
     asked: list[str] = []
@@ -506,6 +517,7 @@ class Varied(Source):
         return groups
 
 
+@pytest.mark.parity("equal")
 def test_each_sample_of_a_group_has_its_own_prompt(bench: Bench) -> None:
     """Prompt, label and metadata of a rollout are its own sample's, also where siblings have others."""
     theirs, ours = bench.both(evaluation=False, source=Varied)
@@ -531,6 +543,7 @@ class Begun(Source):
         return groups
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("flags", [(), ("partial_rollout",), ("partial_rollout", "mask_offpolicy_in_partial_rollout")])
 def test_a_sample_with_ids_is_continued_from_them(bench: Bench, flags: tuple[str, ...]) -> None:
     """The text of the prompt is not encoded: requests have exactly the ids that the data source gave."""
@@ -559,6 +572,7 @@ class Scored(Source):
         return groups
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("source", [Typed, Scored])
 def test_a_sample_may_name_its_own_reward(bench: Bench, source: type[Source]) -> None:
     """By ``rm_type`` of its metadata or by its field; the launch then needs no flag of a reward."""
@@ -571,6 +585,7 @@ async def whole(args: Any, sample: Any, **_: Any) -> Any:
     return sample.group_index or 0
 
 
+@pytest.mark.parity("equal")
 def test_a_reward_keeps_its_type(bench: Bench) -> None:
     """slime's metrics of groups without spread have the reward in their names: ``count_1``, not ``count_1.0``."""
     both = bench.both(evaluation=False, custom_rm_path=f"{HERE}.whole")
@@ -590,6 +605,7 @@ async def branches(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     return pair
 
 
+@pytest.mark.parity("equal")
 def test_a_data_sets_own_reward_gets_one_sample(bench: Bench) -> None:
     """A rollout that fans out is scored as a list by ``--custom-rm-path`` only."""
     fields = {"custom_generate_function_path": f"{HERE}.branches", "custom_rm_path": f"{HERE}.of_one"}
@@ -688,6 +704,7 @@ def test_every_field_of_a_given_sample_is_in_the_table(slime_path: Path) -> None
     assert GIVEN.keys() == records().sample.__dataclass_fields__.keys()
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("field", GIVEN)
 def test_a_field_of_a_given_sample_has_slimes_effect(bench: Bench, manager_class: Any, field: str) -> None:
     """Equal requests, equal samples, equal train data, for a data source that sets the field."""
@@ -745,6 +762,7 @@ WRITERS: dict[str, Any] = {
 """The functions of a launch that get samples, each writing every field of them."""
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("reward_key", [None, "score"], ids=["number", "dict"])
 @pytest.mark.parametrize("flag", WRITERS)
 def test_what_a_function_writes_is_what_is_trained(
@@ -946,6 +964,7 @@ def test_every_flag_that_slime_reads_is_in_the_tables(slime_path: Path) -> None:
     assert read_by_slime(slime_path, "dataset_cfg") == FIELDS.keys() | REFUSED_FIELDS.keys() | METHODS
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("flag", CHANGED)
 def test_a_flag_does_what_it_does_in_slime(bench: Bench, flag: str, evaluation: bool) -> None:
@@ -958,6 +977,7 @@ def test_a_flag_does_what_it_does_in_slime(bench: Bench, flag: str, evaluation: 
         assert all("X-SMG-Routing-Key" in request.headers for request in bench.router.requests)
 
 
+@pytest.mark.parity("refused by name")
 @pytest.mark.parametrize("flag", REFUSED)
 def test_a_flag_that_is_not_served_is_refused(bench: Bench, flag: str) -> None:
     """By its name, before the first request."""
@@ -966,6 +986,7 @@ def test_a_flag_that_is_not_served_is_refused(bench: Bench, flag: str) -> None:
     assert bench.router.requests == []
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_of_a_data_set_does_what_it_does_in_slime(bench: Bench, field: str) -> None:
     """Equal requests, equal samples, equal rewards."""
@@ -974,6 +995,7 @@ def test_a_field_of_a_data_set_does_what_it_does_in_slime(bench: Bench, field: s
     check_equal(ours, theirs)
 
 
+@pytest.mark.parity("refused by name")
 @pytest.mark.parametrize("field", REFUSED_FIELDS)
 def test_a_field_of_a_data_set_that_is_not_served_is_refused(bench: Bench, field: str) -> None:
     """With the name of the data set."""

@@ -125,6 +125,7 @@ def test_slimes_own_tests_pass_with_our_paths(slime_path: Path, file: str, flags
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
 
 
+@pytest.mark.parity("equal")
 def test_slime_converts_our_batches(manager_class: Any) -> None:
     """Conversion and split run through; rewards, masks and ids are what the contract says."""
     launch = Launch(batch_size=4, n=2)
@@ -217,6 +218,7 @@ def test_the_launch_yaml_names_keys_that_are_read(slime_path: Path, task: str) -
     assert callable(getattr(importlib.import_module(module), function))
 
 
+@pytest.mark.parity("equal")
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
 def test_ids_and_inputs_of_images_are_those_of_slimes_own_function(
     name: str, slime_path: Path, small_tokenizer_folder: Callable[[str], Path]

@@ -93,6 +93,9 @@ def test_a_saved_state_continues_through_json(name: str, size: int, steps: int, 
     second = DataBuffer(rows(size), seed=seed, sampler=SAMPLERS[name]())
     state = first.save_state()
     second.load_state(type(state).from_dict(json.loads(json.dumps(state.to_dict()))))
+    assert first.sampler is not None
+    assert second.sampler is not None
+    assert bytes_of(second.sampler) == bytes_of(first.sampler)
     first.load_state(state)
     one, other = (played(buffer, 60, random.Random(1)) for buffer in (first, second))
     assert one == other

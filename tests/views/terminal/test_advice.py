@@ -26,9 +26,9 @@ def test_the_advice_names_the_share_the_setting_and_its_price() -> None:
 @pytest.mark.parametrize("busy", [0.5, 0.9])
 def test_a_busy_run_gets_no_advice(busy: float) -> None:
     """Nor does a run of single rollouts, or one without the figure."""
-    assert slots_advice(config(), [{}, {"slots/busy": busy}, {"slots/busy": busy}]) is None
-    assert slots_advice(config(n_samples_per_prompt=1), [{}, {"slots/busy": 0.1}]) is None
-    assert slots_advice(config(), [{}, {}, {}]) is None
+    assert slots_advice(config(), [{}, {"slots/busy": busy}, {"slots/busy": busy}]) == ""
+    assert slots_advice(config(n_samples_per_prompt=1), [{}, {"slots/busy": 0.1}]) == ""
+    assert slots_advice(config(), [{}, {}, {}]) == ""
 
 
 def test_the_advice_holds_when_it_is_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import itertools
 import os
@@ -21,12 +22,12 @@ from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import listed_pause
 from rollouts.concurrency.stalls import Stall, StallWatch, _is_script
 from rollouts.dtypes import Prompt, Tool
-from rollouts.errors import EnvironmentFailure, at
+from rollouts.errors import EnvironmentFailure, FilterFailure, at
 from rollouts.runs.folder import read_rows
 from rollouts.runs.run import run
 from rollouts.runs.writer import RunStatus, RunWriter
 from rollouts.testing.random_replies import schema_problems
-from rollouts.training import AsyncRolloutManager, Sample
+from rollouts.training import AsyncRolloutManager, DataBuffer, RolloutConfig, Sample, check_reward_nonzero_std
 from rollouts.training.metrics import RunMetrics
 from rollouts.views.terminal.progress import (
     Progress,
@@ -38,7 +39,7 @@ from rollouts.views.terminal.progress import (
 from rollouts.views.terminal.tables import failure_kinds, failures_table, groups_table, samples_table
 from rollouts.views.terminal.untrained import untrained_line
 from rollouts.views.terminal.waiting import duration
-from tests.manager_semantics.world import answer_at_once, manager_of, points
+from tests.manager_semantics.world import answer_at_once, manager_of, points, sample_for
 from tests.runs.test_run import a_recipe
 from tests.stored_runs import store_run
 
@@ -199,6 +200,36 @@ async def test_the_time_left_is_that_at_the_pace_of_this_process(manager: AsyncR
 async def test_after_the_last_batch_the_line_says_so(manager: AsyncRolloutManager) -> None:
     """No batch is being filled."""
     assert f"{manager.batches} of {manager.batches} batches are full: " in plain_line(manager, batches=manager.batches)
+
+
+@pytest.mark.parametrize(("reward", "said"), [(0.0, True), (None, False)])
+async def test_a_run_that_keeps_hardly_a_group_says_so_once_and_early(reward: float | None, said: bool) -> None:
+    """After 16 dropped groups, with the reason, the mean reward and the option; not if an eighth is kept."""
+    rewards = itertools.repeat(reward) if reward is not None else itertools.cycle([0.0, 1.0])
+
+    async def answer(prompts: Sequence[Prompt]) -> list[Sample]:
+        return [sample_for(prompt, reward=next(rewards)) for prompt in prompts]
+
+    config = RolloutConfig(
+        batch_size=1 if said else 20,
+        n_samples_per_prompt=2,
+        generate_fn=answer,
+        filter_fn=check_reward_nonzero_std,
+        patience=20,
+    )
+    progress = Progress(Console(file=io.StringIO(), width=1000))
+    async with AsyncRolloutManager(config, DataBuffer(["why?"])) as manager:
+        progress.advise(manager)
+        with pytest.raises(FilterFailure) if said else contextlib.nullcontext():
+            await manager.generate_batch()
+        progress.advise(manager)
+        progress.advise(manager)
+    assert isinstance(progress.console.file, io.StringIO)
+    assert progress.console.file.getvalue() == said * (
+        "0 of 20 groups are kept so far (20 × check_reward_nonzero_std); the mean reward of 40 rollouts is 0. "
+        'keep="all" of agent_recipe, in place of a filter, keeps such groups; the built-in model, which runs without '
+        "--endpoint have, solves calculator problems alone. After 20 in a row the run stops\n"
+    )
 
 
 async def test_the_rewards_of_the_last_batches_are_shown(manager: AsyncRolloutManager) -> None:

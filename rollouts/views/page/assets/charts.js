@@ -81,11 +81,14 @@ function flowChart(title, taken, ends) {
   for (const end of rows) {
     const size = Math.max(end.count * scale, 1);
     const band = svg("path", {
-      d: `M100 ${from} C200 ${from} 200 ${to} 300 ${to} L300 ${to + size} C200 ${to + size} 200 ${from + size} 100 ${from + size} Z`,
+      d: `M100 ${from} C170 ${from} 170 ${to} 240 ${to} L240 ${to + size} C170 ${to + size} 170 ${from + size} 100 ${from + size} Z`,
       class: "flowing",
     });
     band.style.fill = end.colour;
-    drawing.append(band, svg("text", { x: 308, y: to + size / 2 + 4, class: "label" }, `${end.count} ${end.name}`));
+    const name = `${end.count} ${end.name}`;
+    const label = svg("text", { x: 248, y: to + size / 2 + 4, class: "label" }, name.length > 44 ? `${name.slice(0, 43)}…` : name);
+    label.append(svg("title", {}, name));
+    drawing.append(band, label);
     from += size;
     to += Math.max(size, 8) + gap; // a label is taller than a narrow band
   }

@@ -224,7 +224,7 @@ function sampleCharts(run, several) {
     return [...counts].sort(([, a], [, b]) => b - a);
   };
   const title = several ? `${run.title}: ` : "";
-  return el("section.charts", {}, countChart(`${title}why rollouts stopped`, counted("stop").filter(([name]) => name)), countChart(`${title}status`, counted("status")), histogram(`${title}trained tokens of a sample`, run.samples.trained), histogram(`${title}turns`, run.samples.turns));
+  return el("section.charts.bars", {}, countChart(`${title}why rollouts stopped`, counted("stop").filter(([name]) => name)), countChart(`${title}status`, counted("status")), histogram(`${title}trained tokens of a sample`, run.samples.trained), histogram(`${title}turns`, run.samples.turns));
 }
 
 /** The prompts that a sampler has tried, by estimated pass rate, at the last batch; nothing without a sampler. */
