@@ -42,9 +42,6 @@ class _StoredTurns:
         return _StoredTurns(self.length + len(columns.tokens), _digests(columns, self.digests))
 
 
-_NO_TURNS = _StoredTurns()
-
-
 @attrs.frozen(eq=False)
 class _Written:
     """Fingerprint of a written sample, for detecting later changes."""
@@ -107,34 +104,29 @@ class RunJournal:
     def turn_log(self, index: int) -> TurnLog:
         """The turn log of one attempt at a rollout; it starts with the turns that an earlier process stored."""
         turns = self._earlier.pop(index, ())
-        stored = _NO_TURNS
+        stored = _StoredTurns()
         for turn in turns:
             stored = stored.with_more(Columns.of(turn))
-        self._set_stored(index, stored)
+        self._stored_turns.pop(index, None)
+        if turns:  # an entry of a rollout without turns would stay if its group is returned
+            self._stored_turns[index] = stored
 
         async def save(turn: Turn | None) -> None:
             # A record with "first" discards the turns of this rollout before it; one without a turn is only that.
             if turn is None:
-                self._set_stored(index, _NO_TURNS)
+                self._stored_turns[index] = _StoredTurns()
                 self.journal.append("turn", {"index": index, "first": True})
             else:
                 await self.images.store(turn.images)
                 columns = Columns.of(turn)
                 first = turn.number == 1 and "conversation" not in turn.fields  # of a play: with those of the others
-                stored = _NO_TURNS if first else self._stored_turns.get(index, _NO_TURNS)
+                stored = _StoredTurns() if first else self._stored_turns.get(index, _StoredTurns())
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)
-                self._set_stored(index, stored.with_more(columns))
+                self._stored_turns[index] = stored.with_more(columns)
             await self.journal.commit()
 
         return TurnLog(save, turns)
-
-    def _set_stored(self, index: int, stored: _StoredTurns) -> None:
-        """Note the turns of a rollout; one without turns has no entry, which would stay if its group is returned."""
-        if stored.length:
-            self._stored_turns[index] = stored
-        else:
-            self._stored_turns.pop(index, None)
 
     def attempt_lost(self, index: int, attempt: int, samples: Sequence[Sample]) -> None:
         """Record that an attempt at a rollout failed; its turns are discarded."""
@@ -187,7 +179,7 @@ class RunJournal:
         """Append the records of a rollout; returns the fields of its samples."""
         index = samples[0].index
         assert index is not None, "the manager numbers its rollouts"
-        stored = self._stored_turns.get(index, _NO_TURNS) if len(samples) == 1 else _NO_TURNS
+        stored = self._stored_turns.get(index, _StoredTurns()) if len(samples) == 1 else _StoredTurns()
         sample_fields = [sample.fields_to_dict() for sample in samples]
         for branch, sample in enumerate(samples):
             columns = Columns.of(sample)

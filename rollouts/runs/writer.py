@@ -259,10 +259,7 @@ class RunWriter:
     def _rows(
         self, samples: Sequence[Sample], outcome: Outcome, reason: str, batch: int | None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the rows of samples, each after its images and tools are written.
-
-        Only one row is in memory: as plain data a sample has four to eight times its size.
-        """
+        """Yield the row of each sample, behind its images and tools; a row may have eight times the sample's size."""
         for sample in samples:
             self._images.write(sample.named_images)
             self._tools.write(sample.tools)
