@@ -76,7 +76,11 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *_SEMANTICS,
     ),
     "rollouts/training/fail_fast.py": ("tests/training/test_fail_fast.py", *_SEMANTICS),
-    "rollouts/training/batch_report.py": ("tests/training/test_staleness.py", *_SEMANTICS),
+    "rollouts/training/batch_report.py": (
+        "tests/training/test_staleness.py",
+        "tests/training/test_length_bias.py",
+        *_SEMANTICS,
+    ),
     "rollouts/training/rollout_log.py": ("tests/training/test_manager.py", *_SEMANTICS),
     "rollouts/training/ledger.py": ("tests/training/test_ledger.py", *_SEMANTICS),
     "rollouts/training/running_groups.py": ("tests/training/test_manager.py", *_SEMANTICS),

@@ -93,14 +93,18 @@ async def test_a_group_of_one() -> None:
 
 
 async def test_one_sample_object_is_one_rollout() -> None:
-    """1.7 A generate function that returns the same sample twice has failed."""
+    """1.7 A generate function that returns the same sample twice has failed, also within one rollout."""
     shared: list[Sample] = []
 
     async def cached(prompts: Sequence[Prompt]) -> list[Sample]:
         shared.extend([sample_for(prompts[0], reward=1.0)] if not shared else [])
         return shared
 
-    manager = manager_of(cached, patience=4)
-    with pytest.raises(GenerateFailure, match="expected a new Sample for rollout"):
-        await manager.generate_batch()
-    assert manager.accounting.in_batch == 0
+    async def twice(prompts: Sequence[Prompt]) -> list[Sample]:
+        return [sample_for(prompts[0], reward=1.0)] * 2
+
+    for generate, whose in ((cached, "rollout"), (twice, "each branch")):
+        manager = manager_of(generate, patience=4)
+        with pytest.raises(GenerateFailure, match=f"expected a new Sample for {whose}"):
+            await manager.generate_batch()
+        assert manager.accounting.in_batch == 0
