@@ -280,7 +280,7 @@ with Crew(1, Path(sys.argv[1])) as crew:
 
 
 def test_no_process_outlives_a_crew_that_is_terminated(tmp_path: Path) -> None:
-    """Nor one that its processes started, nor a copy."""
+    """Nor do children of its processes, nor a copy."""
     (tmp_path / "a.py").touch()
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     line = [sys.executable, "-c", _ENDED, str(tmp_path)]
