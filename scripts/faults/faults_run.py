@@ -86,8 +86,8 @@ def chooser(rng: random.Random) -> Choose:
 def proxy(target: str, pipe: Connection) -> None:
     """Forward to the engine; one reply of ten is a 500, a 503, a reset before or a reset inside the body.
 
-    While the engine is away, no connection is accepted, as if it were asked itself: a client waits for a server that is
-    down, however long it starts, and not for one that closes each connection.
+    While the engine is away, no connection is accepted, as if the client asked the engine itself: a client waits for a
+    server that is down, however long its start takes. It tries a server that closes each connection a few times only.
     """
     rng = random.Random(1)
     counts: Counter[str] = Counter()
