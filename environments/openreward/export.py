@@ -1,7 +1,7 @@
 """Export of trajectories as OpenReward's events: to a file first, and from there to its API.
 
 Invariant: a trajectory is in the file before it is sent, and unconfirmed events are sent again: ``FILE.sent`` contains
-the number of confirmed bytes. No error here fails a rollout.
+the number of confirmed bytes. A part of an event is never sent. No error here fails a rollout.
 
     python -m rollouts.recipes.environments.openreward.export trajectories.jsonl     # sends unconfirmed events
 """
@@ -195,7 +195,7 @@ class Trajectories:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             file.seek(max(0, file.tell() - 1))
-            if file.read(1) not in (b"", b"\n"):  # a killed process left a part of a line, which is no event
+            if file.read(1) not in (b"", b"\n"):  # a killed process left a part of a line
                 lines = b"\n" + lines
             file.write(lines)
 

@@ -94,7 +94,7 @@ class PassRateSampler(PassSampler):
             **numbers: as for the class.
 
         Raises:
-            ConfigError: a folder has neither a run nor an evaluation.
+            ConfigError: a folder has neither a run nor an evaluation, or lacks an image that a prompt names.
         """
         sampler = cls(**numbers)
         for run in runs:
