@@ -112,7 +112,7 @@ async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("status", [Status.COMPLETED, Status.FAILED])
 async def test_a_failure_of_scoring_goes_from_a_rollout_without_a_stop_reason(tmp_path: Path, status: Status) -> None:
-    """That of a group's reward, whose own errors keep their kind, and that of its own reward."""
+    """That of a group's reward, whose own errors keep their kind, and that of the reward of a rollout."""
     prompt = Prompt("play", group_index=0, index=0)
     sample, kind = some_sample(prompt, 0), EndpointError if status is Status.COMPLETED else RewardFailure
     sample.stop_reason, sample.status, sample.failure = None, status, Failure.of(kind("no judge"))
