@@ -62,6 +62,18 @@ async def test_generation_goes_on_while_the_caller_trains() -> None:
         assert manager.metrics["idle/generator_seconds"] >= 0
 
 
+async def test_a_manager_that_has_begun_restores_no_state() -> None:
+    """Its groups would be counted twice; neither one that is open, nor one that took prompts."""
+    manager = manager_of(Policy())
+    state = manager.state_dict()
+    async with manager:
+        with pytest.raises(ConfigError, match="expected a manager that has not begun"):
+            manager.load_state_dict(state)
+        await manager.generate_batch()
+    with pytest.raises(ConfigError, match="expected a manager that has not begun"):
+        manager.load_state_dict(state)
+
+
 async def test_a_group_that_is_dropped_while_the_caller_trains_is_replaced() -> None:
     """At once, and not with the next request."""
 
