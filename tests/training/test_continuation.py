@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.dtypes import Endpoint, Limits, Message, SamplingParams
+from rollouts.dtypes import Endpoint, FinishReason, Limits, Message, SamplingParams
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SimulatedUser
 from rollouts.errors import ConfigError, EndpointUnavailable
@@ -245,7 +245,8 @@ async def test_an_aborted_reply_has_one_budget_and_one_minimum(renderer: Rendere
             sent.append(request.sampling)
             return await super().complete(request)
 
-    for split, reason, spent in ((2, "abort", 2), (3, "abort", 3), (3, "length", 0)):
+    cuts: tuple[tuple[int, FinishReason, int], ...] = ((2, "abort", 2), (3, "abort", 3), (3, "length", 0))
+    for split, reason, spent in cuts:
         cut = await played(renderer, spoken(renderer, Reply(whole[:split], reason)), sampling=sampling)
         continued = await continue_last(renderer, cut, Watched([Reply(whole[split:])]), sampling=sampling)
         assert (sent[-1].max_new_tokens, sent[-1].min_new_tokens) == (60 - spent, 4 - split)

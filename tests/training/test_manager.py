@@ -63,7 +63,7 @@ async def test_generation_goes_on_while_the_caller_trains() -> None:
 
 
 async def test_a_manager_that_has_begun_restores_no_state() -> None:
-    """Its groups would be counted twice; neither one that is open, nor one that took prompts."""
+    """Its groups would be counted twice: while it is open, and after it took prompts."""
     manager = manager_of(Policy())
     state = manager.state_dict()
     async with manager:
