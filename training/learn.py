@@ -244,7 +244,8 @@ async def learn(lesson: Lesson, console: Console) -> dict[str, Any]:
     )  # fmt: skip
     if before:
         console.print(changes(before, after))
-    said = f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {picture}, {lesson.checkpoint}"
+    files = ", ".join(str(path) for path in (picture, lesson.checkpoint) if path is not None)
+    said = f"{result['steps']} steps in {result['seconds']['total']:.0f} s; {files}"
     console.print(Text(visible(said)), soft_wrap=True)
     return result
 

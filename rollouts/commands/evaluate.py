@@ -245,7 +245,7 @@ class _Writer:
                 self._images.write(sample.named_images)
                 self._tools.write(sample.tools)
             rows = [{**with_named_tools(sample.to_dict()), "rollout_id": self._count} for sample in group.samples]
-            append(self._path, b"".join(to_json(row) + b"\n" for row in rows))
+            append(self._path, [to_json(row) + b"\n" for row in rows])
             self._count += 1
             self._rewards += [sample.reward or 0.0 for sample in group.samples]
 

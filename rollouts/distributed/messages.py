@@ -12,15 +12,17 @@ number of records.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import msgspec
+import numpy as np
 
 from rollouts.agent.turn_log import Turn
-from rollouts.dtypes import Image, LoadImage, Prompt, with_images
+from rollouts.dtypes import Image, LoadImage, Prompt, TokenColumn, with_images
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, turn_of
 from rollouts.training.types import Sample
@@ -238,7 +240,15 @@ def received_sample(fields: dict[str, Any], columns: Columns, prompt: Prompt) ->
     known = {image.sha256: image for message in prompt.messages for image in message.images}
     load_image = _received(fields.get(_IMAGES, {}), known)
     complete |= {name: value for name, value in fields.items() if name != _IMAGES}
-    return sample_of(complete, columns, load_image)
+    sample = sample_of(complete, columns, load_image)
+    if columns.logprobs is None or bool(np.isfinite(columns.logprobs).all()):  # else it does not pack, and is refused
+        sample.compact_records(0, functools.partial(_response, sample.response))
+    return sample
+
+
+def _response(response: str, _: TokenColumn) -> str:
+    """The response that the worker decoded."""
+    return response
 
 
 def received_turn(fields: dict[str, Any], columns: Columns) -> Turn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -126,9 +127,14 @@ class Slot:
             await self.wanted.wait()
         requests: list[bytes] = []
         size = 0
-        while self.requests and size < MESSAGE_BYTES and not self.leaves.is_set():  # others wait for the next worker
-            requests.append(self.requests.pop(next(iter(self.requests))))
-            size += len(requests[-1])
+        if not self.leaves.is_set():  # else they wait for the next worker
+            for request in self.requests.values():
+                requests.append(request)
+                size += len(request)
+                if size >= MESSAGE_BYTES:
+                    break
+            for number in list(itertools.islice(self.requests, len(requests))):
+                del self.requests[number]
         cancelled, self.cancelled = self.cancelled, []
         return requests, cancelled
 

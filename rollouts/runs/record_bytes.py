@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn
 from rollouts.base.storable import to_msgpack
-from rollouts.dtypes import LoadImage, hashes_in
+from rollouts.dtypes import LoadImage, frozen, hashes_in
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
 
@@ -63,7 +63,7 @@ def packed(fields: Mapping[str, Any], columns: Columns | None) -> tuple[bytes, b
 
 
 def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
-    """Decode a payload; the columns are copies."""
+    """Decode a payload; the columns are read-only copies."""
     (size,) = LENGTH.unpack_from(payload)
     fields = msgspec.msgpack.decode(payload[LENGTH.size : LENGTH.size + size], type=dict[str, Any])
     shape = fields.pop("columns", None)
@@ -71,9 +71,9 @@ def unpacked(payload: memoryview) -> tuple[dict[str, Any], Columns | None]:
         return fields, None
     buffers = payload[LENGTH.size + size :]
     count, has_logprobs = shape
-    tokens = np.frombuffer(buffers, "<i4", count).astype(np.int32)
-    mask = np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_)
-    logprobs = np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32) if has_logprobs else None
+    tokens = frozen(np.frombuffer(buffers, "<i4", count).astype(np.int32))
+    mask = frozen(np.frombuffer(buffers, np.uint8, count, 4 * count).astype(np.bool_))
+    logprobs = frozen(np.frombuffer(buffers, "<f4", count, 5 * count).astype(np.float32)) if has_logprobs else None
     return fields, Columns(tokens, mask, logprobs)
 
 

@@ -107,7 +107,9 @@ class RunJournal:
         stored = _StoredTurns()
         for turn in turns:
             stored = stored.with_more(Columns.of(turn))
-        self._stored_turns[index] = stored
+        self._stored_turns.pop(index, None)
+        if turns:  # an entry of a rollout without turns would stay if its group is returned
+            self._stored_turns[index] = stored
 
         async def save(turn: Turn | None) -> None:
             # A record with "first" discards the turns of this rollout before it; one without a turn is only that.
@@ -118,7 +120,7 @@ class RunJournal:
                 await self.images.store(turn.images)
                 columns = Columns.of(turn)
                 first = turn.number == 1 and "conversation" not in turn.fields  # of a play: with those of the others
-                stored = _StoredTurns() if first else self._stored_turns[index]
+                stored = _StoredTurns() if first else self._stored_turns.get(index, _StoredTurns())
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)
                 self._stored_turns[index] = stored.with_more(columns)

@@ -18,7 +18,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -190,7 +190,7 @@ class RunWriter:
                 return
             self._accepted.pop(group.group_index, None)  # accepted before, then dropped as stale
             rows = self._rows(group.samples, group.outcome, group.reason, None)
-            append(self.path / f"{group.outcome}.jsonl", _lines(rows))
+            append(self.path / f"{group.outcome}.jsonl", map(_line, rows))
 
     def write_batch(
         self, samples: Sequence[Sample], metrics: Mapping[str, Any], accounting: Accounting | None = None
@@ -202,9 +202,9 @@ class RunWriter:
         """
         path = self.write_samples(self.batches, samples)  # outside the lock, so that settling groups do not wait
         with self._lock:
-            line = _lines([metrics])
+            line = _line(metrics)
             try:
-                append(self.path / METRICS, line)
+                append(self.path / METRICS, [line])
             except OSError:  # no batch without its line of metrics
                 path.unlink()
                 raise
@@ -222,15 +222,15 @@ class RunWriter:
         rows = self._rows(samples, "kept", "", number)
         path = self.path / "batches" / f"{batch_name(number)}.{self.format}"
         path.parent.mkdir(exist_ok=True)
-        _write_atomically(path, _parquet(rows) if self.format == "parquet" else _lines(rows))
+        _write_atomically(path, [_parquet(rows)] if self.format == "parquet" else map(_line, rows))
         return path
 
     def write_metrics(self, batches: Sequence[Mapping[str, Any]]) -> bool:
         """Rewrite ``metrics.jsonl`` with the lines of all batches; returns whether it was another file."""
-        lines, path = _lines(batches), self.path / METRICS
+        lines, path = b"".join(map(_line, batches)), self.path / METRICS
         with self._lock:
             changed = bool(lines) and (not path.is_file() or path.read_bytes() != lines)
-            _write_atomically(path, lines)
+            _write_atomically(path, [lines])
             self.batches = len(batches)
             self.update(**{METRICS_CRC: zlib.crc32(lines), "batches": self.batches})
         return changed
@@ -241,9 +241,8 @@ class RunWriter:
             stack.callback(self._release)
             groups = [self._accepted[number] for number in sorted(self._accepted)]
             samples = [sample for group in groups for sample in group.samples]
-            rows = self._rows(samples, "kept", "in no batch", None)
-            if rows:
-                append(self.path / "unbatched.jsonl", _lines(rows))
+            if samples:
+                append(self.path / "unbatched.jsonl", map(_line, self._rows(samples, "kept", "in no batch", None)))
             self._accepted.clear()
             self._info |= {
                 "status": status,
@@ -259,12 +258,12 @@ class RunWriter:
 
     def _rows(
         self, samples: Sequence[Sample], outcome: Outcome, reason: str, batch: int | None
-    ) -> list[dict[str, Any]]:
-        """The rows of samples, whose images and tools are written first."""
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the row of each sample, behind its images and tools; a row may have eight times the sample's size."""
         for sample in samples:
             self._images.write(sample.named_images)
             self._tools.write(sample.tools)
-        return [_row(sample, outcome, reason, batch) for sample in samples]
+            yield _row(sample, outcome, reason, batch)
 
     def _take_lock(self, option: str) -> None:
         lock = take_lock(self.path / _LOCK)
@@ -273,7 +272,7 @@ class RunWriter:
         self._release = weakref.finalize(self, os.close, lock)
 
     def _write_info(self) -> None:
-        _write_atomically(self.path / "run.json", sealed(msgspec.json.format(to_json(self._info), indent=2)))
+        _write_atomically(self.path / "run.json", [sealed(msgspec.json.format(to_json(self._info), indent=2))])
 
 
 def _row(sample: Sample, outcome: Outcome, reason: str, batch: int | None) -> dict[str, Any]:
@@ -303,33 +302,36 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+def _parquet(rows: Iterable[dict[str, Any]]) -> bytes:
     from rollouts.runs import parquet  # here: pyarrow is an extra
 
     return parquet.encode(rows, to_json)
 
 
-def _lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(sealed(to_json(row)) for row in rows)
+def _line(row: Mapping[str, Any]) -> bytes:
+    return sealed(to_json(row))
 
 
-def append(path: Path, text: bytes) -> None:
+def append(path: Path, lines: Iterable[bytes]) -> None:
     """Append all lines, or none if a write fails."""
     with path.open("ab", buffering=0) as file:  # a buffer would write the rest again before a truncation
-        end, left = file.tell(), memoryview(text)
+        end = file.tell()
         try:
-            while left:
-                left = left[file.write(left) :]
+            for line in lines:
+                left = memoryview(line)
+                while left:
+                    left = left[file.write(left) :]
             os.fsync(file.fileno())
-        except OSError:
+        except BaseException:
             file.truncate(end)
             raise
 
 
-def _write_atomically(path: Path, text: bytes) -> None:
+def _write_atomically(path: Path, parts: Iterable[bytes]) -> None:
     temporary = path.with_name(f".{path.name}.writing")
     with temporary.open("wb") as file:
-        file.write(text)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -7,9 +7,9 @@ for two prompts. A saved and loaded buffer continues exactly where it was. This 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
-import os
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError, DataExhausted
 if TYPE_CHECKING:
     from rollouts.training.samplers.base import Sampler
 
-__all__ = ["BufferState", "DataBuffer", "Draw", "check_rows", "read_prompt", "shuffled"]
+__all__ = ["BufferState", "DataBuffer", "Draw", "read_prompt", "shuffled"]
 
 Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
 """The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
@@ -93,7 +93,10 @@ class DataBuffer:
         epochs: int | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        check_rows(prompts, "DataBuffer.prompts")
+        if type(prompts) is not list:
+            from rollouts.training.row_types import check_rows  # here: most prompts are a list
+
+            check_rows(prompts, "DataBuffer.prompts")
         self._prompts: Sequence[Prompt] = [read_prompt(row, f"prompts[{number}]") for number, row in enumerate(prompts)]
         if not self._prompts:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
@@ -177,16 +180,15 @@ class DataBuffer:
         Raises:
             ConfigError: a prompt was not taken from this buffer, or is done or was put back; none is put back.
         """
-        positions = dict(self._positions)
-        back = []
+        back: dict[int, int] = {}
         for prompt in prompts:
             group_index = prompt.group_index
-            position = None if group_index is None else positions.pop(group_index, None)
-            if group_index is None or position is None:
+            if group_index is None or group_index in back or group_index not in self._positions:
                 raise ConfigError.of("put_back(prompts)", prompt, "prompts taken from this buffer that are out")
-            back.append((position, group_index))
-        self._positions = positions
-        self._leftovers = sorted([*self._leftovers, *back], key=lambda entry: entry[1])
+            back[group_index] = self._positions[group_index]
+        for group_index, position in back.items():
+            del self._positions[group_index]
+            bisect.insort(self._leftovers, (position, group_index), key=lambda entry: entry[1])
 
     def mark_done(self, prompt: Prompt) -> None:
         """Mark a prompt as finished; it can no longer be put back."""
@@ -343,36 +345,6 @@ def _key(prompt: Prompt) -> str:
     """Prompt and label; without an opening, the metadata take its place."""
     task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
     return json.dumps([task, prompt.label], sort_keys=True, default=repr)
-
-
-def check_rows(prompts: Any, field: str) -> None:
-    """Refuse a value that is not a sequence of rows, above all if iterating over it yields something else."""
-    if isinstance(prompts, os.PathLike):
-        raise ConfigError(f"{field}: got a path, {os.fspath(prompts)!r}; expected load_prompts(path)")
-    if hasattr(prompts, "readline"):
-        raise ConfigError(f"{field}: got an open file; expected load_prompts(path)")
-    rows = _rows_of_table(prompts)
-    if rows is not None:
-        raise ConfigError(f"{field}: got a {type(prompts).__name__}; expected rows: {rows}")
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        is_file = isinstance(prompts, str) and prompts.endswith((".jsonl", ".json", ".csv", ".parquet"))
-        raise ConfigError.of(field, prompts, "a list of prompts" + (", or load_prompts(path)" if is_file else ""))
-
-
-def _rows_of_table(value: Any) -> str | None:
-    """How to get rows from a table, which yields columns when it is iterated; ``None`` if the value is not one.
-
-    A data set of ``datasets`` yields rows: it has ``column_names``, but not ``columns``.
-    """
-    ways = {
-        "to_pylist": "table.to_pylist()",  # pyarrow
-        "to_dicts": "df.to_dicts()",  # polars
-        "to_dict": "df.to_dict('records')",  # pandas, and libraries with its interface
-        "collect": "df.collect().to_dicts()",  # a lazy frame of polars
-    }
-    if not hasattr(value, "columns"):
-        return None
-    return next((rows for method, rows in ways.items() if hasattr(value, method)), None)
 
 
 def read_prompt(row: Any, place: str) -> Prompt:

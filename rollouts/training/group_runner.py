@@ -10,6 +10,7 @@ This module does not know where prompts come from, how groups are used, or other
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -18,7 +19,7 @@ from typing import Any
 import anyio
 import attrs
 
-from rollouts.concurrency.boundary import boundary, call_foreign, function_name
+from rollouts.concurrency.boundary import boundary, call_foreign, function_name, is_cancelled
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.fair_turns import FairTurns
 from rollouts.concurrency.times import Span
@@ -134,7 +135,7 @@ class GroupRunner:
         """Run the missing rollouts; raise the first broken law, also if the group was cancelled after it."""
         try:
             if len(missing) == 1:  # needs no separate task
-                await self._run_rollout(group, missing[0], lambda: None)
+                await self._run_rollout(group, missing[0], None)
             else:
                 async with anyio.create_task_group() as tasks:
                     for number in missing:
@@ -214,8 +215,8 @@ class GroupRunner:
             raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
         return keep, reason
 
-    async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None]) -> None:
-        """Run one rollout in a slot; cancel its siblings if the group can no longer become sound."""
+    async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None] | None) -> None:
+        """Run one rollout in a slot; cancel its siblings, if it has any, once the group can no longer become sound."""
         request = self._request(group.prompt, number, group.ended)
         index = request.index
         assert index is not None
@@ -229,6 +230,10 @@ class GroupRunner:
                     self._slots.release()
         except Exception as error:  # noqa: BLE001 - a broken law: run raises it, without an exception group
             group.broken = group.broken or error
+        except asyncio.CancelledError:
+            if cancel_siblings is None or not is_cancelled():
+                raise
+            return  # anyio 4 keeps the error of a cancelled task in a cycle with all its frames
         else:
             if policy is None:
                 group.finished[number] = samples
@@ -238,7 +243,8 @@ class GroupRunner:
         finally:
             self._attempts.pop(index, None)
         possible = self.config.n_samples_per_prompt - len(group.lost)
-        if group.broken or (group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)):
+        hopeless = group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)
+        if cancel_siblings is not None and (group.broken or hopeless):
             cancel_siblings()
 
     async def _attempts_at(

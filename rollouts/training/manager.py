@@ -40,7 +40,7 @@ from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.rollout_log import OnGroup, Recorder, RolloutLog
-from rollouts.training.running_groups import RunningGroups
+from rollouts.training.running_groups import AT_ONCE, RunningGroups
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
@@ -124,8 +124,7 @@ class AsyncRolloutManager:
     ) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
-        tasks.cancel_scope.cancel()
-        await tasks.__aexit__(None, None, None)  # an error of the body propagates without an exception group
+        await self._running.end_all(tasks)  # an error of the body propagates without an exception group
         self.accounting.check()
 
     @property
@@ -343,7 +342,7 @@ class AsyncRolloutManager:
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
-        for _ in range(wanted):
+        for _ in range(min(wanted, AT_ONCE)):
             prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
@@ -352,6 +351,8 @@ class AsyncRolloutManager:
             self._report.idle.stop()
             scope = self._running.begin(index)
             self._from_request(self._tasks.start_soon, self._run_group, prompt, index, scope)
+        if wanted > AT_ONCE:
+            self._running.call_in_next_turn(self._tasks, self._start_groups)
 
     def _start_groups(self) -> None:
         """Start groups at another moment than a request. An error, e.g. of the data source, ends the next batch."""
@@ -383,7 +384,7 @@ class AsyncRolloutManager:
         settled = False
         try:
             with scope:
-                await self._running.starts.passed()
+                await self._running.turn_to_start()
                 with at(f"group {index}"):
                     group = await self._runner.run(prompt, finished)
                     await self._recorder.settled(group, functools.partial(self._ledger.observe, group))

@@ -9,10 +9,10 @@ This module only counts; it schedules nothing.
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
 import attrs
@@ -123,9 +123,9 @@ class RunMetrics:
     def take_lengths(self) -> dict[str, float]:
         """Return the mean sampled tokens of a rollout by outcome since the last call; they show a bias in length."""
         lengths, self._lengths = self._lengths, {}
-        means = {f"sampled_tokens/{outcome}": statistics.fmean(values) for outcome, values in sorted(lengths.items())}
+        means = {f"sampled_tokens/{outcome}": fmean(values) for outcome, values in sorted(lengths.items())}
         total = [length for values in lengths.values() for length in values]
-        return {**means, "sampled_tokens/all": statistics.fmean(total)} if total else means
+        return {**means, "sampled_tokens/all": fmean(total)} if total else means
 
 
 class IdleClock:
@@ -167,13 +167,13 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     tokens = [len(sample) for sample in samples]
     lengths = [sample.response_length for sample in samples]
     numbers = {
-        "reward/mean": _mean(rewards),
-        "reward/std": statistics.pstdev(rewards),
-        "tokens/mean": _mean(tokens),
-        "response_length/mean": _mean(lengths),
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards),
+        "tokens/mean": fmean(tokens),
+        "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "sampled_tokens/mean": _mean([sum(sample.sampled_tokens for sample in one) for one in rollouts]),
-        "turns/mean": _mean([_turns(one) for one in rollouts]),
+        "sampled_tokens/mean": fmean([sum(sample.sampled_tokens for sample in one) for one in rollouts]),
+        "turns/mean": fmean([_turns(one) for one in rollouts]),
         "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
     }
     for status, count in sorted(Counter([one[-1].status.value for one in rollouts]).items()):
@@ -196,17 +196,10 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         numbers[f"resumed/{name}"] = sum([metric in one for one in counters])
     for name in sorted({name for one in counters for name in one}):
         numbers[f"episode/{name}"] = math.fsum([one[name] for one in counters if name in one]) / len(rollouts)
-    for name in sorted({str(sample.metadata[ENVIRONMENT]) for sample in samples if ENVIRONMENT in sample.metadata}):
-        selected = [one for one in rollouts if str(one[-1].metadata.get(ENVIRONMENT)) == name]
-        rewards = [reward_of_rollout(one) or 0.0 for one in selected]
-        means = {
-            "share": len(selected) / len(rollouts),
-            "reward/mean": _mean(rewards),
-            "reward/std": statistics.pstdev(rewards),
-            "turns/mean": _mean([_turns(one) for one in selected]),
-            "response_length/mean": _mean([sample.response_length for one in selected for sample in one]),
-        }
-        numbers.update({f"environment/{name}/{key}": value for key, value in means.items()})
+    if any(ENVIRONMENT in sample.metadata for sample in samples):
+        from rollouts.training.environment_metrics import environment_metrics  # here: most runs have one environment
+
+        numbers |= environment_metrics(rollouts, _turns)
     if any(sample.seat for sample in samples):
         from rollouts.training.seat_metrics import seat_metrics  # here: most runs have one agent
 
@@ -229,6 +222,3 @@ def _repeated_prompts(samples: Sequence[Sample]) -> int:
 
 def _turns(branches: Sequence[Sample]) -> int:
     return sum(sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches)
-
-
-_mean = statistics.fmean

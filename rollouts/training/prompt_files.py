@@ -20,7 +20,7 @@ import msgspec
 from rollouts.base.extras import install_command
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-from rollouts.training.data_buffer import check_rows, read_prompt
+from rollouts.training.data_buffer import read_prompt
 
 __all__ = ["Columns", "load_prompts", "rows_of"]
 
@@ -121,6 +121,8 @@ def _with_fields(row: Mapping[str, Any], place: str, columns: Columns) -> Mappin
 
 def _rows(source: Source) -> Iterator[tuple[str, Any]]:
     if not isinstance(source, str | Path):
+        from rollouts.training.row_types import check_rows  # here: most data are files
+
         check_rows(source, "data")
         for number, row in enumerate(source, 1):
             yield f"data, row {number}", row

@@ -11,6 +11,7 @@ This module does not know groups, retries or the journal.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -110,8 +111,8 @@ class without_own_cancellation:  # noqa: N801 - used as `async with without_own_
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
     """Score the samples of a rollout one by one, and check what the reward function may have changed."""
-    name = f"reward {function_name(config.reward_fn)}"
-    with unchanged(samples, RewardFailure, name):
+    name, no_code = f"reward {function_name(config.reward_fn)}", config.reward_fn is None
+    with contextlib.nullcontext() if no_code else unchanged(samples, RewardFailure, name):
         for sample in ends(samples):
             await score(sample, config.reward_fn, seconds=config.reward_seconds)
         share_rewards(samples)

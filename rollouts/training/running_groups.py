@@ -5,14 +5,18 @@ Invariant: a group is listed from its start until its prompt is accounted for. T
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 
 import anyio
+import anyio.lowlevel
+from anyio.abc import TaskGroup
 
 from rollouts.concurrency.deadlines import scope_class
-from rollouts.concurrency.fair_turns import FairTurns
 
-__all__ = ["RunningGroups"]
+__all__ = ["AT_ONCE", "RunningGroups"]
+
+AT_ONCE = 8
+"""Groups that start or are cancelled in one turn of the event loop: ten thousand at once would block it for seconds."""
 
 
 class RunningGroups:
@@ -21,8 +25,13 @@ class RunningGroups:
     def __init__(self) -> None:
         self._scopes: dict[int, anyio.CancelScope] = {}
         self._ended = anyio.Event()
-        self.starts = FairTurns(1)
-        """One group starts in a turn of the event loop: all at once would block it."""
+        self._is_starting = False
+        self._start_lock = anyio.Lock(fast_acquire=True)
+
+    async def turn_to_start(self) -> None:
+        """Wait while another group starts: all at once would block the event loop."""
+        async with self._start_lock:
+            await anyio.lowlevel.checkpoint()
 
     def begin(self, index: int) -> anyio.CancelScope:
         """List a group that starts; returns the scope in which it runs."""
@@ -50,3 +59,25 @@ class RunningGroups:
             self._scopes[index].cancel()
         while self._scopes.keys() & indices:
             await self.next_end()
+
+    def call_in_next_turn(self, tasks: TaskGroup, start: Callable[[], None]) -> None:
+        """Call a function that starts further groups, once in the next turn of the event loop."""
+        if not self._is_starting:
+            self._is_starting = True
+            tasks.start_soon(self._call, start)
+
+    async def _call(self, start: Callable[[], None]) -> None:
+        self._is_starting = False
+        start()
+
+    async def end_all(self, tasks: TaskGroup) -> None:
+        """Cancel the groups, the newest first so that no slot that one gives back starts another; exit their tasks."""
+        try:
+            for number, scope in enumerate(reversed([*self._scopes.values()]), 1):
+                scope.cancel()
+                if number % AT_ONCE == 0:
+                    await anyio.lowlevel.checkpoint()
+        finally:
+            self._is_starting = False
+            tasks.cancel_scope.cancel()
+            await tasks.__aexit__(None, None, None)

@@ -1,9 +1,9 @@
 """Many rollouts outstanding at simulated workers: what the parent pays for each, and how long its loop stands still.
 
-The links are in this process: each keeps its orders, and answers the oldest when as many rollouts are outstanding as
-wanted, 32 in a message, each with the same prebuilt sample. From then on a request follows each result, so that the
-number outstanding is constant. Dispatcher, manager, checks, journal and files are real. The links' own CPU is
-subtracted, except their decoding of orders.
+The links are in this process. Each keeps the numbers of its orders and nothing else, and answers the oldest ones, 32 in
+a message, each with the same prebuilt sample, while more rollouts are outstanding than wanted, less one batch: groups
+that wait for their batch are not outstanding. Dispatcher, manager, checks, journal and files are real. The links' own
+CPU is subtracted. The memory of a rollout outstanding is measured before the first result; the peak includes results.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import pickle
 import tempfile
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,10 @@ import attrs
 import numpy as np
 
 from rollouts.distributed.dispatch import Dispatcher
-from rollouts.distributed.messages import PICKLED, sample_records
+from rollouts.distributed.messages import sample_records
 from rollouts.dtypes import Endpoint, Prompt, VersionSpan
 from rollouts.recipe import Recipe
+from rollouts.runs.record_bytes import Columns, framed, read_framed
 from rollouts.runs.run import run
 from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
@@ -58,16 +61,34 @@ def sample_of_four_turns(prompt: Prompt) -> Sample:
 
 @attrs.define(eq=False)
 class _Load:
-    """The workers together: they answer when ``outstanding`` rollouts wait."""
+    """The workers together."""
 
     outstanding: int
+    fewest: int
+    """While no more wait, none is answered."""
     waiting: int = 0
-    full: anyio.Event = attrs.field(factory=anyio.Event)
+    is_full: bool = False
+    """Whether all were outstanding once."""
+    arrived: anyio.Event = attrs.field(factory=anyio.Event)
     cpu: float = 0.0
     """Seconds that the links themselves took."""
-    filled: float = 0.0
-    """Process time when all were outstanding."""
+    submitted: float = 0.0
+    """CPU seconds of the process, less theirs, when all were outstanding."""
+    resident: float = 0.0
+    """Resident memory then, MB."""
     results: int = 0
+
+    def take(self, count: int) -> None:
+        self.waiting += count
+        if self.waiting >= self.outstanding and not self.is_full:
+            self.is_full, self.submitted, self.resident = True, time.process_time() - self.cpu, resident_mb()
+        if self.is_full:
+            self.arrived.set()
+
+    async def arrival(self) -> None:
+        if self.arrived.is_set():
+            self.arrived = anyio.Event()
+        await self.arrived.wait()
 
 
 @attrs.define(eq=False)
@@ -75,32 +96,26 @@ class _Link:
     """A worker that plays nothing."""
 
     load: _Load
-    build: Any
-    orders: deque[Any] = attrs.field(factory=deque)
-    arrived: anyio.Event = attrs.field(factory=anyio.Event)
+    fields: Mapping[str, Any]
+    columns: Columns
+    """The record of each result, except for its number."""
+    orders: deque[int] = attrs.field(factory=deque)
 
     async def send(self, message: bytes) -> None:
         began = time.thread_time()
-        requests, _ = PICKLED.read(message)
-        self.orders.extend((request.number, request.prompt) for request in requests)
-        load = self.load
-        load.waiting += len(requests)
-        if load.waiting >= load.outstanding and not load.full.is_set():
-            load.filled = time.process_time()
-            load.full.set()
-        self.arrived.set()
-        load.cpu += time.thread_time() - began
+        requests, _ = pickle.loads(message)
+        self.orders.extend(pickle.loads(request).number for request in requests)
+        self.load.cpu += time.thread_time() - began
+        self.load.take(len(requests))
 
     async def receive(self) -> bytes:
         load = self.load
-        await load.full.wait()
-        while not self.orders:
-            self.arrived = anyio.Event()
-            await self.arrived.wait()
+        while not load.is_full or not self.orders or load.waiting <= load.fewest:
+            await load.arrival()
         await anyio.sleep(0.005)  # a message of a worker arrives when the loop is free
         began = time.thread_time()
         taken = [self.orders.popleft() for _ in range(min(_IN_A_MESSAGE, len(self.orders)))]
-        message = b"".join(self.build(number, prompt) for number, prompt in taken)
+        message = b"".join(framed({**self.fields, "number": number}, self.columns) for number in taken)
         load.waiting -= len(taken)
         load.results += len(taken)
         load.cpu += time.thread_time() - began
@@ -113,17 +128,20 @@ class _Link:
         return
 
 
-def _built(number: int, prompt: Prompt) -> bytes:
-    return sample_records(number, prompt, [sample_of_four_turns(prompt)])
-
-
 async def _generate(prompts: Any) -> list[Sample]:
     raise AssertionError("the workers play")
 
 
+def _next_batch(lowest: list[float], _: Mapping[str, float]) -> None:
+    lowest.append(float("inf"))
+
+
 async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | int | str]:
-    load = _Load(options.outstanding)
     batch = options.outstanding // _N // options.factor
+    load = _Load(options.outstanding, options.outstanding - batch * _N - options.workers * _IN_A_MESSAGE)
+    prompt = Prompt("question")
+    fields, columns = next(read_framed(sample_records(0, prompt, [sample_of_four_turns(prompt)])))
+    assert columns is not None
     config = RolloutConfig(
         batch_size=batch,
         n_samples_per_prompt=_N,
@@ -138,22 +156,23 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
     def collected(phase: str, info: dict[str, int]) -> None:
         nonlocal began_collection
         if phase == "start":
-            began_collection = time.perf_counter()
+            began_collection = time.thread_time()
         else:
-            collections.append((info["generation"], time.perf_counter() - began_collection))
+            collections.append((info["generation"], time.thread_time() - began_collection))
 
-    before, peak, longest = resident_mb(), 0.0, LongestTurn()
+    before, peak, lowest, longest = resident_mb(), 0.0, [0.0], LongestTurn()
 
     async def watch(manager: AsyncRolloutManager) -> None:
         nonlocal peak
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(longest.run)
             while True:
-                peak = max(peak, resident_mb())
+                now = resident_mb()
+                peak, lowest[-1] = max(peak, now), min(lowest[-1], now)
                 await anyio.sleep(0.25)
 
     async def connect(number: int) -> _Link:
-        return _Link(load, _built)
+        return _Link(load, fields, columns)
 
     async with Dispatcher(connect, options.workers, silent_seconds=60.0) as workers:
         prompts = [f"question {number}" for number in range(batch * 4)]
@@ -170,8 +189,9 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         gc.callbacks.append(collected)
         began = time.process_time()
         with run_journal.journal:
-            result = await run(recipe, writer, run_journal=run_journal, watch=watch)
-        cpu = time.process_time()
+            on_batch = functools.partial(_next_batch, lowest)
+            result = await run(recipe, writer, run_journal=run_journal, watch=watch, on_batch=on_batch)
+        cpu = time.process_time() - load.cpu
         gc.callbacks.remove(collected)
     if result.error is not None:
         raise result.error
@@ -181,16 +201,18 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
     return {
         "outstanding": options.outstanding,
         "results": load.results,
-        "CPU ms a submit": 1000 * (load.filled - began) / options.outstanding,
-        "CPU ms a result": 1000 * (cpu - load.filled - load.cpu) / load.results,
+        "CPU ms a submit": 1000 * (load.submitted - began) / options.outstanding,
+        "CPU ms a result": 1000 * (cpu - load.submitted) / load.results,
         "links, ms a result": 1000 * load.cpu / load.results,
         "memory before, MB": before,
+        "KB a rollout outstanding": 1000 * (load.resident - before) / options.outstanding,
+        "before the first result, MB": load.resident,
+        "lowest before the last batch, MB": lowest[-2],
         "peak, MB": peak,
-        "KB a rollout outstanding": 1000 * (peak - before) / options.outstanding,
         "after the run, MB": kept,
         "objects in cycles": cycles,
         "full collections": len(full),
-        "longest of them, ms": 1000 * max(full, default=0.0),
+        "longest of them, CPU ms": 1000 * max(full, default=0.0),
         "longest pause, CPU ms": 1000 * longest.seconds,
         "given away": workers.given_away + workers.deaths,
     }

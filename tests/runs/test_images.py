@@ -415,6 +415,7 @@ def test_a_worker_sends_the_images_that_its_prompt_has_not(stored: Path) -> None
     assert len(fields["sample"]["image_data"]) == 9
     received = received_sample(fields["sample"], columns, prompt)
     assert received == sample
+    assert received.compact is not None, "its records take a few bytes, as in one process"
     check_images(received)
     shown = Message("user", ("a", image_of(0, 0)))
     trajectory = Trajectory()

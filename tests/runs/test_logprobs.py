@@ -502,7 +502,7 @@ def test_what_cannot_be_compared_is_named(taught: Taught, capsys: pytest.Capture
         edit_line(batch, number, lambda row: row.update(teacher_log_probs=None, metadata={"kind": "even"}))
     edit_line(batch, kinds.index("odd"), lambda row: row["metadata"].pop("scored_by"))
     edit_info(taught.run, lambda info: info.update(tokenizer="other/model"))
-    (taught.run / "unbatched.jsonl").unlink()
+    (taught.run / "unbatched.jsonl").unlink(missing_ok=True)
     report = check_teachers(taught.run, {None: DEMO_MODEL})
     assert report.ok
     assert report.notes == [

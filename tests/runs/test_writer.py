@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -131,6 +132,21 @@ def test_a_batch_whose_metrics_are_refused_does_not_count(tmp_path: Path) -> Non
     assert read_info(tmp_path / "run")["batches"] == 0
 
 
+def test_a_batch_is_written_a_row_at_a_time(tmp_path: Path) -> None:
+    """The memory of a write does not grow with the batch: a row of plain data is several times its sample."""
+    ids = np.arange(10_000, dtype=np.int32)
+    samples = [Sample(tokens=ids, loss_mask=ids > 5, rollout_log_probs=ids / 2, metadata={}) for _ in range(20)]
+    writer = RunWriter(tmp_path / "run", format="jsonl")
+    tracemalloc.start()
+    try:
+        path = writer.write_samples(0, samples)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < path.stat().st_size, "twenty rows as text; as plain data they are four times as large"
+    writer.finish("failed", Accounting())
+
+
 _FULL = """
 import resource, signal, sys
 from pathlib import Path
@@ -138,19 +154,19 @@ from rollouts.runs.writer import append
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path(sys.argv[1])
-append(path, b"first\\n")
-resource.setrlimit(resource.RLIMIT_FSIZE, (9, resource.RLIM_INFINITY))
+append(path, [b"first\\n"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (13, resource.RLIM_INFINITY))
 try:
-    append(path, b"second\\n")
+    append(path, [b"whole\\n", b"second\\n"])
 except OSError as error:
     assert "too large" in str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    append(path, b"third\\n")
+    append(path, [b"third\\n"])
 """
 
 
 def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
-    """A line that the disk takes in part is removed, so that the next one is whole; short lines are not buffered."""
+    """Lines of which the disk takes a part are removed, so that the next one is whole; short lines are not buffered."""
     subprocess.run([sys.executable, "-c", _FULL, str(tmp_path / "lines")], check=True)
     assert (tmp_path / "lines").read_bytes() == b"first\nthird\n"
 

@@ -76,7 +76,7 @@ def test_one_rollout_has_no_spread(filter_fn: Any) -> None:
 
 def test_a_group_reward_needs_a_function() -> None:
     """``group_rm`` alone says nothing."""
-    with pytest.raises(ConfigError, match="reward_fn: got None; expected a function that takes the group"):
+    with pytest.raises(ConfigError, match="reward_fn: got None; expected a function of the group"):
         config(group_rm=True)
 
 
