@@ -57,7 +57,7 @@ def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
-        owns_data = values.flags.owndata or type(values.base) is bytes
+        owns_data = values.flags.owndata or type(values.base) is bytes  # type: ignore[comparison-overlap]
         return values if owns_data and not values.flags.writeable else frozen(values.copy())
     array = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"

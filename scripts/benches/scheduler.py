@@ -85,16 +85,19 @@ async def _stream(in_flight: int, rollouts_wanted: int, found: collections.Count
     return seconds / ended
 
 
+def _run(in_flight: int, rollouts_wanted: int, found: collections.Counter[CodeType] | None) -> float:
+    stream = functools.partial(_stream, in_flight, rollouts_wanted, found)
+    return anyio.run(stream, backend_options={"loop_factory": VirtualLoop})
+
+
 def bench_scheduler(options: argparse.Namespace) -> list[Row]:
     """Microseconds of CPU for a rollout at several numbers in flight, by file, and of the costliest functions."""
     by_code: dict[int, dict[str, float]] = {}
     for in_flight in options.in_flight:
         found: collections.Counter[CodeType] = collections.Counter()
-        run = functools.partial(anyio.run, _stream, in_flight, options.rollouts)
-        run = functools.partial(run, backend_options={"loop_factory": VirtualLoop})
-        least = min(run(None) for _ in range(options.rounds))
+        least = min(_run(in_flight, options.rollouts, None) for _ in range(options.rounds))
         for _ in range(options.rounds):
-            run(found)
+            _run(in_flight, options.rollouts, found)
         scale = 1e6 * least / found.total()
         costs = by_code[in_flight] = collections.defaultdict(float)
         for code, number in found.items():
