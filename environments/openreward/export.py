@@ -1,7 +1,7 @@
 """Export of trajectories as OpenReward's events: to a file first, and from there to its API.
 
 Invariant: a trajectory is in the file before it is sent, and unconfirmed events are sent again: ``FILE.sent`` contains
-the number of confirmed bytes. No error here fails a rollout.
+the number of confirmed bytes. A part of an event is never sent. No error here fails a rollout.
 
     python -m rollouts.recipes.environments.openreward.export trajectories.jsonl     # sends unconfirmed events
 """
@@ -172,7 +172,7 @@ class Trajectories:
             confirmed = 0
             try:
                 while batch := await anyio.to_thread.run_sync(self._batch):
-                    events = [msgspec.Raw(line) for line in batch.splitlines()]
+                    events = [msgspec.Raw(line) for line in batch.splitlines() if _is_event(line)]
                     headers = {"Content-Type": "application/json", "x-api-key": self._key}
                     body = msgspec.json.encode({"events": events})
                     status, answer = await transport.post(f"{self._url}/v1/rollouts", body, headers)
@@ -193,7 +193,10 @@ class Trajectories:
 
     def _append(self, lines: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
+        with self.path.open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            if file.read(1) not in (b"", b"\n"):  # a killed process left a part of a line
+                lines = b"\n" + lines
             file.write(lines)
 
     def _sent(self) -> int:
@@ -212,6 +215,14 @@ class Trajectories:
         fresh = self._mark.with_suffix(".new")
         fresh.write_text(str(self._sent() + size))
         fresh.replace(self._mark)
+
+
+def _is_event(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return True
 
 
 async def _send_rest(path: str) -> int:

@@ -182,18 +182,14 @@ class Frontend:
                 weights = await anyio.to_thread.run_sync(load_weights, path, self.loaded.dtype)
                 await self._drain()
                 waiting = self.scheduler.running + self.scheduler.queued
-                flushed = await self.call(lambda: self._replace(weights, version, flush, races))
+                flushed = await self.call(lambda: self._replace(path, weights, version, flush, races))
             except ConfigError as error:
                 return False, str(error), 0
             except TimeoutError:
                 return False, f"requests still run after {DRAIN_SECONDS:g} s; pause generation first", 0
             finally:
                 self.scheduler.post(lambda: self.scheduler.set_draining(False))
-        if not flushed:
-            return False, UNFLUSHED, waiting
-        self.path = path
-        self.version = version or self.version
-        return True, "Succeeded to update model weights.", waiting
+        return (True, "Succeeded to update model weights.", waiting) if flushed else (False, UNFLUSHED, waiting)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter.
@@ -222,9 +218,12 @@ class Frontend:
     def _uses(self, adapter: Adapter) -> bool:
         return any(request.adapter is adapter for request in self._in_flight.values())
 
-    def _replace(self, weights: object, version: str | None, flush: bool, races: bool) -> bool:
+    def _replace(self, path: Path, weights: object, version: str | None, flush: bool, races: bool) -> bool:
         self.scheduler.replace(weights, version)
-        return not flush or (not races and self._flush())
+        flushed = not flush or (not races and self._flush())
+        if flushed:  # in this step: the client that asked may be gone
+            self.path, self.version = path, version or self.version
+        return flushed
 
     def _flush(self) -> bool:
         return self.faults.stale_cache or self.scheduler.flush()
@@ -240,7 +239,10 @@ class Frontend:
 
     async def rename(self, version: str) -> None:
         """Rename the version of the current weights."""
-        await self.call(lambda: self.scheduler.set_version(version))
+        await self.call(lambda: self._rename(version))
+
+    def _rename(self, version: str) -> None:
+        self.scheduler.set_version(version)
         self.version = version
 
     # -- health -------------------------------------------------------------------------------------------------------

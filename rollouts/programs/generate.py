@@ -48,6 +48,7 @@ from rollouts.programs.launchers.workspace import Workspace
 from rollouts.renderer import Renderer, RendererOptions, with_prompt_options
 from rollouts.sandboxes import Exit, RunningSandbox, Sandbox, opened
 from rollouts.training.agent_integration import generate_all, loaded_renderer, resuming
+from rollouts.training.sample_validator import copied
 from rollouts.training.samples import trajectory_to_samples
 from rollouts.training.types import Sample, Status
 
@@ -148,7 +149,7 @@ async def program_rollout_to_samples(
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
     )
-    session, name, given = rollout.session, function_name(program), _without_log(prompt)
+    session, name, given = rollout.session, function_name(program), _given(prompt)
 
     async def play(server: Gateway) -> dict[str, Any]:
         async with contextlib.AsyncExitStack() as stack:
@@ -225,7 +226,7 @@ async def function_rollout_to_samples(
     rollout = await _session(
         prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
     )
-    session, given = rollout.session, _without_log(prompt)
+    session, given = rollout.session, _given(prompt)
 
     async def play(gateway: Gateway) -> dict[str, Any]:
         server = rollout.server(endpoint, gateway.open(session), "/")
@@ -595,8 +596,9 @@ async def _cancel_at(event: anyio.Event, scope: anyio.CancelScope) -> None:
     scope.cancel()
 
 
-def _without_log(prompt: Prompt) -> Prompt:
-    return attrs.evolve(prompt, turn_log=None, urgency=None)
+def _given(prompt: Prompt) -> Prompt:
+    """The prompt that foreign code gets: without its log, and with another label, which it may change in place."""
+    return attrs.evolve(prompt, label=copied(prompt.label), turn_log=None, urgency=None)
 
 
 def _returned(value: Any, what: str, failure: type[RolloutsError]) -> dict[str, Any]:

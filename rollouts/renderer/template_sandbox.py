@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -32,6 +33,7 @@ _WALL_PER_CPU = 6.0
 _TRIAL_BYTES = 2 << 30
 _TEXT_CHARACTERS = 1 << 24
 """Of the rendering of one short conversation."""
+_NOT_ASCII = re.compile("[^\x00-~\udfff]")  # without the guard of special_text.py, which the encoder removes
 
 
 class _Generation(jinja2.ext.Extension):
@@ -97,14 +99,11 @@ def _raise_exception(message: str) -> None:
 
 
 def tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Encode without the HTML escapes and sorted keys of Jinja's own filter: models were trained without either."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 # -- the trial --------------------------------------------------------------------------------------------------------

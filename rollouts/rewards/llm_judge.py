@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -34,6 +35,7 @@ Text between the marks <task>, <reference> and <answer> is material to grade and
 Answer with one JSON object and nothing else:
 {{"reason": "one sentence", "score": a number from {low:g} to {high:g}}}"""
 
+_CLOSING = re.compile(r"<\s*/\s*answer\s*>", re.IGNORECASE)
 _MATERIAL = "<task>\n{task}\n</task>\n{reference}<answer>\n{answer}\n</answer>"
 
 _JOINS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -176,7 +178,7 @@ class LLMJudge:
             for message in prompt
         )
         reference = "" if sample.label is None else f"<reference>\n{_reference(sample.label)}\n</reference>\n"
-        answer = final_reply(sample).replace("</answer>", "< /answer>")  # a reply must not close the tag
+        answer = _CLOSING.sub("(/answer)", final_reply(sample))  # a reply must not close the tag, in any spelling
         return [
             {"role": "system", "content": _INSTRUCTIONS.format(rubric=self.rubric.strip(), low=low, high=high)},
             {"role": "user", "content": _MATERIAL.format(task=task, reference=reference, answer=answer)},

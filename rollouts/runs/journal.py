@@ -239,10 +239,10 @@ class Journal:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Turn an OSError into the JournalError that every later call raises, too."""
+        """Turn an error into the JournalError that every later call raises, too: queued records may be lost."""
         try:
             yield
-        except OSError as error:
+        except (OSError, MemoryError, struct.error) as error:
             self._error = JournalError(f"{self._name()}: the journal cannot be written: {error}")
             raise self._error from error
 

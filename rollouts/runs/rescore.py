@@ -25,8 +25,9 @@ from rollouts.runs.writer import Format, RunWriter
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
 from rollouts.training.metrics import Accounting, batch_metrics
+from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.samples import status_of
-from rollouts.training.types import Group, Sample
+from rollouts.training.types import Group, Sample, Status
 
 __all__ = ["rescore"]
 
@@ -149,8 +150,12 @@ def _unscored(samples: Sequence[Sample]) -> list[Sample]:
         sample = Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__)
         own = rewards[sample.seat, sample.conversation]
         sample.reward, sample.advantages = sum(own) if own else None, None
-        if sample.failure is not None and sample.failure.kind in _OF_SCORING:
-            sample.failure, sample.status = None, status_of(sample.stop_reason)
+        if not is_lost([sample]):
+            sample.failure = None  # of the group's reward or filter, of any kind
+        elif sample.failure is not None and sample.failure.kind in _OF_SCORING:
+            # Only a rollout that was not lost is scored. A generate function need not give a reason why it stopped.
+            ended = sample.stop_reason is not None
+            sample.failure, sample.status = None, status_of(sample.stop_reason) if ended else Status.COMPLETED
         copies.append(sample.pack())
     for branch, following in reversed(list(itertools.pairwise(copies))):
         if branch.stop_reason is StopReason.FORKED:

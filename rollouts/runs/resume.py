@@ -31,6 +31,7 @@ from rollouts.runs.writer import RunWriter, now
 from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.manager_state import ManagerState
 from rollouts.training.metrics import Accounting
+from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.types import Group, Sample
 
 __all__ = ["Reopened", "reopen", "state_of_history"]
@@ -294,7 +295,12 @@ def state_of_history(history: RunHistory, buffer: DataBuffer, group_size: int) -
     for number in history.unsettled:
         indices = range(number * group_size, (number + 1) * group_size)
         done = [index for index in indices if index in history.rollouts and history.rollouts[index].finished]
-        finished[number] = {index - number * group_size: history.samples(index) for index in done}
+        stored = {index - number * group_size: history.samples(index) for index in done}
+        # The writer died as it stored a failed group: without the record of the group, it has not failed.
+        finished[number] = {position: samples for position, samples in stored.items() if not is_lost(samples)}
+        for samples in finished[number].values():
+            for sample in samples:
+                sample.failure = None
     return ManagerState(
         accounting=accounting,
         batches=len(history.sealed),

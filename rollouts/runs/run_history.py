@@ -82,6 +82,8 @@ class RunHistory:
     torn: TornTail | None = None
     """The end of the journal that was not read."""
     tools: ToolFolder = attrs.field(init=False)
+    _stored: dict[int, Rollout] = attrs.field(factory=dict, init=False)
+    """Rollouts of which not all branches are read yet, by index."""
 
     def __attrs_post_init__(self) -> None:
         self.tools = ToolFolder(self.path.parent)
@@ -177,8 +179,13 @@ class RunHistory:
                     turns = self.turns.pop(index, None)
                     before = self.rollouts.get(index)
                     offsets = tuple(turns) if turns is not None else before.turns if before is not None else ()
-                    self.rollouts[index] = Rollout([], fields["branches"], offsets)
-                self.rollouts[index].branches.append(entry.offset)
+                    self._stored[index] = Rollout([], fields["branches"], offsets)
+                latest = self._stored[index]
+                latest.branches.append(entry.offset)
+                if latest.finished or index not in self.rollouts or not self.rollouts[index].finished:
+                    self.rollouts[index] = latest  # until then, a rollout that is stored again is as it was
+                if latest.finished:
+                    del self._stored[index]
                 self.attempts.pop(index, None)
             case "group":
                 if fields["group"] in self.settled:  # accepted before, then dropped as stale

@@ -42,6 +42,7 @@ from rollouts.seats.seat import Seat, check_seats
 from rollouts.seats.table import SeatOptions, Table
 from rollouts.training.agent_integration import generate_all, loaded_renderer
 from rollouts.training.comparisons import COMPARISON, Comparison, comparison_of
+from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
 __all__ = ["PlayFn", "generate_play_batch", "play_rollout_to_samples"]
@@ -92,7 +93,8 @@ async def play_rollout_to_samples(
     checked, kinds = check_seats(seats), comparisons_of(seats, by)
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     log = await _log_of(prompt, history)
-    prompt = attrs.evolve(prompt, turn_log=None, urgency=None)
+    label = copied(prompt.label)  # a play may change its label in place
+    prompt = attrs.evolve(prompt, label=copied(label), turn_log=None, urgency=None)
     rest = SeatOptions(
         endpoint=endpoint, tokenizer=tokenizer, sampling=sampling, policy=policy, history=history, renderer=options
     )
@@ -102,10 +104,11 @@ async def play_rollout_to_samples(
     metadata, failure = await _played(table, play)
     if table.diverged:
         await log.drop()
-        table = Table(checked, prompt, rest, log)
+        table = Table(checked, attrs.evolve(prompt, label=copied(label)), rest, log)
         metadata, failure = await _played(table, play)
     samples = _samples(table, metadata, failure)
     for sample in samples:
+        sample.label = label
         if sample.seat and kinds[sample.seat] != "seat":
             sample.metadata[COMPARISON] = kinds[sample.seat]
     return samples

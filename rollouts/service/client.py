@@ -203,15 +203,21 @@ class Rollouts:
         Raises:
             ServiceError: as :meth:`batches`; with status 410 after the end of the data.
         """
-        request = {
-            "groups": groups,
-            "lease_s": lease_seconds,
-            "wait_s": wait_seconds,
-            "consumer": self.consumer,
-            "request": uuid.uuid4().hex,  # a repeated request gets the same lease
-        }
-        status, body = self._send("POST", "/v1/leases", request, seconds=wait_seconds)
-        return Batch(self, body) if status == 200 else None
+        ends = time.monotonic() + wait_seconds
+        while True:
+            left = max(0.0, ends - time.monotonic())
+            request = {
+                "groups": groups,
+                "lease_s": lease_seconds,
+                "wait_s": left,
+                "consumer": self.consumer,
+                "request": uuid.uuid4().hex,  # a repeated request gets the same lease
+            }
+            status, body = self._send("POST", "/v1/leases", request, seconds=left)
+            if status == 200:
+                return Batch(self, body)
+            if time.monotonic() >= ends:  # the service waits a minute at most
+                return None
 
     def ack(self, token: int, *, step: int | None = None) -> None:
         """Acknowledge a lease, also one of an earlier process; raises LeaseLost."""

@@ -39,6 +39,7 @@ __all__ = ["Lease", "LeaseLost", "Leases"]
 
 _TOKENS = 1 << 32
 """Tokens of one opening of the log."""
+_MOST_STEPS = 1 << 63
 _LEASE_SECONDS = 600.0
 
 
@@ -284,8 +285,8 @@ class Leases:
             ConfigError: the step is not an integer >= 0; nothing changed.
             JournalError: the log cannot be written; it is unknown whether the record is stored. No further call writes.
         """
-        if step is not None and not is_int(step, 0):
-            raise ConfigError.of("step", step, "an integer >= 0, or None")
+        if step is not None and not (is_int(step, 0) and step < _MOST_STEPS):
+            raise ConfigError.of("step", step, "an integer >= 0 of 64 bits, or None")  # else the log refuses the record
         async with self._writing:
             if token in self._settled_tokens:
                 return

@@ -1,7 +1,9 @@
 """CPU time of a call of a program: the gateway's, its client's, and that of other servers between program and model.
 
 256 sessions of 50 turns, whose requests have the whole history, as programs send it. Each server runs in its own
-process and asks a server with one prebuilt reply; all get the same requests of the same client.
+process and asks a server with one prebuilt reply; all get the same requests of the same client. One more session is
+played before the others: what a server does once for a process, such as imports and first renderings, is in its row by
+itself, and in no call.
 
 ``python -m scripts.benches.gateway reading`` prints what it costs to read a request, by turn, in one process.
 """
@@ -228,7 +230,7 @@ SERVERS = {"ours": ours, "litellm": litellm, "miles": miles}
 
 @attrs.frozen
 class Phase:
-    """Some turns of all sessions."""
+    """Some turns of all sessions; the first phase is the whole session that warms the server up."""
 
     calls: int
     server: float
@@ -237,9 +239,8 @@ class Phase:
 
 
 async def played(server: Server, turns: int, phases: Sequence[int]) -> list[Phase]:
-    """Play all sessions; each phase ends after so many turns of every session."""
+    """Play the last session, then all others; each phase of these ends after so many turns of every session."""
     histories = [[text("system", SYSTEM), text("user", f"Task {n}.")] for n in range(len(server.places))]
-    found = []
     timeout, connector = aiohttp.ClientTimeout(300), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
 
@@ -257,13 +258,18 @@ async def played(server: Server, turns: int, phases: Sequence[int]) -> list[Phas
                     raise SystemExit(f"another reply: {message}")
                 histories[number] += [text("assistant", message["content"]), text("user", RESULT)]
 
-        for first, last in itertools.pairwise([0, *phases, turns]):
+        async def phase(numbers: Sequence[int], count: int) -> Phase:
             before, began = Spent.by(server.pids), time.process_time()
             async with anyio.create_task_group() as tasks:
-                for number in range(len(server.places)):
-                    tasks.start_soon(one, number, last - first)
+                for number in numbers:
+                    tasks.start_soon(one, number, count)
             client = time.process_time() - began
-            found.append(Phase((last - first) * len(server.places), Spent.by(server.pids).since(before).cpu, client))
+            return Phase(count * len(numbers), Spent.by(server.pids).since(before).cpu, client)
+
+        *others, warming = range(len(server.places))
+        found = [await phase([warming], turns)]
+        for first, last in itertools.pairwise([0, *phases, turns]):
+            found.append(await phase(others, last - first))
     return found
 
 
@@ -322,10 +328,13 @@ def bench_gateway(options: argparse.Namespace) -> list[Row]:
     for name in ("ours", *options.peers):
         began = os.getloadavg()[0]
         try:
-            with tempfile.TemporaryDirectory() as folder, SERVERS[name](Path(folder), tokenizer, sessions) as server:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                SERVERS[name](Path(folder), tokenizer, sessions + 1) as server,
+            ):
                 run: Callable[[], Awaitable[list[Phase]]] = lambda: played(server, turns, phases)  # noqa: E731
                 with calm_collector():
-                    found = anyio.run(run)
+                    warming, *found = anyio.run(run)
         except (SystemExit, BaseExceptionGroup) as error:
             if name == "ours":
                 raise
@@ -342,11 +351,15 @@ def bench_gateway(options: argparse.Namespace) -> list[Row]:
         base = base or server_ms
         row: Row = {"server": name, "ms/call": server_ms, "times ours": server_ms / base}
         row |= {"client ms/call": client_ms, "early ms/call": early, "late ms/call": late}
+        row |= {"warm-up ms": 1000 * warming.server}
         rest = server_ms - renderer if name == "ours" else ""
         row |= {"renderer ms/call": renderer if name == "ours" else "", "without the renderer": rest}
         met = "" if name != "ours" else "yes" if server_ms - renderer <= MOST_WITHOUT_RENDERER else "NO"
         rows.append(row | {"met": met, "load": f"{began:.1f}"})
-        print(f"{name}: {server_ms:.3f} ms/call, early {early:.3f}, late {late:.3f}", file=sys.stderr)
+        times = (
+            f"{server_ms:.3f} ms/call, early {early:.3f}, late {late:.3f}; {1000 * warming.server:.0f} ms to warm up"
+        )
+        print(f"{name}: {times}", file=sys.stderr)
     return rows
 
 

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import anyio
@@ -83,9 +84,14 @@ def chooser(rng: random.Random) -> Choose:
 
 
 def proxy(target: str, pipe: Connection) -> None:
-    """Forward to the engine; one reply of ten is a 500, a 503, a reset before or a reset inside the body."""
+    """Forward to the engine; one reply of ten is a 500, a 503, a reset before or a reset inside the body.
+
+    While the engine is away, no connection is accepted, as if the client asked the engine itself: a client waits for a
+    server that is down, however long its start takes. It tries a server that closes each connection a few times only.
+    """
     rng = random.Random(1)
     counts: Counter[str] = Counter()
+    away = anyio.Event()
     session: aiohttp.ClientSession
 
     async def forward(request: web.Request) -> web.StreamResponse:
@@ -105,6 +111,7 @@ def proxy(target: str, pipe: Connection) -> None:
                 payload = await answer.read()
         except (aiohttp.ClientError, OSError):
             counts["engine away"] += 1
+            away.set()
             return cut(request)
         if fault == "reset in body":
             response = web.StreamResponse(headers={"Content-Length": str(len(payload))})
@@ -119,6 +126,29 @@ def proxy(target: str, pipe: Connection) -> None:
             request.transport.abort()
         return web.Response()
 
+    async def listen(runner: web.AppRunner, task_status: Any) -> None:
+        """Listen while the engine answers."""
+        nonlocal away
+        port = 0
+        while True:
+            site = web.TCPSite(runner, "127.0.0.1", port)
+            await site.start()
+            port = runner.addresses[0][1]
+            with contextlib.suppress(RuntimeError):  # it has started before
+                task_status.started(port)
+            await away.wait()
+            await site.stop()
+            while not await answers():  # noqa: ASYNC110 - another process
+                await anyio.sleep(0.1)
+            away = anyio.Event()
+
+    async def answers() -> bool:
+        try:
+            async with session.get(f"{target}/health") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+
     async def serve() -> None:
         nonlocal session
         async with aiohttp.ClientSession(
@@ -128,10 +158,11 @@ def proxy(target: str, pipe: Connection) -> None:
             app.router.add_route("*", "/{path:.*}", forward)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
-            await anyio.to_thread.run_sync(pipe.recv)
-            pipe.send(dict(counts))
+            async with anyio.create_task_group() as tasks:
+                pipe.send(f"http://127.0.0.1:{await tasks.start(listen, runner)}")
+                await anyio.to_thread.run_sync(pipe.recv)
+                pipe.send(dict(counts))
+                tasks.cancel_scope.cancel()
             await runner.cleanup()
 
     anyio.run(serve)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import pytest
 
 from rollouts.engine import DEMO_MODEL
+from rollouts.engine.frontend import Faults, Frontend
+from rollouts.engine.loading import load_folder
 
 PROMPT = [(17 * number) % 500 for number in range(30)]
 LONG = {"ignore_eos": True, "max_new_tokens": 900}
@@ -215,6 +220,31 @@ async def test_an_update_waits_for_what_runs_and_drops_old_prefixes(
     assert (after["meta_info"]["weight_version"], after["meta_info"]["cached_tokens"]) == ("v2", 0)
     logprobs = [logprob for logprob, _, _ in after["meta_info"]["output_token_logprobs"]]
     assert logprobs == pytest.approx(reference(PROMPT, after["output_ids"], folder=other_weights), abs=1e-4)
+
+
+async def test_an_update_whose_client_has_gone_is_reported(other_weights: Path) -> None:
+    """The engine has the new weights then; folder and version in ``/model_info`` are theirs."""
+    begun, released = threading.Event(), threading.Event()
+
+    class Slow(Frontend):
+        def _replace(self, *arguments: Any) -> bool:
+            begun.set()
+            assert released.wait(60)
+            return super()._replace(*arguments)
+
+    loaded = load_folder(DEMO_MODEL)
+    frontend = Slow(loaded, 1, max_queued=None, health_seconds=10, faults=Faults())
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(functools.partial(frontend.update_weights, other_weights, "v2", flush=True))
+            await anyio.to_thread.run_sync(begun.wait)
+            tasks.cancel_scope.cancel()
+        released.set()
+        await frontend.call(lambda: None)
+        assert (frontend.path, frontend.version) == (other_weights, "v2")
+    finally:
+        released.set()
+        await frontend.stop()
 
 
 async def stale(client: Any, reference: Callable[..., list[float]], folder: Path) -> tuple[str, int, float]:

@@ -639,8 +639,8 @@ async def chat_of(server: ModelServer, *questions: Any) -> None:
 
 
 async def by_function(function: Any, **options: Any) -> list[Sample]:
-    given = {"endpoint": ENDPOINT, "tokenizer": demo_renderer(), "policy": policy_of()}
-    return await function_rollout_to_samples(PROMPT, function=function, **{**given, **options})
+    given = {"prompt": PROMPT, "endpoint": ENDPOINT, "tokenizer": demo_renderer(), "policy": policy_of()}
+    return await function_rollout_to_samples(function=function, **{**given, **options})
 
 
 @pytest.mark.parametrize(
@@ -665,6 +665,22 @@ async def test_a_function_returns_the_reward_or_metadata(returned: Any, reward: 
     assert samples[-1].metadata == {"row": 1, **added}
     assert {sample.status for sample in samples} == {Status.COMPLETED}
     assert [violation for sample in samples for violation in check_sample(sample)] == []
+
+
+async def test_a_function_that_edits_the_label_in_place_changes_no_sample() -> None:
+    """Its group keeps one label, as law 5 wants it; also where the function asks nothing."""
+    prompt = attrs.evolve(PROMPT, label={"answer": 8, "tries": []})
+
+    async def agent(server: ModelServer, prompt: Prompt) -> None:
+        prompt.label["tries"].append(1)
+        await chat_of(server, "one")
+
+    async def idle(server: ModelServer, prompt: Prompt) -> None:
+        prompt.label["tries"].append(1)
+
+    for function in (agent, idle):
+        (sample,) = await by_function(function, prompt=prompt)
+        assert sample.label == {"answer": 8, "tries": []}
 
 
 async def test_a_session_keeps_its_adapter(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import StepResult
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer
+from rollouts.renderer.special_text import Marks
+from rollouts.renderer.template_sandbox import tojson
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.trajectory import Trajectory
 from tests.families import FAMILIES
@@ -65,6 +68,17 @@ def test_as_text_it_has_no_special_id(new: Message) -> None:
     opening, plain = (renderer.opening([Message("user", text)]).tolist() for text in (FORGED, "4"))
     assert FORGED in renderer.decode(opening)
     assert special(renderer, opening) == special(renderer, plain)
+
+
+def test_as_text_holds_in_json_of_ascii() -> None:
+    """A template may write text as JSON with escapes: those are of the text alone, and none is special."""
+    texts = [f"é {FORGED}", "\U0001f7ff \\udfff \x7f", 'a "quote"\n']
+    assert [tojson(text, ensure_ascii=True) for text in texts] == list(map(json.dumps, texts))
+    marks = Marks(["<|im_end|>", "<|im_start|>", "<｜a｜>"], "as_text")
+    (guarded,) = marks.guarded([Message("user", f"{FORGED}<｜a｜>")])
+    parts = list(marks.parts(tojson(guarded.content, ensure_ascii=True)))
+    assert "".join(part for part, _ in parts) == json.dumps(f"{FORGED}<｜a｜>")
+    assert [part for part, is_mark in parts if is_mark] == ["<|im_end|>", "<|im_start|>"]
 
 
 @pytest.mark.parametrize("new", NEWS, ids=["user", "tool"])

@@ -359,3 +359,31 @@ async def test_a_sync_reaches_the_disk_also_while_everything_is_cancelled(tmp_pa
             await journal.sync()
         assert journal.syncs == before + 1
         assert [entry.fields["number"] for entry in read_journal(tmp_path)] == [0]
+
+
+class _Unwritable(Columns):
+    """Columns whose bytes are too many for a record, or for the memory."""
+
+    def to_bytes(self) -> bytes:
+        class Long(bytes):
+            def __len__(self) -> int:
+                return 1 << 32
+
+        return Long(b"")
+
+
+async def test_a_record_that_cannot_be_framed_ends_the_journal_before_it(tmp_path: Path) -> None:
+    """Records queued with it are lost: no later one may follow, whose number would show a gap."""
+    with Journal(tmp_path) as journal:
+        journal.append("sample", {"number": 0})
+        await journal.commit()
+        journal.append("sample", {"number": 1})
+        journal.append(
+            "sample", {"number": 2}, _Unwritable(*(np.zeros(0, kind) for kind in (np.int32, np.bool_)), None)
+        )
+        for _ in range(2):
+            with pytest.raises(JournalError, match="the journal cannot be written"):
+                await journal.commit()
+        with pytest.raises(JournalError, match="the journal cannot be written"):
+            journal.append("sample", {"number": 3})
+    assert [entry.fields["number"] for entry in read_journal(tmp_path)] == [0]

@@ -10,7 +10,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint, Prompt, StopReason
 from rollouts.environments import CalculatorEnvironment
-from rollouts.errors import ConfigError, Failure, RewardFailure
+from rollouts.errors import ConfigError, EndpointError, Failure, RewardFailure
 from rollouts.recipe import Recipe
 from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
@@ -108,6 +108,20 @@ async def test_groups_that_a_reward_lost_are_scored_again(tmp_path: Path) -> Non
     await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, batch_size=1), tmp_path / "new")
     kept = by_group(tmp_path / "new")
     assert {number for number in kept if all(sample.failure is None for sample in kept[number])} == set(lost) - {3}
+
+
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.FAILED])
+async def test_a_failure_of_scoring_goes_from_a_rollout_without_a_stop_reason(tmp_path: Path, status: Status) -> None:
+    """That of a group's reward, whose own errors keep their kind, and that of the reward of a rollout."""
+    prompt = Prompt("play", group_index=0, index=0)
+    sample, kind = some_sample(prompt, 0), EndpointError if status is Status.COMPLETED else RewardFailure
+    sample.stop_reason, sample.status, sample.failure = None, status, Failure.of(kind("no judge"))
+    config = {"batch_size": 1, "n_samples_per_prompt": 1}
+    writer = RunWriter(tmp_path / "old", {"config": config})
+    writer.on_group(Group(prompt, (sample,), "failed", "no judge"))
+    writer.finish("finished", Accounting(taken=1, failed=1))
+    await rescore(tmp_path / "old", a_recipe(reward_fn=last_token, **config), tmp_path / "new")
+    assert [(one.status, one.failure) for one in load_run(tmp_path / "new")] == [(Status.COMPLETED, None)]
 
 
 async def test_a_rollout_that_forked_is_as_before_its_reward_failed(tmp_path: Path) -> None:

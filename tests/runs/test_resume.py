@@ -224,6 +224,31 @@ async def test_a_journal_cut_at_any_byte_of_its_last_three_records_is_resumed(
         shutil.rmtree(path)
 
 
+@pytest.mark.parametrize("scored", [False, True])
+async def test_a_group_whose_failure_was_stored_in_part_has_not_failed(tmp_path: Path, scored: bool) -> None:
+    """A lost rollout is not a finished one; rollouts that the group's reward failed are finished, without a failure."""
+
+    def judged(samples: list[Sample]) -> list[float]:
+        if samples[0].group_index == 1:
+            raise OSError("no judge")
+        return [float(number % 2) for number in range(len(samples))]
+
+    scoring: dict[str, Any] = {"reward_fn": judged, "group_rm": True} if scored else {}
+    await new_run(tmp_path / "run", Counted(() if scored else (3,)), **scoring)
+    journal = tmp_path / "run" / "journal"
+    failed = next(entry for entry in read_journal(journal) if entry.fields.get("outcome") == "failed")
+    segment = journal / "segment-000000.journal"
+    segment.write_bytes(segment.read_bytes()[: failed.offset.offset])
+    count_batches(tmp_path / "run", len(RunHistory.read(journal).sealed))
+    opened = reopen(tmp_path / "run", {"recipe": "test", "config": config(Counted()).describe()}, buffer())
+    opened.run_journal.journal.close()
+    rollouts = opened.state.finished[failed.fields["group"]]
+    assert len(rollouts) == 3 or not scored
+    assert [
+        sample for samples in rollouts.values() for sample in samples if sample.failure or sample.status == "failed"
+    ] == []
+
+
 async def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
     """More batches follow the old ones; groups that were in no batch come first."""
     await new_run(tmp_path / "run", Counted())

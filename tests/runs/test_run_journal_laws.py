@@ -135,6 +135,21 @@ async def test_a_rollout_that_is_stored_again_replaces_the_first(tmp_path: Path)
     assert history.rollouts[0].finished
 
 
+async def test_a_rollout_that_was_stored_again_in_part_is_the_first(tmp_path: Path) -> None:
+    """1.5.2 A writer that died between two branches leaves the finished rollout as it was."""
+    first, last = ([some_sample(prompt_of(0), seed) for seed in seeds] for seeds in ((1, 2), (3, 4, 5)))
+    with Journal(tmp_path) as journal:
+        run_journal = RunJournal(journal)
+        await run_journal.finished(first)
+        await run_journal.settled(group_of(0, last))
+    entries = list(read_journal(tmp_path))
+    for number in range(2, len(entries) + 1):
+        history = RunHistory(tmp_path)
+        for entry in entries[:number]:
+            history._add(entry)
+        assert history.samples(0) == (first if number < 5 else last)
+
+
 async def test_a_sample_with_the_same_tokens_and_other_texts_is_another(tmp_path: Path) -> None:
     """1.5.1 It is stored again, although its numbers are those of the one that was finished."""
     (first, _), (other, _) = played(0), played(0, reply="other")

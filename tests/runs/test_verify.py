@@ -211,6 +211,21 @@ def test_groups_outside_batches_are_checked_too(run: Path, name: str) -> None:
     assert any(name in violation.place for violation in verify_run(run).violations)
 
 
+async def test_a_group_whose_filter_sets_a_reward_of_nan_is_sound(tmp_path: Path) -> None:
+    """Its failed samples keep the label of their group, with the one whose reward cannot be stored."""
+
+    def spoils(samples: Sequence[Sample]) -> bool:
+        if samples[0].group_index == 1:
+            samples[0].reward = math.nan
+        return spread(samples)
+
+    await store_run(tmp_path / "run", filter_fn=spoils, fails=lambda prompt: False)
+    failed = load_run(tmp_path / "run", "failed")
+    assert [(sample.label, sample.reward is None) for sample in failed] == [(1, n == 0) for n in range(4)]
+    report = verify_run(tmp_path / "run")
+    assert report.ok, report.violations
+
+
 def test_swapped_groups_are_found(run: Path) -> None:
     """A batch is ordered by group index."""
     lines = (run / FIRST).read_bytes().splitlines(keepends=True)

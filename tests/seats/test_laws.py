@@ -642,6 +642,25 @@ async def test_the_comparison_of_a_play_travels_with_its_samples(renderer: Rende
             play_recipe("duel", ENDPOINT, duel, [prompt], seats=DUEL, by=wrong)
 
 
+async def test_a_play_that_edits_the_label_in_place_changes_no_sample(renderer: Renderer) -> None:
+    """Its group keeps one label, as law 5 wants it; a play that begins again gets the label of its prompt."""
+    seen: list[Any] = []
+
+    async def editing(seats: Any, prompt: Prompt) -> None:
+        seen.append([*prompt.label])
+        prompt.label.append(len(seen))
+        white = seats.white.chat()
+        await white.ask(f"Attempt {min(len(seen), 2)}.")
+        white.reward = 0.0
+
+    kept = Kept()
+    for _ in range(2):  # the second asks something else than the first, whose reply it finds, so it begins again
+        prompt = attrs.evolve(Kept(kept.turns).prompt() if seen else kept.prompt(), label=["8"])
+        (sample,) = await played(renderer, editing, counter(renderer), {"white": Seat()}, prompt=prompt)
+        assert (sample.label, prompt.label) == (["8"], ["8"])
+    assert seen == [["8"]] * 3
+
+
 async def test_a_play_does_not_get_the_urgency_of_its_group(renderer: Renderer) -> None:
     """It passes its prompt to the environments of its seats."""
 

@@ -112,6 +112,26 @@ async def test_lost_answers_are_asked_for_again() -> None:
         await in_thread(ask)
 
 
+async def test_a_wait_is_as_long_as_the_caller_says(tmp_path: Path) -> None:
+    """Also where the service ends its wait sooner; without a wait, it is asked once."""
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        leases.add(groups(0))
+        answers: list[Any] = [(204, b""), (204, b""), (200, lease_bytes(await taken(leases, 1))), (204, b"")]
+    async with JsonServer(lambda asked: answers.pop(0)) as server:
+
+        def ask() -> None:
+            with Rollouts(server.url) as service:
+                batch = service.take(1, wait_seconds=60)
+                assert batch is not None
+                assert batch.groups == (0,)
+                assert service.take(1) is None
+
+        await in_thread(ask)
+    waits = [asked.body["wait_s"] for asked in server.asked]
+    assert waits == sorted(waits, reverse=True)
+    assert len(waits) == 4
+
+
 async def test_patience_ends(tmp_path: Path) -> None:
     """A service that never answers is an error that names its address."""
 

@@ -368,7 +368,7 @@ async def test_a_step_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> N
         leases.add(groups(0))
         lease = await taken(leases, 1)
         before = (tmp_path / "log").read_bytes()
-        steps: list[Any] = [np.int64(3), 1.0, True, -1, "3"]
+        steps: list[Any] = [np.int64(3), 1.0, True, -1, "3", 1 << 64]
         for step in steps:
             with pytest.raises(ConfigError, match="step"):
                 await leases.acknowledge(lease.token, step=step)

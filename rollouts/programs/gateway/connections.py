@@ -128,15 +128,10 @@ class Connection(web.RequestHandler):
             self._wait_for_head()
         super().data_received(data)
 
-    @contextlib.contextmanager
-    def answering(self) -> Any:
-        """The head is there; while the context lasts, the connection is not closed for another one."""
+    def begin(self) -> None:
+        """The head is there; while ``busy`` is set, the connection is not closed for another one."""
         self._stop_waiting()
         self.busy = True
-        try:
-            yield
-        finally:
-            self.busy = False
 
     def handle_error(
         self,

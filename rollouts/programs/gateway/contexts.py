@@ -172,7 +172,8 @@ class Contexts:
             self._tree.delivered(match.call)
             path = match.call.path()
             echoes = {at: found for call in path if (found := call.changes(messages[at := call.known - 1]))}
-            request.changes = Counter(itertools.chain.from_iterable(echoes.values()))
+            if echoes:
+                request.changes = Counter(itertools.chain.from_iterable(echoes.values()))
             request.renamed = len({call.known - 1 for call in path}.intersection(request.conversation.renamed))
             if echoes and self.history == "error":
                 at, found = next(iter(echoes.items()))

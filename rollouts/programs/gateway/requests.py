@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +20,7 @@ import anyio
 import attrs
 from anyio.abc import TaskGroup
 
+from rollouts.concurrency.deadlines import scope_class
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Message, Tool
 from rollouts.programs.gateway.normal import Conversation, EchoChange
@@ -47,10 +47,10 @@ class OpenRequest:
     numbered: bool = False
     """Whether its calls have their numbers."""
     waiting: int = 0
-    scope: anyio.CancelScope = attrs.field(factory=anyio.CancelScope)
+    scope: anyio.CancelScope = attrs.field(factory=lambda: scope_class()())
     done: anyio.Event = attrs.field(factory=anyio.Event)
     calls: list[Call] = attrs.field(factory=list)
-    changes: Counter[EchoChange] = attrs.field(factory=Counter)
+    changes: Mapping[EchoChange, int] = attrs.field(factory=dict)
     """The changes of the program in the replies that its request has."""
     renamed: int = 0
     """The number of these replies that came with other ids of calls."""

@@ -28,6 +28,7 @@ import attrs
 import msgspec
 
 from rollouts.base.extras import install_command
+from rollouts.concurrency.deadlines import scope_class
 from rollouts.errors import ConfigError
 from rollouts.programs.gateway import chat, messages, responses
 from rollouts.programs.gateway.address import PublicAddress
@@ -209,8 +210,11 @@ class Gateway:
     async def _handle(self, http: web.BaseRequest) -> web.StreamResponse:
         connection = http.protocol
         assert isinstance(connection, Connection), "made by Connections"
-        with connection.answering():
+        connection.begin()
+        try:
             return await self._answer(http, connection)
+        finally:
+            connection.busy = False
 
     async def _answer(self, http: web.BaseRequest, connection: Connection) -> web.StreamResponse:
         found = _PATH.fullmatch(http.path)
@@ -293,8 +297,14 @@ class Gateway:
         call = _Call(opened, wire, request, lineage, _attempt(http))
         headers = {"Content-Type": "text/event-stream" if request.stream else "application/json"}
         response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
-        with opened.scope() as scope, call.answering():
-            await (self._stream(http, response, call) if request.stream else _whole(http, response, call))
+        scope = scope_class()()
+        opened.calls.add(scope)  # closing the session cancels it
+        try:
+            with scope:
+                await (self._stream(http, response, call) if request.stream else _whole(http, response, call))
+        finally:
+            opened.calls.discard(scope)
+            call.report()
         if scope.cancelled_caught and not response.prepared:
             raise ApiError("conflict", "the session has ended")
         if scope.cancelled_caught and http.transport is not None:
@@ -409,16 +419,6 @@ class _Opened:
         self.entries = defaultdict(lambda: Entries(no_images=no_images))
         self.bodies = InFlight(self.max_body)
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[anyio.CancelScope]:
-        """The cancel scope of a call; closing the session cancels it."""
-        with anyio.CancelScope() as scope:
-            self.calls.add(scope)
-            try:
-                yield scope
-            finally:
-                self.calls.discard(scope)
-
     def count_unknown(self, path: str) -> None:
         """Count a request to a route that does not exist."""
         if path not in self.unknown and len(self.unknown) >= _UNKNOWN_ROUTES:
@@ -455,30 +455,31 @@ class _Call:
         except ApiError as error:
             self.error = error
 
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Tell the session at the end whether the client got its replies."""
-        try:
-            yield
-        finally:
-            session = self.opened.session
-            (session.delivered if self.delivered else session.undelivered)(self.replies)
+    def report(self) -> None:
+        """Tell the session whether the client got its replies."""
+        session = self.opened.session
+        (session.delivered if self.delivered else session.undelivered)(self.replies)
 
 
-@contextlib.contextmanager
-def _failures(opened: _Opened, *passed: type[Exception]) -> Iterator[None]:
+class _failures:  # noqa: N801 - used as `with _failures(...)`; no generator, as every call enters two
     """Fail the session with an error that is not an :class:`ApiError`, and answer with an error of the server.
 
     Args:
         passed: errors that do not fail the session.
     """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, (ApiError, *passed)):
-            raise
-        opened.session.fail(error)
-        raise ApiError("server", f"the call failed ({type(error).__name__})") from error
+
+    __slots__ = ("_opened", "_passed")
+
+    def __init__(self, opened: _Opened, *passed: type[Exception]) -> None:
+        self._opened, self._passed = opened, passed
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (ApiError, *self._passed)):
+            self._opened.session.fail(error)
+            raise ApiError("server", f"the call failed ({type(error).__name__})") from error
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -510,10 +511,12 @@ async def _request_of(http: web.BaseRequest, wire: Wire, opened: _Opened) -> Cal
 
 async def _read(body: bytes, wire: Wire, opened: _Opened) -> CallRequest:
     long = len(body) > _IN_THREAD
-    fields = await anyio.to_thread.run_sync(_decoded, wire, body) if long else _decoded(wire, body)
+    decode = functools.partial(decoded_body, body, wire.HISTORY, wire.FIELDS)
     with _json_errors(body):
-        read = functools.partial(wire.read, fields, opened.session.reply, opened.entries[wire])
-        images = b"base64" in opened.entries[wire].unread(fields, wire.HISTORY)
+        fields = await anyio.to_thread.run_sync(decode) if long else decode()
+        entries = opened.entries[wire]
+        read = functools.partial(wire.read, fields, opened.session.reply, entries)
+        images = b"base64" in body and b"base64" in entries.unread(fields, wire.HISTORY)
         return await anyio.to_thread.run_sync(read) if long or images else read()
 
 
@@ -562,11 +565,6 @@ def _attempt(http: web.BaseRequest) -> int:
 def _malformed(message: str | None) -> web.Response:
     """The answer to bytes that are not HTTP."""
     return _json(*chat.error(ApiError("invalid_request", f"not an HTTP request ({message})"[:200])))
-
-
-def _decoded(wire: Wire, body: bytes) -> Any:
-    with _json_errors(body):
-        return decoded_body(body, wire.HISTORY, wire.FIELDS)
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ class Fields:
     @classmethod
     def of(cls, value: Any, path: str = "", no_images: str = "") -> Fields:
         """Check that a value is an object."""
-        if not isinstance(value, Mapping):
+        if type(value) is not dict and not isinstance(value, Mapping):
             raise ApiError("invalid_request", str(ConfigError.of(path or "body", value, "a JSON object")))
         return cls(value, path, no_images)
 
@@ -501,7 +501,7 @@ class Entries:
         counts: Counts,
     ) -> ReadingT:
         known = self._beginning_of(name, text)
-        own = Counts(known.counts)
+        own = known.counts
         if known.length:
             reading = cast(ReadingT, known.reading.copy())
         raws = _LIST.decode(b"[" + text[len(known.text) :])
@@ -509,7 +509,7 @@ class Entries:
         for place, raw in enumerate(raws):
             if place == last > 0:
                 before = _before(text, raws[place:])
-                self._keep(name, known, _Beginning(before, known.length + place, reading.copy(), Counts(own)))
+                self._keep(name, known, _Beginning(before, known.length + place, reading.copy(), own))
             key, path = hash((name, bytes(raw))), f"{field}[{known.length + place}]"
             entry = self._read.get(key)
             if entry is None:
@@ -520,8 +520,10 @@ class Entries:
                 self._read[key] = entry
             reading.take(entry[0], path)
             if entry[1]:
+                own = Counts(own)  # the beginning keeps its counts
                 own.update(entry[1])
-        counts.update(own)
+        if own:
+            counts.update(own)
         return reading
 
     def _beginning_of(self, name: str, text: bytes) -> _Beginning:
@@ -606,7 +608,7 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
-_LINE_ENDS = (("\u0085", b"\\u0085"), ("\u2028", b"\\u2028"), ("\u2029", b"\\u2029"))
+_LINE_ENDS = (("\u0085".encode(), b"\\u0085"), ("\u2028".encode(), b"\\u2028"), ("\u2029".encode(), b"\\u2029"))
 """Line ends of Unicode that JSON leaves as they are, and at which some clients split a stream."""
 
 
@@ -616,8 +618,9 @@ def encoded(value: Any) -> bytes:
         text = msgspec.json.encode(value)
     except UnicodeEncodeError:  # half of a surrogate pair, which a model can write as an escape
         text = json.dumps(value).encode()
-    for character, escaped in _LINE_ENDS:
-        text = text.replace(character.encode(), escaped)
+    if not text.isascii():
+        for character, escaped in _LINE_ENDS:
+            text = text.replace(character, escaped)
     return text
 
 

@@ -25,7 +25,7 @@ import attrs
 import msgspec
 
 from rollouts.base.validators import is_int, is_number
-from rollouts.dtypes import Prompt
+from rollouts.dtypes import Message, Prompt, as_messages, hashes_in, with_images
 from rollouts.errors import ConfigError
 from rollouts.training.evaluation import task_key
 from rollouts.training.samplers.passes import PassSampler
@@ -33,8 +33,8 @@ from rollouts.training.types import Sample
 
 __all__ = ["PassRateSampler"]
 
-_RUNS = "rollouts.runs.folder"
-"""Imported at its first use: stored runs are a layer above this package."""
+_RUNS, _IMAGES = "rollouts.runs.folder", "rollouts.runs.images"
+"""Imported at their first use: stored runs are a layer above this package."""
 _SHARPNESS = 1.5
 """Exponent of the share. With 1 a prompt whose only group of 8 had no spread is drawn in 31 % of the passes, with 1.5
 in 17 %: one group of each prompt then saves most of the draws that teach nothing."""
@@ -94,7 +94,7 @@ class PassRateSampler(PassSampler):
             **numbers: as for the class.
 
         Raises:
-            ConfigError: a folder has neither a run nor an evaluation.
+            ConfigError: a folder has neither a run nor an evaluation, or lacks an image that a prompt names.
         """
         sampler = cls(**numbers)
         for run in runs:
@@ -188,6 +188,22 @@ def _rows(run: str | Path | Iterable[Sample]) -> Iterator[Mapping[str, Any]]:
         yield from ({name: getattr(sample, name) for name in names} for sample in run)
     elif (evaluation := Path(run) / "rollouts.jsonl").is_file():
         with evaluation.open("rb") as lines:
-            yield from map(msgspec.json.decode, lines)
+            yield from _with_images(map(msgspec.json.decode, lines), run)
     else:
-        yield from (row.data for row in importlib.import_module(_RUNS).read_rows(run, "all"))
+        rows = (row.data for row in importlib.import_module(_RUNS).read_rows(run, "all"))
+        yield from _with_images(rows, run)
+
+
+def _with_images(rows: Iterable[Mapping[str, Any]], run: str | Path) -> Iterator[Mapping[str, Any]]:
+    """The rows with the images of their prompts in place of hashes; rows of a group, which follow each other, share."""
+    load = importlib.import_module(_IMAGES).ImageFolder(run).load
+    before: Any = None
+    messages: Sequence[Message] = ()
+    for row in rows:
+        prompt = row["prompt"]
+        if isinstance(prompt, str) or not hashes_in(prompt):
+            yield row
+            continue
+        if prompt != before:
+            before, messages = prompt, as_messages(with_images(prompt, load))
+        yield {**row, "prompt": messages}

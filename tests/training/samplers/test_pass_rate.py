@@ -17,10 +17,13 @@ from typing import Any
 import attrs
 import pytest
 
+from rollouts.dtypes import Message
 from rollouts.errors import ConfigError
+from rollouts.runs.writer import RunWriter
 from rollouts.training import DataBuffer, Sample
 from rollouts.training.samplers import PassRateSampler
-from tests.stored_runs import store_run
+from tests.processors import picture
+from tests.stored_runs import some_sample, store_run
 
 PROMPTS, N, LATE = 400, 8, 72
 
@@ -220,6 +223,21 @@ async def test_stored_runs_give_the_first_estimates(tmp_path: Path, format: Any)
     assert sampler.describe()["from_runs"] != PassRateSampler(n=4).describe().get("from_runs")
     with pytest.raises(ConfigError, match="nothing"):
         PassRateSampler.from_runs([tmp_path / "nothing"])
+
+
+def test_stored_prompts_with_images_are_those_of_the_data(tmp_path: Path) -> None:
+    """A run has the hashes of the images: the same prompt with another image is untried."""
+    rows = [{"prompt": [Message("user", ["What?", picture(28, 28, seed)])], "label": 1} for seed in (0, 1)]
+    buffer = DataBuffer(rows)
+    writer = RunWriter(tmp_path)
+    (prompt,) = buffer.get_prompts(1)
+    images = {image.sha256: image for image in prompt.messages[0].images}
+    samples = [some_sample(attrs.evolve(prompt, index=number), number) for number in range(2)]
+    writer.write_batch([attrs.evolve(sample, named_images=images) for sample in samples], {})
+    writer.finish("finished")
+    sampler = PassRateSampler.from_runs([tmp_path], n=4)
+    DataBuffer(rows, sampler=sampler)
+    assert sampler.metrics()["tried"] == 1
 
 
 @pytest.mark.parametrize(
