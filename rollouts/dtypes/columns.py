@@ -57,7 +57,7 @@ def are_logprobs(values: LogprobColumn) -> npt.NDArray[np.bool_]:
 
 def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1:
-        owns_data = values.flags.owndata or isinstance(values.base, bytes)
+        owns_data = values.flags.owndata or type(values.base) is bytes  # type: ignore[comparison-overlap]
         return values if owns_data and not values.flags.writeable else frozen(values.copy())
     array = np.asarray(values if isinstance(values, Sequence | np.ndarray) else list(values))
     kinds = "iu" if np.issubdtype(dtype, np.integer) else "iuf"
@@ -75,11 +75,11 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:
-    """Whether a column is immutable: neither it nor the array that it is a view of is writeable."""
+    """Whether a column is known as immutable: neither it nor the array or bytes that it is a view of is writeable."""
     base: object = column.base
     if column.flags.writeable or base is None:
         return not column.flags.writeable
-    return not base.flags.writeable if isinstance(base, np.ndarray) else isinstance(base, bytes)
+    return not base.flags.writeable if type(base) is np.ndarray else type(base) is bytes
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

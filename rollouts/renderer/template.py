@@ -161,11 +161,10 @@ class ChatTemplate:
     def _to_json(self, value: Any, *arguments: Any, **options: Any) -> str:
         if arguments or options:
             return tojson(value, *arguments, **options)
-        known = self._tools.json
-        text = known.get(id(value))
-        if text == "":
-            text = known[id(value)] = _JSON(value)
-        return _JSON(value) if text is None else text
+        known, key = self._tools.json, id(value)
+        if key in known:
+            known[key] = known[key] or _JSON(value)
+        return known[key] if key in known else _JSON(value)
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""

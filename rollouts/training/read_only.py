@@ -52,7 +52,7 @@ def read_only(value: Any, name: str) -> Any:
         for key, entry in value.items():
             entries[key] = entry if type(entry) in _PLAIN else read_only(entry, name)
         copy: ReadOnlyDict | ReadOnlyList = ReadOnlyDict(entries)
-    elif isinstance(value, list):
+    elif type(value) is list or isinstance(value, list):
         copy = ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value])
     else:
         return value

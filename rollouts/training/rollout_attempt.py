@@ -141,7 +141,7 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
 
 def is_lost(samples: Sequence[Sample]) -> bool:
     """Whether the rollout failed or was aborted, so that it needs another attempt."""
-    return not {sample.status for sample in samples}.isdisjoint(_LOST)
+    return any(sample.status in _LOST for sample in samples)  # a set would hash each status in Python
 
 
 def ends(samples: Sequence[Sample]) -> list[Sample]:

@@ -70,7 +70,7 @@ def as_column(value: Any) -> Any:
 
 def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
     """Return the value as a read-only array: itself if it is an array of that type, else a copy."""
-    is_column = isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1
+    is_column = type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1
     if is_column and (dtype is not np.float32 or bool(np.isfinite(value).all())):
         return value  # type: ignore[no-any-return]
     packed: npt.NDArray[Any]

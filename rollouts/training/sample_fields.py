@@ -129,7 +129,7 @@ def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
     """Whether spans of versions cover exactly the positions where the mask is set, each once."""
     covered, total = np.zeros(len(mask), np.bool_), 0
     for span in versions:
-        if not isinstance(span, VersionSpan) or not isinstance(span.version, str):
+        if type(span) is not VersionSpan or not isinstance(span.version, str):
             return False
         if not 0 <= span.start < span.stop <= len(mask):
             return False

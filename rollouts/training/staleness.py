@@ -171,4 +171,4 @@ class Staleness:
             for left in range(self.max_staleness + 1):  # announcements that a pending group can still see in time
                 if sum(age >= self.max_staleness - left for age in pending) > left * batch_size:
                     return None
-        return sorted(chosen, key=lambda group: group.group_index)
+        return sorted(chosen, key=lambda group: group.group_index) if ages else chosen

@@ -60,6 +60,7 @@ OTHERS = (
     "peers",
     "plan",
     "scale",
+    "scheduler",
     "service",
     "slime",
     "slots",

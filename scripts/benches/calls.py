@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import operator
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 import rollouts
 from rollouts.testing.canned import canned_server
@@ -21,11 +22,13 @@ from scripts.benches import peers
 from scripts.benches.peers_job import EPISODES, Job
 from scripts.benches.workloads import default_tokenizer
 
-__all__ = ["bench_calls", "calls_options"]
+__all__ = ["bench_calls", "calls_options", "sampled"]
 
+K = TypeVar("K")
 Row = dict[str, float | int | str]
 _PACKAGE = Path(rollouts.__file__).parent
 _SAMPLE_SECONDS = 0.001
+_FILE: Callable[[CodeType], str] = operator.attrgetter("co_filename")
 _LIBRARIES = ("jinja2", "anyio", "asyncio", "numpy", "msgspec", "attr")
 
 
@@ -36,7 +39,7 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
     rounds = options.rounds if options.cpu else 1
     with canned_server(job.canned) as url:
         peers.ours(job, url, 0)  # to warm up
-        with _sampled(found) if options.cpu else _counted(found):
+        with sampled(found, _FILE) if options.cpu else _counted(found):
             seconds = [peers.ours(job, url, number).cpu for number in range(1, rounds + 1)]
     unit, total = "calls an episode", found.total() / EPISODES
     if options.cpu:
@@ -67,12 +70,12 @@ def _counted(found: collections.Counter[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sampled(found: collections.Counter[str]) -> Iterator[None]:
-    """Count by file which function runs at each millisecond of CPU time; one written in C counts for its caller."""
+def sampled(found: collections.Counter[K], key: Callable[[CodeType], K]) -> Iterator[None]:
+    """Count by key which function runs at each millisecond of CPU time; one written in C counts for its caller."""
 
     def sample(number: int, frame: FrameType | None) -> None:
         if frame is not None:
-            found[frame.f_code.co_filename] += 1
+            found[key(frame.f_code)] += 1
 
     before = signal.signal(signal.SIGPROF, sample)
     signal.setitimer(signal.ITIMER_PROF, _SAMPLE_SECONDS, _SAMPLE_SECONDS)

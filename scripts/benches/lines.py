@@ -125,6 +125,7 @@ machine; the absolute times in the last column are valid for this machine and th
   connection. The texts of its messages, whose length depends on model and environment, are excluded in the median, and
   included in the last column.
 - Counters that do not depend on the machine are tests: `tests/test_costs.py`.
+- `scripts/bench scheduler` measures what the scheduler alone costs a rollout, by file and by function.
 - `docs/scale.md` has what 100,000 rollouts in flight cost one parent, and its pauses.
 - `docs/programs.md` has what a call of a program costs the gateway.
 - `docs/peers.md` compares the same jobs in strands-sglang and verifiers, and calls of slime's manager.
