@@ -336,8 +336,9 @@ async def call_foreign(
 
 def function_name(function: Any) -> str:
     """A name for messages: of the function, of a partial's function, or of an object's class."""
-    name = getattr(function, "__name__", None) or getattr(function := _unwrapped(function), "__name__", None)
-    return name or type(function).__name__
+    if not hasattr(function, "__name__"):
+        function = _unwrapped(function)
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def _unwrapped(function: Any) -> Any:

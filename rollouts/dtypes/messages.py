@@ -424,7 +424,7 @@ def json_object(text: str) -> dict[str, Any] | None:
 
 def _metadata(value: Any) -> Any:
     """Metadata as a mapping; some data sets store it as JSON text."""
-    if type(value) is dict or not isinstance(value, str):
+    if not isinstance(value, str):
         return value
     decoded = json_object(value)
     if decoded is None:
@@ -433,7 +433,7 @@ def _metadata(value: Any) -> Any:
 
 
 def _prompt_value(value: Any) -> str | tuple[Message, ...]:
-    if type(value) is str or isinstance(value, str):
+    if isinstance(value, str):
         return value
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
         return as_messages(value)

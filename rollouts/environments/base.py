@@ -84,10 +84,10 @@ def sound_step(step: Any, what: str, *, max_bytes: int = MAX_MESSAGE_BYTES) -> S
         EnvironmentFailure: it is not a :class:`StepResult`, a message is invalid, ``done`` is not a bool, a reward or
             metric is not a finite number, or ``continuation`` is not a string or not alone.
     """
-    if type(step) is not StepResult and not isinstance(step, StepResult):
+    if not isinstance(step, StepResult):
         raise bad_step(what, f"got {shortened(step)}; expected a StepResult")
     try:
-        if step.done is not True and step.done is not False:
+        if not isinstance(step.done, bool):
             raise ConfigError.of("StepResult.done", step.done, "True or False")
         messages = _messages_of("StepResult.messages", step.messages)
         metrics = _metrics_of(step)

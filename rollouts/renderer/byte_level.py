@@ -59,7 +59,7 @@ class ByteTable:
     def decode(self, ids: Sequence[int] | TokenColumn) -> str | None:
         """Return the text of non-negative ids; ``None`` if the table does not contain one of them."""
         try:
-            if type(ids) is np.ndarray or isinstance(ids, np.ndarray):
+            if isinstance(ids, np.ndarray):
                 if len(ids) >= _MANY:
                     return self._in_rows(ids)
                 ids = ids.tolist()

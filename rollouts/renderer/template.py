@@ -162,9 +162,10 @@ class ChatTemplate:
         if arguments or options:
             return tojson(value, *arguments, **options)
         known, key = self._tools.json, id(value)
-        if key in known:
-            known[key] = known[key] or _JSON(value)
-        return known[key] if key in known else _JSON(value)
+        if key not in known:
+            return _JSON(value)
+        text = known[key] = known[key] or _JSON(value)
+        return text
 
     def _chat(self, message: Message) -> ChatDict:
         """Return a message in chat form, with the reasoning under both field names that templates use."""

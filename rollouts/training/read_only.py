@@ -47,12 +47,11 @@ class ReadOnlyDict(dict[Any, Any]):
 
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
-    if type(value) is dict or isinstance(value, dict):
-        entries = {}
-        for key, entry in value.items():
-            entries[key] = entry if type(entry) in _PLAIN else read_only(entry, name)
-        copy: ReadOnlyDict | ReadOnlyList = ReadOnlyDict(entries)
-    elif type(value) is list or isinstance(value, list):
+    if isinstance(value, dict):
+        copy: ReadOnlyDict | ReadOnlyList = ReadOnlyDict(
+            {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
+        )
+    elif isinstance(value, list):
         copy = ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value])
     else:
         return value

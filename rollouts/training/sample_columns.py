@@ -63,9 +63,9 @@ def _decoded(compact: CompactRecord, name: str) -> Any:
 
 def as_column(value: Any) -> Any:
     """Convert an array to a read-only one and other sequences to a list; lists and ``None`` stay as they are."""
-    if value is not None and isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray):
         return value if is_frozen(value) else frozen(value.copy())
-    return value if value is None or isinstance(value, list) else list(value)
+    return value if isinstance(value, list) or value is None else list(value)
 
 
 def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:

@@ -41,8 +41,8 @@ def _is(kind: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-def _all_are(k: Any) -> Callable[[Any], bool]:
-    return lambda vs: isinstance(vs, list | tuple) and (not vs or all(isinstance(v, k) for v in vs if type(v) is not k))
+def _all_are(kind: Any) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list | tuple) and (not values or all(isinstance(v, kind) for v in values))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:
@@ -129,7 +129,7 @@ def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
     """Whether spans of versions cover exactly the positions where the mask is set, each once."""
     covered, total = np.zeros(len(mask), np.bool_), 0
     for span in versions:
-        if type(span) is not VersionSpan or not isinstance(span.version, str):
+        if not isinstance(span, VersionSpan) or not isinstance(span.version, str):
             return False
         if not 0 <= span.start < span.stop <= len(mask):
             return False

@@ -73,8 +73,7 @@ def _identity_of(sample: Sample) -> _Identity:
     The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
     """
     completions, versions = [
-        [*stored] if type(stored) is not CompactRecord and isinstance(stored, list | tuple) else stored
-        for stored in (sample._completions, sample._versions)
+        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
     ]
     no_replies = isinstance(completions, list) and not completions
     recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
