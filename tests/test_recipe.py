@@ -759,7 +759,7 @@ def test_each_built_in_recipe_keeps_the_sampling_of_its_endpoint(
             r"PassRateSampler\.n: got 1; expected an integer >= 2",
         ),
         ({"sampler": "levels"}, r"prompts\[0\]\.metadata\['level'\]: got None; expected a number"),
-        ({"group_rm": True}, r"RolloutConfig.reward_fn: got None; expected a function that takes the group"),
+        ({"group_rm": True}, r"RolloutConfig.reward_fn: got None; expected a function of the group"),
         ({"temperature": -1}, r"SamplingParams.temperature: got -1; expected a number >= 0"),
         ({"patience": 0}, r"RolloutConfig.patience: got 0; expected an integer >= 1"),
     ],
