@@ -54,29 +54,28 @@ __all__ = [
     "test_truncation_is_refused_where_it_renormalises",
 ]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(140)]
 
 HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 
 
 class GPUServer(VLLMServer):
-    """vLLM on the GPU, beside another server there: it takes a fixed part of the memory."""
+    """vLLM in its own process group, on a GPU with another server: it takes a fixed part of the memory."""
 
-    start_seconds = 120.0
+    start_seconds = 100.0
     tolerance = 2e-4
 
     def command(self) -> list[str]:
-        command = [
-            "setsid",
-            str(self.python),
-            "-m",
-            "vllm.entrypoints.cli.main",
-            "serve",
-            str(self.model),
+        command = ["setsid", str(self.python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)]
+        command += [
             "--host",
             "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--served-model-name",
+            "served",
+            "--enable-scale-out",
         ]
-        command += ["--port", str(self.port), "--served-model-name", "served", "--enable-scale-out"]
         command += ["--enable-prompt-tokens-details", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "256"]
         command += ["--gpu-memory-utilization", "0.4", "--kv-cache-memory-bytes", "8G", *self.flags]
         return [*command, *shlex.split(os.environ.get("ROLLOUTS_VLLM_FLAGS", ""))]
@@ -126,16 +125,21 @@ def neighbour(wide: Path, root: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launched(python: Path, weights: dict[str, Path], wide: Path) -> Iterator[tuple[GPUServer, GPUServer]]:
+def launched(
+    python: Path, weights: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[tuple[GPUServer, GPUServer]]:
     """Both servers, in float32 and in bfloat16, which start at the same time."""
     logs = Path(os.environ.get("ROLLOUTS_VLLM_LOGS", weights["default"].parent))
     servers = []
+
+    def launch(model: Path, dtype: str) -> GPUServer:
+        servers.append(GPUServer(python, model, logs / f"vllm-{dtype}.log"))
+        servers[-1].flags = ["--dtype", dtype]
+        servers[-1].launch()
+        return servers[-1]
+
     try:
-        for model, dtype in ((weights["default"], "float32"), (wide, "bfloat16")):
-            servers.append(GPUServer(python, model, logs / f"vllm-{dtype}.log"))
-            servers[-1].flags = ["--dtype", dtype]
-            servers[-1].launch()
-        yield servers[0], servers[1]
+        yield launch(weights["default"], "float32"), launch(request.getfixturevalue("wide"), "bfloat16")
     finally:
         for server in servers:
             server.kill()
