@@ -174,13 +174,13 @@ async def server(running: GPUServer, weights: dict[str, Path]) -> GPUServer:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_check_server_passes(
+def test_check_server_passes(
     dtype: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], report_line: Callable[[str], None]
 ) -> None:
     """``rollouts check-server`` finds every point on which a run relies."""
     server: GPUServer = request.getfixturevalue("running" if dtype == "float32" else "running_wide")
     line = ["check-server", "--endpoint", server.url, "--provider", "vllm"]
-    code = await anyio.to_thread.run_sync(main, line)
+    code = main(line)
     printed = capsys.readouterr()
     for words in printed.out.splitlines():
         report_line(words)
