@@ -349,7 +349,7 @@ def _key(prompt: Prompt) -> str:
 
 def read_prompt(row: Any, place: str) -> Prompt:
     """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
-    prompt = _unchecked_prompt(row, place)
+    prompt = _to_prompt(row, place)
     if not prompt.metadata and not _has_opening(prompt):  # from metadata the environment may write the opening
         opening = prompt.prompt
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
@@ -361,7 +361,7 @@ def _has_opening(prompt: Prompt) -> bool:
     return any(message.text.strip() or message.images or message.tool_calls for message in prompt.messages)
 
 
-def _unchecked_prompt(row: Any, place: str) -> Prompt:
+def _to_prompt(row: Any, place: str) -> Prompt:
     try:
         if isinstance(row, Prompt):
             return row

@@ -62,7 +62,7 @@ class Ledger:
         """Count a group in flight as ready, dropped or failed; :meth:`landed` follows when its task ends."""
         self.totals.add(group)
         self.accounting.in_flight -= 1
-        if group.outcome == "kept":  # its prompt is done with its batch, so that a state saved until then includes it
+        if group.outcome == "kept":  # its prompt stays out until its batch is sealed: a state saved before has it
             self.accounting.ready += 1
             self.ready.append(group)
         else:
