@@ -141,7 +141,7 @@ class _Scoring:
 def _unscored(samples: Sequence[Sample], *, keeps_rewards: bool) -> list[Sample]:
     """Copies of a rollout's samples without scoring failures, each with the step rewards of its conversation.
 
-    ``keeps_rewards`` is for a run without a reward function, whose rewards are those that its generate function set.
+    ``keeps_rewards`` is for a run without a reward function, whose rewards its generate function set.
     Without advantages too, which are of the earlier rewards; a branch that ended in a fork has the status of its end.
     """
     rewards: dict[tuple[str, int], list[float]] = {}

@@ -41,4 +41,4 @@ def check_data(sample: Sample, request: Prompt, source: str) -> None:
         text = str(error) if isinstance(error, ConfigError) else f"a value of the sample raises {shortened(error)}"
         raise GenerateFailure(f"{source}: {text}") from error
     if sample.prompt:
-        sample.prompt = request.prompt  # of frozen messages, which nobody edits in place
+        sample.prompt = request.prompt  # of frozen messages, which cannot be edited in place

@@ -273,7 +273,7 @@ async def test_an_embedded_run_does_not_resume_with_another_model(target: RunTar
 
 
 async def test_an_embedded_run_with_other_settings_starts_no_engine(target: RunTarget, tmp_path: Path) -> None:
-    """Options, recipe and packages are compared first; a package version that a journal allowed is no change."""
+    """Options, recipe and packages are compared first; the journal is newer than run.json."""
     async with a_server() as server:
         await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
     edit_info(tmp_path / "run", lambda info: info["command"].update(endpoint=[], model=None))

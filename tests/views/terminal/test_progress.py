@@ -315,7 +315,7 @@ async def test_a_stall_of_this_package_names_no_line() -> None:
         asyncio.get_running_loop().call_soon(schema_problems, big)
         asyncio.get_running_loop().call_soon(ended.set)
         await ended.wait()
-    assert [stall.of_user for stall in seen] == [False] * len(seen) != [], "it is seen, as nobody's line"
+    assert [stall.of_user for stall in seen] == [False] * len(seen) != [], "it is seen, but not as a user's line"
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == ""
 
