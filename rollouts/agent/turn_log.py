@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from rollouts.base.storable import stable_json
 from rollouts.base.validators import finite
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
@@ -181,8 +182,9 @@ _OF_RECORD = ("start", "stop", "continues", "temperature")
 
 
 def prompt_digest(prompt: Prompt) -> int:
-    """CRC-32 of a prompt, to recognise the turns of another prompt."""
-    return zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
+    """CRC-32 of a prompt, to recognise the turns of another prompt; of its metadata too, in place of an opening."""
+    crc = zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
+    return crc if prompt.has_opening else zlib.crc32(stable_json(prompt.metadata), crc)
 
 
 def message_to_dict(message: Message) -> ChatDict:

@@ -8,7 +8,9 @@ is written without its ``repr``. Interrupts, exits and cancellations propagate. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, shortened
 
-__all__ = ["check_exact", "check_readable", "to_json", "to_msgpack", "to_plain"]
+__all__ = ["check_exact", "check_readable", "stable_json", "to_json", "to_msgpack", "to_plain"]
 
 _TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
 """Heads of MessagePack's timestamps, which lose the time zone."""
@@ -29,6 +31,20 @@ _NOT_OF_THE_VALUE = (KeyboardInterrupt, SystemExit, asyncio.CancelledError)
 def to_json(value: Any) -> bytes:
     """Encode a value as JSON."""
     return _encoded(msgspec.json.encode, value)
+
+
+def stable_json(value: Any) -> bytes:
+    """Encode a value as JSON that every process writes alike: of an object that JSON does not have, only its class."""
+    for sort_keys in (True, False):  # keys of several types have no order
+        with contextlib.suppress(Exception):  # code of the value raises, or the value contains itself
+            return json.dumps(value, sort_keys=sort_keys, skipkeys=True, default=_stable).encode()
+    return b""
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.tolist() if hasattr(value, "tolist") else type(value).__qualname__
 
 
 def to_msgpack(value: Any) -> bytes:

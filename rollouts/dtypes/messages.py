@@ -467,3 +467,8 @@ class Prompt:
     def messages(self) -> tuple[Message, ...]:
         """The prompt as messages; text is one user message."""
         return as_messages(self.prompt)
+
+    @property
+    def has_opening(self) -> bool:
+        """Whether a message has content; else an environment writes the opening from the metadata."""
+        return any(message.text.strip() or message.images or message.tool_calls for message in self.messages)

@@ -62,6 +62,7 @@ def settings_of(
         **settings_of_target(file, options, versions),
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
+        "data": {"metadata": f"{recipe.data_buffer.metadata_checksum:08x}"},
         "sampler": {} if recipe.data_buffer.sampler is None else recipe.data_buffer.sampler.describe(),
         "environment": {} if recipe.environment_cls is None else _function(recipe.environment_cls),
         "generate": _function(config.generate_fn, leave_out=listed_elsewhere),

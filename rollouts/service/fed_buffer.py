@@ -299,6 +299,11 @@ class FedBuffer(DataBuffer):
         """The same for every log, which grows: it is bound to its run, and its records have checksums."""
         return zlib.crc32(b"prompts of clients")
 
+    @functools.cached_property
+    def metadata_checksum(self) -> int:
+        """The same for every log, as :attr:`fingerprint`."""
+        return 0
+
     def get_prompts(self, count: int) -> list[Prompt]:
         """As :meth:`DataBuffer.get_prompts`; without enough prompts, the pause begins."""
         try:

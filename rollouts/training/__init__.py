@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollouts.base.lazy_face import lazy_face
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
         agent_rollout_to_samples,
         generate_rollout_batch,
     )
+    from rollouts.training.buffer_state import BufferState
     from rollouts.training.config import RolloutConfig
     from rollouts.training.continuation import continue_rollout
-    from rollouts.training.data_buffer import BufferState, DataBuffer
+    from rollouts.training.data_buffer import DataBuffer
     from rollouts.training.filters import (
         check_any_success,
         check_min_reward,
@@ -86,7 +87,8 @@ __getattr__, __dir__ = lazy_face(
         ),
         "rollouts.training.config": ("RolloutConfig",),
         "rollouts.training.continuation": ("continue_rollout",),
-        "rollouts.training.data_buffer": ("BufferState", "DataBuffer"),
+        "rollouts.training.buffer_state": ("BufferState",),
+        "rollouts.training.data_buffer": ("DataBuffer",),
         "rollouts.training.filters": (
             "check_any_success",
             "check_min_reward",
@@ -120,8 +122,6 @@ __getattr__, __dir__ = lazy_face(
     },
 )
 
-_READER = "rollouts.runs.reader"  # imported at the first call: stored runs are a layer above this package
-
 
 def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
     """Load a stored run as a lazy sequence of samples; see :func:`rollouts.runs.reader.load_run`.
@@ -130,5 +130,5 @@ def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
         path: the folder of the run.
         outcome: which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
     """
-    samples: Sequence[Sample] = importlib.import_module(_READER).load_run(path, outcome)
-    return samples
+    reader = importlib.import_module("rollouts.runs.reader")  # here: stored runs are a layer above this package
+    return cast("Sequence[Sample]", reader.load_run(path, outcome))

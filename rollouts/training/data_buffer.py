@@ -16,57 +16,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
-import msgspec
 
+from rollouts.base.storable import stable_json
 from rollouts.base.validators import is_int
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
 
 if TYPE_CHECKING:
+    from rollouts.training.buffer_state import BufferState
     from rollouts.training.samplers.base import Sampler
 
-__all__ = ["BufferState", "DataBuffer", "Draw", "read_prompt", "shuffled"]
+__all__ = ["DataBuffer", "Draw", "read_prompt", "shuffled"]
 
 Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
 """The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
 ``(group index, None, rewards)``. A draw without a sampler has no position."""
 
 _SAMPLER_METHODS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
-_CLASS = "class"
-"""The entry of a sampler's saved state with the name of its class."""
-
-
-@attrs.frozen
-class BufferState:
-    """Saved state of a buffer; :meth:`to_dict` returns plain values for JSON."""
-
-    cursor: int
-    epoch: int
-    next_group_index: int
-    leftovers: tuple[tuple[int, int], ...]
-    """``(position in the data, group index)`` of prompts that were put back."""
-    fingerprint: int
-    """Checksum of seed and prompts, so that a state is not loaded with other data."""
-    sampler: dict[str, Any] | None = None
-    """The name of the sampler's class and its state."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return attrs.asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> BufferState:
-        """Create a state from the output of :meth:`to_dict`.
-
-        Raises:
-            ConfigError: a field is missing, unknown, or of a wrong type.
-        """
-        unknown = data.keys() - {field.name for field in attrs.fields(cls)}
-        if unknown:
-            raise ConfigError.of("BufferState", sorted(unknown), "fields of a buffer's state")
-        try:
-            return msgspec.convert(dict(data), cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"BufferState: {error}") from None
 
 
 class DataBuffer:
@@ -114,7 +80,7 @@ class DataBuffer:
         self._positions: dict[int, int] = {}
         """Prompts that are out, by group index: their positions in the data."""
         self._leftovers: list[tuple[int, int]] = []
-        """Prompts that were put back, as in :attr:`BufferState.leftovers`, in the order in which they come out."""
+        """Prompts that were put back, as in :attr:`.BufferState.leftovers`, in the order in which they come out."""
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +123,8 @@ class DataBuffer:
             raise ConfigError.of("hold_out(count)", count, f"0 to {len(unique) - 1} of {len(unique)} different prompts")
         held_out = dict(list(unique.items())[len(unique) - count :])
         self._prompts = [prompt for prompt in self._prompts if _key(prompt) not in held_out]
-        self.__dict__.pop("fingerprint", None)  # the cached value includes the removed prompts
+        for cached in ("fingerprint", "metadata_checksum"):  # of the data with the removed prompts
+            self.__dict__.pop(cached, None)
         self._begin()
         return list(held_out.values())
 
@@ -207,8 +174,10 @@ class DataBuffer:
 
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
+        from rollouts.training.buffer_state import CLASS, BufferState  # here: most runs continue from their journal
+
         out = [(position, group_index) for group_index, position in self._positions.items()]
-        sampler = None if self.sampler is None else {_CLASS: type(self.sampler).__name__, **self.sampler.state_dict()}
+        sampler = None if self.sampler is None else {CLASS: type(self.sampler).__name__, **self.sampler.state_dict()}
         return BufferState(
             cursor=self._cursor,
             epoch=self._epoch,
@@ -216,19 +185,16 @@ class DataBuffer:
             leftovers=tuple(sorted([*self._leftovers, *out], key=lambda entry: entry[1])),
             fingerprint=self.fingerprint,
             sampler=sampler,
+            metadata=self.metadata_checksum,
         )
 
     def load_state(self, state: BufferState) -> None:
         """Restore a saved state.
 
         Raises:
-            ConfigError: the state was saved with other prompts, another seed or another sampler.
+            ConfigError: the state was saved with other prompts, another seed or another sampler, or is damaged.
         """
-        if state.fingerprint != self.fingerprint:
-            raise ConfigError.of("BufferState.fingerprint", state.fingerprint, f"{self.fingerprint}, that of this data")
-        name = None if self.sampler is None else type(self.sampler).__name__
-        if state.sampler is not None and state.sampler.get(_CLASS) != name:
-            raise ConfigError.of("BufferState.sampler", state.sampler.get(_CLASS), f"{name}, the buffer's sampler")
+        state.check(self)
         self._cursor, self._epoch = state.cursor, state.epoch
         self._next_group_index = state.next_group_index
         self._leftovers = list(state.leftovers)
@@ -252,7 +218,7 @@ class DataBuffer:
         self._positions = {}
         self._begin()
         positions = self._replay_draws(draws)
-        in_epochs = self._positions_in_epochs()
+        in_epochs = self.positions_in_epochs()
         self._leftovers = [
             (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
         ]
@@ -260,7 +226,7 @@ class DataBuffer:
     def _replay_draws(self, draws: Iterable[Draw]) -> dict[int, int]:
         """Give the sampler the draws and rewards of an earlier process; return the positions by group index."""
         positions: dict[int, int] = {}
-        in_epochs = self._positions_in_epochs()
+        in_epochs = self.positions_in_epochs()
         for number, position, rewards in draws:
             if rewards is None:
                 positions[number] = in_epochs(number) if position is None else position
@@ -270,7 +236,7 @@ class DataBuffer:
                 self.sampler.observe(positions[number], rewards)
         return positions
 
-    def _positions_in_epochs(self) -> Callable[[int], int]:
+    def positions_in_epochs(self) -> Callable[[int], int]:
         """A function of a group index: the position that its draw has without a sampler."""
         order_of = functools.lru_cache(maxsize=1)(self._shuffled)  # indices ascend: one shuffle for each epoch
 
@@ -297,7 +263,7 @@ class DataBuffer:
         if self.epochs is None:
             return None
         rest = (self.epochs - self._epoch) * len(self._prompts) - self._cursor
-        return rest + len(self._leftovers)
+        return max(0, rest) + len(self._leftovers)  # a state may be of more epochs
 
     def _take(self) -> Prompt:
         if self._leftovers:
@@ -325,12 +291,19 @@ class DataBuffer:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """Checksum of the seed and the prompts."""
+        """Checksum of the seed and the prompts; metadata is included in place of an opening."""
         crc = zlib.crc32(repr(self.seed).encode())
         for prompt in self._prompts:
             texts = [message.to_record() for message in prompt.messages]
+            if not prompt.has_opening:
+                crc = zlib.crc32(stable_json(prompt.metadata), crc)
             crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
         return crc
+
+    @functools.cached_property
+    def metadata_checksum(self) -> int:
+        """Checksum of the metadata of all prompts, as :func:`stable_json` writes it."""
+        return functools.reduce(lambda crc, prompt: zlib.crc32(stable_json(prompt.metadata), crc), self._prompts, 0)
 
 
 def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
@@ -343,22 +316,18 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 def _key(prompt: Prompt) -> str:
     """Equal for duplicates: the text and label of a prompt; without an opening, the metadata in place of the text."""
-    task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
+    task = [message.to_record() for message in prompt.messages] if prompt.has_opening else prompt.metadata
     return json.dumps([task, prompt.label], sort_keys=True, default=repr)
 
 
 def read_prompt(row: Any, place: str) -> Prompt:
     """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
     prompt = _to_prompt(row, place)
-    if not prompt.metadata and not _has_opening(prompt):  # from metadata the environment may write the opening
+    if not prompt.metadata and not prompt.has_opening:  # from metadata the environment may write the opening
         opening = prompt.prompt
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
         raise ConfigError(f"{place}: {ConfigError.of('prompt', got, 'some text')}")
     return prompt
-
-
-def _has_opening(prompt: Prompt) -> bool:
-    return any(message.text.strip() or message.images or message.tool_calls for message in prompt.messages)
 
 
 def _to_prompt(row: Any, place: str) -> Prompt:

@@ -14,7 +14,8 @@ import msgspec
 
 from rollouts.dtypes import Image
 from rollouts.errors import ConfigError
-from rollouts.training.data_buffer import BufferState, DataBuffer
+from rollouts.training.buffer_state import BufferState
+from rollouts.training.data_buffer import DataBuffer
 from rollouts.training.metrics import Accounting
 from rollouts.training.types import Sample
 

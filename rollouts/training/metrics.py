@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 
-from rollouts.dtypes.messages import ENVIRONMENT, REPLIES
+from rollouts.dtypes.messages import ENVIRONMENT, REPLIES, Prompt
 from rollouts.errors import TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 
@@ -215,9 +215,14 @@ def _counters(branches: Sequence[Sample]) -> dict[str, float]:
 
 
 def _repeated_prompts(samples: Sequence[Sample]) -> int:
-    """The number of groups whose prompt and label an earlier group of the batch has too."""
+    """The number of groups whose prompt and label, and metadata without an opening, an earlier group has too."""
     groups = {sample.group_index: sample for sample in reversed(samples)}
-    return len(groups) - len({repr((sample.prompt, sample.label)) for sample in groups.values()})
+    return len(groups) - len({_task_of(sample) for sample in groups.values()})
+
+
+def _task_of(sample: Sample) -> str:
+    metadata = None if Prompt(sample.prompt).has_opening else sample.metadata or sample.group_index
+    return repr((sample.prompt, sample.label, metadata))
 
 
 def _turns(branches: Sequence[Sample]) -> int:

@@ -36,8 +36,8 @@ from rollouts.recipe.files import import_file
 scores = import_file(Path(__file__).parent / "scores.py")
 
 def recipe(endpoint, *, temperature: float = 1.0, data: str = "", base: str = "calculator", sampler: str = "uniform",
-           in_flight: int | None = None):
-    prompts = [f"question {number}" for number in range(40)]
+           in_flight: int | None = None, tests: int = 0):
+    prompts = [{"prompt": f"question {number}", "metadata": {"tests": tests}} for number in range(40)]
     sizes = {"batch_size": 2, "n_samples_per_prompt": 2, "max_turns": 1, "max_new_tokens": 4}
     world = CalculatorEnvironment if base == "calculator" else SingleTurnEnvironment
     return agent_recipe("small", endpoint, world, prompts, reward_fn=scores.length, keep="all",
@@ -127,6 +127,7 @@ def other_template(place: Path) -> dict[str, Any]:
 CHANGES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "sampling.temperature": lambda place: {"options": {"temperature": "0.5"}},
     "options.base": lambda place: {"options": {"base": "single"}},
+    "data.metadata": lambda place: {"options": {"tests": "1"}},
     "sampler.name": lambda place: {"options": {"sampler": "pass_rate"}},
     "recipe.text": edit("small.py", "from pathlib", "# another line\nfrom pathlib"),
     "reward.code": edit("scores.py", "float(", "-float("),

@@ -210,6 +210,46 @@ def test_fewer_prompts_than_wanted_takes_none() -> None:
     assert buffer.get_prompts(0) == []
 
 
+def test_fewer_epochs_than_a_state_has_leave_what_was_put_back() -> None:
+    """They begin no new prompt, and hide none that is unfinished."""
+    buffer, shorter = DataBuffer(texts(3), epochs=5), DataBuffer(texts(3), epochs=1)
+    buffer.get_prompts(7)
+    shorter.load_state(buffer.save_state())
+    with pytest.raises(DataExhausted, match="8 prompts wanted, 7 left in <DataBuffer epoch 2 of 1, 1/3, 7 put back"):
+        shorter.get_prompts(8)
+    assert [number for number, _ in taken(shorter, 7)] == list(range(7))
+    with pytest.raises(DataExhausted, match="1 prompts wanted, 0 left"):
+        shorter.get_prompts(1)
+
+
+class Opaque:
+    """Its ``repr`` is another in each process, as that of most objects."""
+
+
+def tasks(*metadata: Any, text: str = "") -> DataBuffer:
+    return DataBuffer([{"prompt": text, "metadata": {"task": entry}} for entry in metadata], seed=1)
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_a_state_fits_its_metadata_only(text: str) -> None:
+    """Tasks that are only metadata, and what a reward reads beside a text; a state of an older version has no number.
+
+    A value that may be written differently in each process refuses nothing.
+    """
+    state = through_json(tasks(1, {"a": 1, "b": (2, 2**70)}, text=text).save_state())
+    tasks(1, {"b": [2, 2**70], "a": 1}, text=text).load_state(state)
+    other = tasks(1, {"a": 1, "b": (2, 3)}, text=text)
+    name = "metadata" if text else "fingerprint"
+    with pytest.raises(ConfigError, match=rf"BufferState\.{name}: got \d+; expected \d+, that of this data"):
+        other.load_state(state)
+    old = {name: value for name, value in state.to_dict().items() if name != "metadata"}
+    (other if text else tasks(1, {"a": 1, "b": (2, 2**70)})).load_state(BufferState.from_dict(old))
+    circle: list[Any] = []
+    circle.append(circle)
+    for one, another in ((Opaque(), Opaque()), ({"a", "b"}, {"c"}), ({1: 0, "a": Opaque()}, {1: 0, "a": Opaque()})):
+        tasks(one, circle, text=text).load_state(tasks(another, circle, text=text).save_state())
+
+
 def test_a_state_fits_its_data_only() -> None:
     """Other prompts, other labels or another seed are refused; more epochs are not."""
     state = DataBuffer(texts(3), seed=1).save_state()
@@ -236,6 +276,34 @@ def test_a_damaged_state_is_refused(change: dict[str, Any]) -> None:
         del data["cursor"]
     with pytest.raises(ConfigError, match="BufferState"):
         BufferState.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cursor": 99}, "cursor: got 99; expected 0 to 3"),
+        ({"cursor": -1}, "cursor: got -1; expected 0 to 3"),
+        ({"epoch": -1}, "epoch: got -1; expected 0"),
+        ({"epoch": 1, "cursor": 0}, "next_group_index: got 2; expected 3"),
+        ({"next_group_index": -5}, "next_group_index: got -5; expected 2"),
+        ({"leftovers": [[99, 0]]}, r"leftovers: got \[99, 0\]; expected"),
+        ({"leftovers": [[-1, 1]]}, r"leftovers: got \[-1, 1\]; expected"),
+        ({"leftovers": [[1, 2]]}, r"leftovers: got \[1, 2\]; expected"),
+        ({"leftovers": [[0, 0], [1, 0]]}, r"leftovers: got \[1, 0\]; expected"),
+        ({"leftovers": [[0, 0], [0, 1]]}, r"leftovers: got \[0, 1\]; expected"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_buffer_has_are_refused(change: dict[str, Any], words: str) -> None:
+    """By name, not as an IndexError later or as one prompt under two indices; the buffer is as before."""
+    saved, buffer = DataBuffer(texts(3)), DataBuffer(texts(3))
+    saved.get_prompts(2)
+    saved.mark_done(Prompt("", group_index=0))
+    buffer.get_prompts(1)
+    before = buffer.save_state()
+    with pytest.raises(ConfigError, match=rf"BufferState\.{words}"):
+        buffer.load_state(BufferState.from_dict({**saved.save_state().to_dict(), **change}))
+    assert buffer.save_state() == before
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,10 @@ def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
 
 
 def test_prompts_that_repeat_within_a_batch_are_counted() -> None:
-    """Each group whose prompt and label an earlier group has; groups that differ give no metric."""
+    """Each group whose prompt and label an earlier group has; groups that differ give no metric.
+
+    Without a text, the metadata is the prompt; a sample without both tells nothing.
+    """
     prompts = ["a", "b", "a", "a"]
     batch = [sample(1, prompt=prompt, label=1, group_index=group) for group, prompt in enumerate(prompts) for _ in "xy"]
     assert batch_metrics(batch)["repeated_prompts"] == 2
@@ -116,6 +119,9 @@ def test_prompts_that_repeat_within_a_batch_are_counted() -> None:
     assert "repeated_prompts" not in batch_metrics(
         [sample(1, prompt="a", label=label, group_index=label) for label in (1, 2)]
     )
+    tasks = [sample(1, prompt="", metadata={"task": task}, group_index=group) for group, task in enumerate([1, 2, 2])]
+    assert batch_metrics(tasks)["repeated_prompts"] == 1
+    assert "repeated_prompts" not in batch_metrics([sample(1, prompt="", group_index=group) for group in (0, 1)])
 
 
 def test_the_speed_of_a_resumed_run_is_of_this_process() -> None:
