@@ -185,8 +185,7 @@ class Sender:
 def _max_bytes(call: Call, body: bytes) -> int:
     request = call.request
     size = len(body) - sum(map(len, call.images)) if call.images else len(body)
-    has_images = bool(call.images)
-    return max_response_bytes(size, request.sampling, call.ids.count, request.extras, has_images=has_images)
+    return max_response_bytes(size, request.sampling, call.ids.count, request.extras, has_images=bool(call.images))
 
 
 def _record_loss(call: Call, worker: Worker, rid: str, sent: float, error: BaseException) -> None:

@@ -172,7 +172,7 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "tokens/mean": fmean(tokens),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "sampled_tokens/mean": fmean([sum(sample.sampled_tokens for sample in one) for one in rollouts]),
+        "sampled_tokens/mean": fmean([sum([sample.sampled_tokens for sample in one]) for one in rollouts]),
         "turns/mean": fmean([_turns(one) for one in rollouts]),
         "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
     }
@@ -221,4 +221,4 @@ def _repeated_prompts(samples: Sequence[Sample]) -> int:
 
 
 def _turns(branches: Sequence[Sample]) -> int:
-    return sum(sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches)
+    return sum([sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches])
