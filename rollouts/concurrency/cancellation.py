@@ -11,6 +11,7 @@ the guard does not wait for them.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import ctypes
 import math
 import time
@@ -128,7 +129,8 @@ class CancellationGuard:
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
         delay = min(left, 3600.0) if 0 < left < math.inf else _POLL_SECONDS
-        self._timer = loop.call_later(delay, self._check_grace)
+        # asyncio keeps a cancelled timer for a while, and its context, which here would keep the whole rollout.
+        self._timer = loop.call_later(delay, self._check_grace, context=contextvars.Context())
 
     def _count(self, thrown: BaseException) -> None:
         # Timeouts of the coroutine itself do not count: it may wait in any number of them.

@@ -88,7 +88,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
         """Start the timer."""
         if not self._armed:
             self._armed = True
-            self._move(self.ends)
+            contextvars.Context().run(self._move, self.ends)  # asyncio keeps a cancelled timer, and its context
 
     @property
     def paused(self) -> bool:
