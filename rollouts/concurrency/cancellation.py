@@ -11,7 +11,6 @@ the guard does not wait for them.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import ctypes
 import math
 import time
@@ -101,8 +100,7 @@ class CancellationGuard:
                 error = None
                 if not armed:
                     armed = True
-                    self._around.arm()
-                    self._check_grace()
+                    self._around.arm(self._check_grace)
                 try:
                     yield self._waits_for
                 except BaseException as thrown:  # noqa: BLE001 - thrown into the coroutine above
@@ -129,8 +127,7 @@ class CancellationGuard:
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
         delay = min(left, 3600.0) if 0 < left < math.inf else _POLL_SECONDS
-        # asyncio keeps a cancelled timer for a while, and its context, which here would keep the whole rollout.
-        self._timer = loop.call_later(delay, self._check_grace, context=contextvars.Context())
+        self._timer = loop.call_later(delay, self._check_grace)
 
     def _count(self, thrown: BaseException) -> None:
         # Timeouts of the coroutine itself do not count: it may wait in any number of them.

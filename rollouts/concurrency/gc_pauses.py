@@ -26,8 +26,7 @@ _LONG_SECONDS = 0.05
 """The objects that remain after a full collection of this length are skipped from then on."""
 
 _OF_MANY_OBJECTS = (5_000, 5, 1)
-"""Thresholds after a long collection: a full one then visits a third as many objects, and the rest is skipped if it
-took a third as long."""
+"""From then on: a full collection visits a third as many objects, and a third of that length is long."""
 
 _FROZEN_BY_PYTHON = 5_000
 """More frozen objects than the interpreter has at its start (Python 3.12 freezes some 400, other versions none)."""
