@@ -57,8 +57,10 @@ def test_a_long_full_collection_is_not_repeated_over_the_same_objects() -> None:
     with calm_collector():
         frozen = gc.get_freeze_count()
         kept: list[list[object]] = [[[number]] for number in range(1_000_000)]
+        thresholds = gc.get_threshold()
         gc.collect()
         assert gc.get_freeze_count() > frozen + 1_000_000
+        assert gc.get_threshold() < thresholds, "the next one is due earlier, and visits fewer objects"
         kept[0].append(kept)
         del kept
         assert gc.get_freeze_count() > frozen + 1_000_000, "a cycle of frozen objects waits"
