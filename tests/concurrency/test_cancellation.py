@@ -225,7 +225,7 @@ async def test_the_timers_of_a_coroutine_that_ended_keep_nothing() -> None:
     tasks: list[weakref.ref[Any]] = []
 
     async def play() -> None:
-        tasks.append(weakref.ref(asyncio.current_task()))  # type: ignore[arg-type]
+        tasks.append(weakref.ref(asyncio.current_task()))
         with boundary(EnvironmentFailure, "step", seconds=3600, armed=False) as entered:
             await entered.guarded(anyio.lowlevel.checkpoint())
 
