@@ -104,7 +104,7 @@ class FailFast:
         return (
             self.take_error()
             or self._same_cause_from_the_first(accounting)
-            or (GenerateFailure(f"{over}. {_kept(accounting)}") if (over := self._failures.overdrawn()) else None)
+            or self._over_budget(accounting)
             or self._out_of_patience(accounting, mean_reward)
         )
 
@@ -131,6 +131,10 @@ class FailFast:
         self._reset_patience()
         text = f"all groups failed alike, from the first on ({len(failed)}): {failed[0].reason}"
         return GenerateFailure(f"{text}. No further prompt was taken; {accounting}")
+
+    def _over_budget(self, accounting: Accounting) -> Exception | None:
+        exceeded = self._failures.overdrawn()
+        return GenerateFailure(f"{exceeded}. {_kept(accounting)}") if exceeded else None
 
     def _out_of_patience(self, accounting: Accounting, mean_reward: float | None) -> Exception | None:
         count, failed = self._rejected_in_a_row, self._failure_causes.total()
