@@ -11,15 +11,11 @@ Invariant: no token of the rival is trained. Held-out problems have numbers from
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import anyio
 import attrs
 
 from rollouts.dtypes import Endpoint, Limits, Prompt
@@ -29,8 +25,7 @@ from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.seats import Seat, Seats, gather, play_recipe
 from rollouts.views.terminal.console import SafeConsole
-from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, exit_code, learn
+from training.learn import Lesson, learn, main_of_seats
 
 __all__ = ["duel", "play", "recipe"]
 
@@ -67,27 +62,6 @@ async def duel(lesson: Lesson, console: SafeConsole) -> dict[str, Any]:
         return await learn(attrs.evolve(lesson, options={**lesson.options, "rival": rival.url}), console)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train and print the scores before and after; returns the exit code."""
-    first = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m training.duel", description=first)
-    parser.add_argument("--out", type=Path, default=Path("runs/duel"), help="folder of the training")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12, help="of 16 x 8 rollouts (default: 12)")
-    parser.add_argument("--held-out", type=int, default=48, help="problems of each kind to score (default: 48)")
-    args = parser.parse_args(arguments)
-    lesson = Lesson(
-        recipe=Path(__file__),
-        out=args.out,
-        options={"seed": str(args.seed)},
-        grpo=GrpoConfig(lr=5e-4, seed=args.seed),
-        steps=args.steps,
-        held_out=args.held_out,
-        kinds=HELD_OUT_KINDS,
-    )
-    return exit_code("training.duel", lambda: anyio.run(duel, lesson, SafeConsole()))
-
-
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main_of_seats(__file__, __doc__, duel, sys.argv[1:], steps=12, rollouts="16 x 8"))

@@ -29,7 +29,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ from rollouts.training.evaluation import (
     task_scores,
 )
 from rollouts.training.filters import check_reward_nonzero_std
+from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.transcript import visible
 from training.board import WINDOW, Board, draw_curve
 from training.grpo import GrpoConfig, GrpoTrainer
@@ -82,6 +83,7 @@ __all__ = [
     "held_out_prompts",
     "learn",
     "lesson_of",
+    "main_of_seats",
     "spend",
     "trainer_of",
 ]
@@ -535,6 +537,46 @@ def exit_code(program: str, train: Callable[[], object], *others: type[Exception
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def main_of_seats(
+    file: str,
+    summary: str | None,
+    train: Callable[[Lesson, SafeConsole], Awaitable[object]],
+    arguments: Sequence[str],
+    *,
+    steps: int,
+    rollouts: str,
+) -> int:
+    """Train a recipe of several seats and print the scores before and after; returns the exit code.
+
+    Args:
+        file: the module with the recipe.
+        summary: the module's docstring.
+        train: trains the lesson.
+        arguments: of the command line.
+        steps: the default number of steps.
+        rollouts: the size of a step.
+    """
+    name = Path(file).stem
+    first = (summary or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=f"python -m training.{name}", description=first)
+    parser.add_argument("--out", type=Path, default=Path("runs") / name, help="folder of the training")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps, help=f"of {rollouts} rollouts (default: {steps})")
+    parser.add_argument("--held-out", type=int, default=48, help="problems of each kind to score (default: 48)")
+    args = parser.parse_args(arguments)
+    lesson = Lesson(
+        recipe=Path(file),
+        out=args.out,
+        options={"seed": str(args.seed)},
+        grpo=GrpoConfig(lr=5e-4, seed=args.seed),
+        steps=args.steps,
+        held_out=args.held_out,
+        kinds=HELD_OUT_KINDS,
+    )
+    lesson.out.mkdir(parents=True, exist_ok=True)
+    return exit_code(f"training.{name}", lambda: anyio.run(train, lesson, SafeConsole()))
 
 
 def _names(text: str) -> tuple[str, ...]:

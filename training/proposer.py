@@ -12,27 +12,21 @@ one solver gets; their numbers are from 60 on, which no proposal has.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Unpack
-
-import anyio
 
 from rollouts.dtypes import Endpoint, Limits, Prompt
 from rollouts.environments.calculator import CalculatorEnvironment, calculator_prompts
 from rollouts.recipe import Recipe, RecipeOptions, recipe_defaults
 from rollouts.recipes.configs.calculator_grpo import KINDS
 from rollouts.seats import Seat, Seats, gather, play_recipe
-from rollouts.views.terminal.console import SafeConsole
-from training.grpo import GrpoConfig
-from training.learn import HELD_OUT_KINDS, Lesson, exit_code, learn
+from training.learn import learn, main_of_seats
 
 __all__ = ["play", "proposal", "recipe"]
 
@@ -110,28 +104,6 @@ def recipe(
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train and print the scores before and after; returns the exit code."""
-    first = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m training.proposer", description=first)
-    parser.add_argument("--out", type=Path, default=Path("runs/proposer"), help="folder of the training")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=16, help="of 8 x 4 rollouts (default: 16)")
-    parser.add_argument("--held-out", type=int, default=48, help="problems of each kind to score (default: 48)")
-    args = parser.parse_args(arguments)
-    lesson = Lesson(
-        recipe=Path(__file__),
-        out=args.out,
-        options={"seed": str(args.seed)},
-        grpo=GrpoConfig(lr=5e-4, seed=args.seed),
-        steps=args.steps,
-        held_out=args.held_out,
-        kinds=HELD_OUT_KINDS,
-    )
-    lesson.out.mkdir(parents=True, exist_ok=True)
-    return exit_code("training.proposer", lambda: anyio.run(learn, lesson, SafeConsole()))
-
-
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main_of_seats(__file__, __doc__, learn, sys.argv[1:], steps=16, rollouts="8 x 4"))

@@ -152,16 +152,23 @@ def _wanted(label: Any) -> Wanted:
 
 
 def _matched(wanted: Wanted, made: list[tuple[str, Any]]) -> bool:
-    """Whether calls and expected calls match one to one."""
+    """Whether calls and expected calls match one to one: a matching of the bipartite graph, by augmenting paths."""
     if len(wanted) != len(made):
         return False
-    if not wanted:
-        return True
-    first, *others = made
-    return any(
-        _is_call(entry, first) and _matched(wanted[:number] + wanted[number + 1 :], others)
-        for number, entry in enumerate(wanted)
-    )
+    fits = [[number for number, entry in enumerate(wanted) if _is_call(entry, call)] for call in made]
+    taken: dict[int, int] = {}
+    return all(_is_placed(call, fits, taken, set()) for call in range(len(made)))
+
+
+def _is_placed(call: int, fits: list[list[int]], taken: dict[int, int], seen: set[int]) -> bool:
+    """Give a call an expected one, ``taken``'s key; the call that has it moves to another one, if there is one."""
+    for number in fits[call]:
+        if number not in seen:
+            seen.add(number)
+            if number not in taken or _is_placed(taken[number], fits, taken, seen):
+                taken[number] = call
+                return True
+    return False
 
 
 def _is_call(wanted: tuple[str, Mapping[str, Sequence[Any]]], made: tuple[str, Any]) -> bool:

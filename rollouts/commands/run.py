@@ -71,11 +71,9 @@ from rollouts.views.terminal.progress import Progress, summary
 from rollouts.views.terminal.waiting import reporting_on_signal
 
 if TYPE_CHECKING:
+    from rollouts.distributed.dispatch import Dispatcher, Workers
     from rollouts.observability.run_logger import RunLogger
     from rollouts.training.manager_state import ManagerState
-
-if TYPE_CHECKING:
-    from rollouts.distributed.dispatch import Dispatcher, Workers
 
 __all__ = ["Distribute", "Telemetry", "add", "description_of", "in_workers", "launch", "recorded_server"]
 
@@ -134,9 +132,9 @@ async def launch(
     """
     if resume:
         check_idle(out, "--resume")
-        from rollouts.commands.stored_target import resumed_target  # here: most runs are new
+        from rollouts.commands.stored_target import checked_target  # here: most runs are new
 
-        target = resumed_target(target, out, allow_changes=allow_changes)
+        target = checked_target(target, out, allow_changes=allow_changes)
     else:
         check_free(out, overwrite=overwrite)
     recording = record or (resume and (out / RECORDING).is_dir())

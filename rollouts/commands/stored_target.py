@@ -14,15 +14,38 @@ from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.errors import ConfigError, without_password
 from rollouts.recipe import Recipe
-from rollouts.recipe.files import load_recipe
+from rollouts.recipe.files import file_of, load_recipe
 from rollouts.runs.info import read_info
 from rollouts.runs.layout import JOURNAL
 from rollouts.runs.reading import reading
+from rollouts.runs.resume import compared
+from rollouts.runs.run_history import RunHistory
+from rollouts.runs.settings import changes, recorded_settings, settings_of_target
+from rollouts.runs.start import SETTINGS
+from rollouts.runs.writer import versions
 
-__all__ = ["resumed_target", "stored_recipe"]
+__all__ = ["checked_target", "resumed_target", "stored_recipe"]
 
 DEMO_WEIGHTS_0_1 = "9b402ec7"
 """The checksum of the demo model of 0.1.0: runs of that version do not store the checksum of their weights."""
+
+
+def checked_target(target: RunTarget, run: Path, *, allow_changes: bool) -> RunTarget:
+    """As :func:`resumed_target`; before an engine is started for the run, the settings known without it are compared.
+
+    These are the text of the recipe, its options and the versions of the packages; ``reopen`` compares all.
+
+    Raises:
+        ConfigError: also if such a setting differs, and changes are not allowed.
+    """
+    resumed = resumed_target(target, run, allow_changes=allow_changes)
+    if not (allow_changes or resumed.urls) and resumed.recipe is not None and (run / JOURNAL).is_dir():
+        now = settings_of_target(file_of(resumed.recipe), resumed.options, versions())
+        with reading(run):
+            info = read_info(run)
+            if changes(info.get(SETTINGS) or recorded_settings(info), now):  # the journal decides: it may be younger
+                compared(info, RunHistory.read(run / JOURNAL), now, allow_changes=False)
+    return resumed
 
 
 def resumed_target(target: RunTarget, run: Path, *, allow_changes: bool = False) -> RunTarget:

@@ -11,8 +11,10 @@ that of the oldest weights that sampled one of its tokens. This module never imp
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import shutil
+import sys
 import threading
 import time
 from collections import deque
@@ -29,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollouts.dtypes import ChatDict, Endpoint, Prompt
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError, text_of
 from rollouts.inference.weights import update_weights
 from rollouts.integrations.leases import LeasedBatch
 from rollouts.training.batch import group_advantages
@@ -187,11 +189,12 @@ class RolloutFunc:
         step = int(trainer.state.global_step)
         if self.endpoint is None or self.folder is None or self._portal is None or step == self.served:
             return
-        if trainer.accelerator.is_main_process:
-            folder = self.folder / str(step)
-            trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
-            self._portal.call(update_weights, self.endpoint, folder, str(step))
-            shutil.rmtree(folder)
+        with _failing_everywhere(is_main=trainer.accelerator.is_main_process):
+            if trainer.accelerator.is_main_process:
+                folder = self.folder / str(step)
+                trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+                self._portal.call(update_weights, self.endpoint, folder, str(step))
+                shutil.rmtree(folder)
         trainer.accelerator.wait_for_everyone()
         self.served = step
 
@@ -215,6 +218,37 @@ class RolloutFunc:
             "env_mask": mask[start:].astype(np.int8).tolist(),
             "env_reward": sample.reward,
         }
+
+
+@contextlib.contextmanager
+def _failing_everywhere(*, is_main: bool) -> Iterator[None]:
+    """Run the work of the main process, rank 0; the other ranks wait for its end, and raise its error.
+
+    An error that cannot be pickled is a ``RolloutsError`` with its text there.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as raised:  # noqa: BLE001 - raised again in each process
+        error = raised
+    dist = sys.modules.get("torch.distributed")  # which a trainer of several processes has imported
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        shared = [_portable(error) if is_main else None]
+        dist.broadcast_object_list(shared, src=0)
+        error = error or shared[0]
+    if error is not None:
+        raise error
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """The error for other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - foreign code of the error
+        return RolloutsError(
+            "" if error is None else f"the main process raised {type(error).__name__}: {text_of(error)}"
+        )
+    return error
 
 
 def _chat_key(messages: object) -> str:

@@ -40,12 +40,24 @@ class MetricsServer:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metric families; prometheus_client calls this at a scrape."""
+        latest = self._latest
         core = importlib.import_module("prometheus_client.core")
-        for name, value in self._latest.items():
+        families: dict[str, list[str]] = {}
+        for name in latest:
             metric = "rollouts_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
-            counts = name.startswith(_COUNTERS) and name not in _GAUGES
-            family = core.CounterMetricFamily if counts else core.GaugeMetricFamily
-            yield family(metric, f"{name} of the run", value=value)
+            families.setdefault(f"{metric.removesuffix('_total')}_total" if _counts(name) else metric, []).append(name)
+        for metric, names in families.items():
+            # Names that differ in punctuation alone, such as those of two environments, are one metric with a label.
+            labels = ["name"] if len(names) > 1 else []
+            kind = core.CounterMetricFamily if all(map(_counts, names)) else core.GaugeMetricFamily
+            family = kind(metric, f"{' and '.join(names)} of the run", labels=labels)
+            for name in names:
+                family.add_metric([name] if labels else [], latest[name])
+            yield family
+
+
+def _counts(name: str) -> bool:
+    return name.startswith(_COUNTERS) and name not in _GAUGES
 
 
 def prometheus_client() -> Any:

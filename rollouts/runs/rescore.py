@@ -100,6 +100,7 @@ class _Scoring:
 
     def __init__(self, stored: StoredSamples, recipe: Recipe) -> None:
         self._stored = stored
+        self._keeps_rewards = (stored.info.get("config") or {}).get("reward_fn") is None
         self._rollouts: dict[int | None, list[Sample]] = {}
         config = attrs.evolve(recipe.config, generate_fn=self._generate, failure_budget=None)
         self._runner = GroupRunner(config, FailureStats(None, 1), None, {}, lambda: False)
@@ -134,12 +135,13 @@ class _Scoring:
         (prompt,) = prompts
         if prompt.index not in self._rollouts:
             raise GenerateFailure("the run has no such rollout: its group failed before the rollout finished")
-        return _unscored(self._rollouts[prompt.index])
+        return _unscored(self._rollouts[prompt.index], keeps_rewards=self._keeps_rewards)
 
 
-def _unscored(samples: Sequence[Sample]) -> list[Sample]:
+def _unscored(samples: Sequence[Sample], *, keeps_rewards: bool) -> list[Sample]:
     """Copies of a rollout's samples without scoring failures, each with the step rewards of its conversation.
 
+    ``keeps_rewards`` is for a run without a reward function, whose rewards its generate function set.
     Without advantages too, which are of the earlier rewards; a branch that ended in a fork has the status of its end.
     """
     rewards: dict[tuple[str, int], list[float]] = {}
@@ -149,7 +151,9 @@ def _unscored(samples: Sequence[Sample]) -> list[Sample]:
     for sample in samples:
         sample = Sample.from_dict(sample.to_dict(), sample.named_images.__getitem__)
         own = rewards[sample.seat, sample.conversation]
-        sample.reward, sample.advantages = sum(own) if own else None, None
+        sample.advantages = None
+        if not keeps_rewards:
+            sample.reward = sum(own) if own else None
         if not is_lost([sample]):
             sample.failure = None  # of the group's reward or filter, of any kind
         elif sample.failure is not None and sample.failure.kind in _OF_SCORING:

@@ -34,7 +34,7 @@ from rollouts.training.metrics import Accounting
 from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.types import Group, Sample
 
-__all__ = ["Reopened", "reopen", "state_of_history"]
+__all__ = ["Reopened", "compared", "reopen", "state_of_history"]
 
 CHANGED = "changed"
 
@@ -94,7 +94,7 @@ def _reopened(
         identity, settings = identity_of(description, buffer), settings_in(description)
         if history.runs:
             _check_identity(history.runs[0], identity)
-        changed, unrecorded = _compared(info, history, settings.get(SETTINGS, {}), allow_changes=allow_changes)
+        changed, unrecorded = compared(info, history, settings.get(SETTINGS, {}), allow_changes=allow_changes)
         group_size = identity["n_samples_per_prompt"]
         state = state_of_history(history, buffer, group_size)
         turns = {index: history.read_turns(index) for index in history.turns}
@@ -115,7 +115,7 @@ def _reopened(
     return Reopened(writer, run_journal, state, history, tuple(restored), changed, unrecorded, journal.torn)
 
 
-def _compared(
+def compared(
     info: Mapping[str, Any], history: RunHistory, settings: Mapping[str, Any], *, allow_changes: bool
 ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
     """The settings that differ from the last segment, and the names of settings that the run lacks.

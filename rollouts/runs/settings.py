@@ -22,7 +22,7 @@ from rollouts.base.storable import to_json
 from rollouts.concurrency.boundary import function_name
 from rollouts.recipe import Recipe
 
-__all__ = ["Change", "changes", "recorded_settings", "settings_of"]
+__all__ = ["Change", "changes", "recorded_settings", "settings_of", "settings_of_target"]
 
 _PACKAGE = Path(rollouts.__file__).parent
 _NOT_COMPARED = ("data", "seed", "in_flight")
@@ -59,8 +59,7 @@ def settings_of(
     endpoint = bound.get("endpoint", recipe.endpoint)
     listed_elsewhere = ("endpoint", "environment_cls", "tokenizer", "policy", "sampling")
     settings = {
-        "recipe": {"text": None if file is None else _checksum(file.read_bytes())},
-        "options": {name: value for name, value in options.items() if name not in _NOT_COMPARED},
+        **settings_of_target(file, options, versions),
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
         "sampler": {} if recipe.data_buffer.sampler is None else recipe.data_buffer.sampler.describe(),
@@ -68,11 +67,19 @@ def settings_of(
         "generate": _function(config.generate_fn, leave_out=listed_elsewhere),
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),
         "model": {name: value for name, value in model.items() if value is not None},
-        "versions": {name: version for name, version in versions.items() if name != "python"},
         **({} if recipe.tokenizer is None else recipe.renderer().fingerprints()),  # a chat API renders itself
     }
     plain: dict[str, Any] = msgspec.json.decode(to_json(settings))
     return plain
+
+
+def settings_of_target(file: Path | None, options: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that are known before the recipe is built."""
+    return {
+        "recipe": {"text": None if file is None else _checksum(file.read_bytes())},
+        "options": {name: value for name, value in options.items() if name not in _NOT_COMPARED},
+        "versions": {name: version for name, version in versions.items() if name != "python"},
+    }
 
 
 def recorded_settings(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +121,8 @@ def _function(function: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
             keywords.pop(left_out, None)
     described: dict[str, Any] = {"function": name}
     try:
-        file = inspect.getsourcefile(function if inspect.isroutine(function) else _class_of(function))
+        is_itself = inspect.isroutine(function) or isinstance(function, type)
+        file = inspect.getsourcefile(function if is_itself else type(function))
     except TypeError:  # built in
         file = None
     if file is not None and Path(file).is_file() and not Path(file).resolve().is_relative_to(_PACKAGE.resolve()):
@@ -122,10 +130,6 @@ def _function(function: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
     if bound:
         described["bound"] = _checksum(to_json([_plain(value) for value in bound]))
     return described
-
-
-def _class_of(value: Any) -> type:
-    return value if isinstance(value, type) else type(value)
 
 
 def _plain(value: Any) -> Any:

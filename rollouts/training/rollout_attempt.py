@@ -71,9 +71,8 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         raise
     except RolloutsError as error:
         failure = Failure.of(error)
-        samples = pack_lossy(samples, request) or [
-            number_sample(Sample(prompt=request.prompt, label=request.label), request)
-        ]
+        empty = Sample(prompt=request.prompt, label=request.label)
+        samples = pack_lossy(samples, request) or [number_sample(empty, request)]
         for sample in samples:
             sample.status, sample.failure = Status.FAILED, failure
     for sample in samples:
@@ -127,8 +126,11 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
     if len({id(sample) for sample in samples}) < len(samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a new Sample for each branch")
     for sample in samples:
-        if sample.index not in (None, request.index):
-            raise GenerateFailure(f"{name}: got {sample!r}; expected a new Sample for rollout {request.index}")
+        own = sample.prompt is request.prompt and sample.label is request.label
+        if not own or sample.index is not request.index or sample.group_index is not request.group_index:
+            from rollouts.training.data_fields import check_data  # here: most samples have the prompt's own values
+
+            check_data(sample, request, name)
         number_sample(sample, request)
     if samples[-1].stop_reason is StopReason.FORKED:
         expected = "as the last branch, which ended in a fork; expected the branch that continues"

@@ -24,8 +24,8 @@ from rollouts.training.sample import Sample
 
 __all__ = ["copied", "pack_lossy", "pack_or_fail", "unchanged"]
 
-_UNCHANGED = ("prompt", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
-"""Fields that name a sample: user code does not change them."""
+_UNCHANGED = ("prompt", "label", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
+"""Fields that name a sample or belong to the data: no reward or filter changes them."""
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
 _MAX_FLOAT = float(np.finfo(np.float32).max)
 
@@ -59,7 +59,9 @@ class unchanged:  # noqa: N801 - used as `with unchanged(...)`
 
     def __init__(self, samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> None:
         self._samples, self._failure, self._name = samples, failure, name
-        self._known = [_identity_of(sample) for sample in samples]
+        self._known = [
+            _identity_of(one, copied(one.label) if type(one.label) in (list, dict) else one.label) for one in samples
+        ]
 
     def __enter__(self) -> None:
         return
@@ -78,32 +80,30 @@ class unchanged:  # noqa: N801 - used as `with unchanged(...)`
             pack_or_fail(self._samples, self._failure, f"after {self._name}")
 
 
-def _identity_of(sample: Sample) -> _Identity:
+def _identity_of(sample: Sample, label: Any) -> _Identity:
     """The identity of a packed sample, to compare later; compact records are not decoded.
 
     The replies are columns, versions and images; ``None`` without a record of them: the user set them then.
     """
-    completions, versions = [
-        [*stored] if isinstance(stored, list | tuple) else stored for stored in (sample._completions, sample._versions)
-    ]
-    no_replies = isinstance(completions, list) and not completions
-    recorded = sample._compact is not None or not no_replies  # an episode may end before its first reply
-    columns = (sample._tokens, sample._loss_mask, sample._rollout_log_probs)
+    records = sample._completions, sample._versions
+    completions, versions = [[*stored] if isinstance(stored, list | tuple) else stored for stored in records]
+    recorded = sample._compact is not None or completions != []  # an episode may end before its first reply
+    columns = sample._tokens, sample._loss_mask, sample._rollout_log_probs
     replies = (*columns, versions, sample.images) if recorded else None
-    group = sample.prompt, sample.group_index, sample.index, sample.rollout_id
+    group = sample.prompt, label, sample.group_index, sample.index, sample.rollout_id
     return *group, sample.seat, sample.conversation, sample.parent, sample.shared, completions, replies
 
 
 def _restore(sample: Sample, identity: _Identity) -> None:
-    sample.prompt, sample.group_index, sample.index, sample.rollout_id = identity[:4]
-    sample.seat, sample.conversation, sample.parent, sample.shared, sample._completions, replies = identity[4:]
+    sample.prompt, sample.label, sample.group_index, sample.index, sample.rollout_id = identity[:5]
+    sample.seat, sample.conversation, sample.parent, sample.shared, sample._completions, replies = identity[5:]
     if replies is not None:
         sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
 
 
 def _change_of(sample: Sample, before: _Identity) -> str:
     """Describe the first difference of a sample from its earlier identity, whose columns are packed."""
-    *values, completions, replies = _identity_of(sample)
+    *values, completions, replies = _identity_of(sample, sample.label)
     *known, known_completions, known_replies = before
     for name, value, expected in zip(_UNCHANGED, values, known, strict=True):
         if value is not expected and (type(value) is not type(expected) or value != expected):

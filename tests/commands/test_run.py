@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rollouts import __version__
 from rollouts.commands.run import Distribute, launch, recorded_server
-from rollouts.commands.stored_target import resumed_target, stored_recipe
+from rollouts.commands.stored_target import checked_target, resumed_target, stored_recipe
 from rollouts.commands.target import RunTarget
 from rollouts.concurrency.deadlines import pauses
 from rollouts.engine import DEMO_MODEL
@@ -270,6 +270,23 @@ async def test_an_embedded_run_does_not_resume_with_another_model(target: RunTar
         with pytest.raises(ConfigError, match=words):
             await resume(tmp_path / "run", model=model)
     assert not (tmp_path / "run" / "engine.log").exists()
+
+
+async def test_an_embedded_run_with_other_settings_starts_no_engine(target: RunTarget, tmp_path: Path) -> None:
+    """Options, recipe and packages are compared first; the journal is newer than run.json."""
+    async with a_server() as server:
+        await play(attrs.evolve(target, urls=(server.url,), model=MODEL), tmp_path / "run")
+    edit_info(tmp_path / "run", lambda info: info["command"].update(endpoint=[], model=None))
+    with pytest.raises(ConfigError, match=r"--resume, settings: options\.batch_size: got '3'; expected None"):
+        await resume(tmp_path / "run", options={"batch_size": "3"})
+    assert target.recipe is not None
+    target.recipe.write_text(RECIPE + "# another\n")
+    with pytest.raises(ConfigError, match=r"--resume, settings: recipe\.text: got '[0-9a-f]{8}'"):
+        await resume(tmp_path / "run")
+    assert not (tmp_path / "run" / "engine.log").exists()
+    target.recipe.write_text(RECIPE)
+    edit_info(tmp_path / "run", lambda info: info["settings"]["versions"].update(attrs="0.1"))
+    assert checked_target(RunTarget(recipe=None), tmp_path / "run", allow_changes=False).recipe == target.recipe
 
 
 async def test_an_embedded_run_does_not_resume_with_other_weights(target: RunTarget, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,33 @@ def test_exactly_the_expected_calls() -> None:
     assert call_reward(made(("f", {"a": 1}), label=label)) == 0.0
     assert call_reward(made(("g", RIGHT))) == 0.0
     assert call_reward(made()) == 0.0
+
+
+def test_calls_match_where_an_order_of_them_does() -> None:
+    """On random calls of overlapping values the reward is that of a trial of every order."""
+    rng = random.Random(0)
+    seen = set()
+    for _ in range(300):
+        size = rng.randint(1, 4)
+        allowed = [rng.sample([1, 2, 3, ""], rng.randint(1, 3)) for _ in range(size)]
+        given = [rng.choice([1, 2, 3, None]) for _ in range(size)]
+        calls = [("f", {} if value is None else {"a": value}) for value in given]
+        fits = any(
+            all(("" if value is None else value) in values for value, values in zip(given, order, strict=True))
+            for order in itertools.permutations(allowed)
+        )
+        assert call_reward(made(*calls, label=[{"f": {"a": values}} for values in allowed])) == float(fits)
+        seen.add(fits)
+    assert seen == {True, False}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("count", [12, 120])
+def test_many_calls_that_fit_alike_are_matched_at_once(count: int) -> None:
+    """All but one expected call fit every call, so that all orders of the calls fail alike."""
+    label = [{"f": {"a": [1, ""]}}] * (count - 1) + [{"f": {"a": [2]}}]
+    assert call_reward(made(*[("f", {"a": 1})] * count, label=label)) == 0.0
+    assert call_reward(made(*[("f", {"a": 1})] * (count - 1), ("f", {"a": 2}), label=label)) == 1.0
 
 
 @pytest.mark.parametrize("label", [None, [], "f(1)", [{"f": {"a": 1}}], [{}]], ids=repr)

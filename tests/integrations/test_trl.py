@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +32,7 @@ def test_the_temperature_is_that_of_the_trainer() -> None:
     async def sampled(prompts: Sequence[Prompt]) -> list[Sample]:
         (sample,) = scored_groups(1, 1, temperature=0.7)
         sample.index = sample.rollout_id = prompts[0].index
+        sample.prompt, sample.label, sample.group_index = prompts[0].prompt, None, None
         return [sample]
 
     with RolloutFunc(RolloutConfig(batch_size=1, generate_fn=sampled), [Prompt("Hi")]) as rollout_func:
@@ -85,6 +89,63 @@ def test_one_process_gives_the_server_its_weights() -> None:
     assert (waited, rollout_func.served) == ([0, 1], 1)
 
 
+RANK = """
+import sys
+from types import SimpleNamespace
+import torch.distributed as dist
+from rollouts.dtypes import Endpoint
+from rollouts.errors import EndpointRefused
+from rollouts.integrations.trl import RolloutFunc
+from rollouts.training import Prompt, RolloutConfig, Sample
+
+class Foreign(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+async def generate(prompts):
+    return [Sample(tokens=[1, 2], loss_mask=[0, 1], rollout_log_probs=[0, -1], reward=1.0) for _ in prompts]
+
+def fails(model):
+    raise EndpointRefused("no room on the disk") if trainer.state.global_step == 0 else Foreign("this", "that")
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+accelerator = SimpleNamespace(
+    process_index=rank, is_main_process=rank == 0, unwrap_model=fails, wait_for_everyone=dist.barrier
+)
+trainer = SimpleNamespace(
+    state=SimpleNamespace(global_step=0), args=SimpleNamespace(temperature=1.0), accelerator=accelerator, model=None
+)
+config = RolloutConfig(batch_size=1, generate_fn=generate)
+with RolloutFunc(config, [Prompt("Hi")], endpoint=Endpoint(), folder="weights") as rollout_func:
+    for trainer.state.global_step in (0, 1):
+        try:
+            rollout_func(["Hi"], trainer)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(120)
+def test_an_update_that_fails_ends_every_process(tmp_path: Path) -> None:
+    """Two processes of gloo: the second one has the error of the first, and does not wait for it in the barrier."""
+    pytest.importorskip("torch.distributed")
+    line = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*line, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        for rank in range(2)
+    ]
+    try:
+        first, second = [rank.communicate(timeout=90)[0].splitlines() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert first == ["EndpointRefused: no room on the disk", "Foreign: this and that"]
+    assert second == [first[0], "RolloutsError: the main process raised Foreign: this and that"]
+
+
 async def test_a_rollout_without_a_reply_is_no_row() -> None:
     """Its opening left no room for one. It counts in its group; before, it ended generation."""
 
@@ -95,6 +156,7 @@ async def test_a_rollout_without_a_reply_is_no_row() -> None:
             sample = Sample(tokens=[1, 2], loss_mask=[0, 0], rollout_log_probs=[0, 0], reward=0.0)
             sample.status, sample.stop_reason = Status.TRUNCATED, StopReason.CONTEXT_OVERFLOW
         sample.index = sample.rollout_id = prompt.index
+        sample.prompt, sample.label = prompt.prompt, prompt.label
         sample.group_index, sample.reward = prompt.group_index, float(not prompt.index)
         return [sample]
 

@@ -1000,7 +1000,8 @@ async def test_a_branch_that_has_no_room_for_a_reply_is_no_row_of_our_manager() 
         first = scored_groups(1, 2, forks=True)[1]
         last = Sample(tokens=[1, 2, 3], loss_mask=[0, 0, 0], rollout_log_probs=[0, 0, 0])
         last.status = first.status = Status.TRUNCATED
-        last.stop_reason, first.index = StopReason.CONTEXT_OVERFLOW, None
+        last.stop_reason, first.index, first.group_index = StopReason.CONTEXT_OVERFLOW, None, None
+        first.prompt, first.label = prompts[0].prompt, prompts[0].label
         return [first, last]
 
     rollout = Namespace(prompt_length=512, response_length=64, n=2, temperature=1.0, top_p=1.0, top_k=-1)
@@ -1027,6 +1028,7 @@ async def test_a_call_that_fails_keeps_what_was_accepted() -> None:
             raise ValueError("not yet")
         sample = scored_groups(1, 2)[(prompt.index or 0) % 2]
         sample.group_index, sample.index, sample.rollout_id = prompt.group_index, prompt.index, prompt.index
+        sample.prompt, sample.label = prompt.prompt, prompt.label
         played[prompt.group_index] += 1
         if played[0] == 2:
             accepted.set()

@@ -355,7 +355,11 @@ async def test_scarce_groups_are_kept_by_the_groups_that_can_run(in_flight: int 
 
 
 def test_a_retry_keeps_its_slot() -> None:
-    """12.14 No other rollout runs in the slot of a failed one before its retry; a replacement waits for a slot."""
+    """12.14 No other rollout runs in the slot of a failed one before its retry; a replacement waits for a slot.
+
+    It goes before the rollouts of a younger group, which starts in the same turn as the slot is free: the start of a
+    group yields, and here is what breaks without that.
+    """
     begun: list[tuple[int | None, int]] = []
 
     async def generate(prompts: Sequence[Prompt]) -> list[Sample]:

@@ -24,6 +24,7 @@ async def test_a_scrape_reads_the_numbers() -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     numbers = {"prompts/in_flight": 3.0, "tokens/cached": 70.0, "loop_lag/p99": 0.25, "batch/tokens/mean": 9.5}
+    numbers |= {"reward/my-task": 0.5, "reward/my_task": 0.75, "rollouts/a-b": 1.0, "rollouts/a.b": 2.0}
     read = anyio.Event()
 
     def read_numbers() -> dict[str, float]:
@@ -37,7 +38,12 @@ async def test_a_scrape_reads_the_numbers() -> None:
             async with session.get(f"http://127.0.0.1:{metrics.port}/metrics") as answer:
                 text = await answer.text()
             tasks.cancel_scope.cancel()
-    families = {family.name: family for family in text_string_to_metric_families(text)}
+    found = list(text_string_to_metric_families(text))
+    families = {family.name: family for family in found}
+    assert len(families) == len(found), "each metric once, also where names differ in punctuation alone"
+    for family, values in (("reward_my_task", [0.5, 0.75]), ("rollouts_a_b", [1.0, 2.0])):
+        assert [sample.value for sample in families[f"rollouts_{family}"].samples] == values
+        assert len({tuple(sample.labels.items()) for sample in families[f"rollouts_{family}"].samples}) == 2
     assert families["rollouts_prompts_in_flight"].samples[0].value == 3
     assert families["rollouts_batch_tokens_mean"].type == "gauge"
     assert (families["rollouts_tokens_cached"].type, families["rollouts_tokens_cached"].samples[0].value) == (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -58,15 +60,25 @@ async def test_datasets_loads_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hf"])
 def test_a_longer_run_takes_no_more_memory(tmp_path: Path, kind: Kind) -> None:
-    """From one batch and from four."""
-    peaks = []
+    """From one batch and from four.
+
+    A peak contains what the other threads of the process allocate meanwhile; a run that takes more memory does so in
+    each of three exports.
+    """
     for batches in (1, 4):
         store_long_run(tmp_path / f"run{batches}", batches)
-        tracemalloc.start()
-        export_rows(tmp_path / f"run{batches}", tmp_path / f"out{batches}", kind)
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.3 * peaks[0]
+    export_rows(tmp_path / "run1", tmp_path / "first", kind)  # imports what the format needs
+    least = {1: math.inf, 4: math.inf}
+    for attempt in range(3):
+        for batches in least:
+            gc.collect()
+            tracemalloc.start()
+            export_rows(tmp_path / f"run{batches}", tmp_path / f"out{batches} {attempt}", kind)
+            least[batches] = min(least[batches], tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        if least[4] < 1.3 * least[1]:
+            break
+    assert least[4] < 1.3 * least[1]
 
 
 async def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:

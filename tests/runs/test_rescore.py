@@ -80,6 +80,23 @@ async def test_without_a_reward_that_of_the_steps_counts(tmp_path: Path) -> None
         assert sample.reward == sum(sample.step_rewards)
 
 
+@pytest.mark.parametrize("steps", [[], [3.0]], ids=["no steps", "steps"])
+async def test_without_any_reward_function_the_rewards_of_the_generate_function_stay(
+    tmp_path: Path, steps: list[float]
+) -> None:
+    """Nothing else could give them again. Of a run with a reward function the steps count; without steps it fails."""
+    sample = some_sample(Prompt("play", group_index=0, index=0), 0)
+    sample.step_rewards, sample.reward = steps, 7.0
+    for name, config in (("own", {}), ("scored", {"reward_fn": "last_token"})):
+        sizes = {"batch_size": 1, "n_samples_per_prompt": 1}
+        writer = RunWriter(tmp_path / name, {"config": {**sizes, **config}})
+        writer.write_batch([sample], {})
+        writer.finish("finished", Accounting(taken=1, in_batch=1))
+        await rescore(tmp_path / name, a_recipe(**sizes), tmp_path / f"{name} again")
+    assert [one.reward for one in load_run(tmp_path / "own again")] == [7.0]
+    assert [one.reward for one in load_run(tmp_path / "scored again")] == steps
+
+
 async def test_a_seat_has_the_step_rewards_of_its_own_conversation(tmp_path: Path) -> None:
     """Not their sum over all agents of the rollout, which is 0 in each game of two."""
     prompt = Prompt("play", group_index=0, index=0)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import anyio
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ async def settled(**functions: Any) -> list[Group]:
             **functions,
         }
     )
-    buffer = DataBuffer([f"question {number}" for number in range(8)])
+    buffer = DataBuffer([Prompt(f"question {number}", label=["a", "b"]) for number in range(8)])
     async with AsyncRolloutManager(config, buffer, on_group=groups.append) as manager:
         batch = await manager.generate_batch()
         numbers = [sample.group_index for sample in batch]
@@ -179,17 +180,62 @@ PLACES: dict[str, tuple[Callable[[Callable[..., Any]], dict[str, Any]], str]] = 
         (lambda sample: setattr(sample, "rollout_id", None), "Sample.rollout_id: got None; expected 0, unchanged"),
         (lambda sample: setattr(sample, "parent", 5), "Sample.parent: got 5; expected None, unchanged"),
         (lambda sample: setattr(sample, "shared", 7), "Sample.shared: got 7; expected 0, unchanged"),
+        (lambda sample: setattr(sample, "prompt", "x"), "Sample.prompt: got 'x'; expected 'question 0', unchanged"),
+        (lambda sample: setattr(sample, "label", "x"), "Sample.label: got 'x'; expected ['a', 'b'], unchanged"),
+        (lambda sample: sample.label.append("c"), "Sample.label: got ['a', 'b', 'c']; expected ['a', 'b'], unchanged"),
         (lambda sample: setattr(sample, "completions", []), "Sample.completions: got 0 that it changed"),
         (lambda sample: setattr(sample, "versions", []), "Sample.versions: got values that it changed"),
         (lambda sample: setattr(sample, "versions", renamed(sample)), "Sample.versions: got values that it changed"),
         (lambda sample: setattr(sample, "images", (span(),)), "Sample.images: got values that it changed"),
     ],
-    ids=["group_index", "index", "rollout_id", "parent", "shared", "completions", "no versions", "versions", "images"],
+    ids=[
+        "group_index",
+        "index",
+        "rollout_id",
+        "parent",
+        "shared",
+        "prompt",
+        "label",
+        "label in place",
+        "completions",
+        "no versions",
+        "versions",
+        "images",
+    ],
 )
 async def test_hardening_07_what_identifies_a_sample_is_not_changed(place: str, change: Any, message: str) -> None:
     """H7: a reward or filter that edits identity fails its group by name; the stored samples keep theirs."""
     hostile, who = PLACES[place]
-    assert (await failure_of(**hostile(change))).startswith(f"{who}: {message}")
+    (bad,) = [group for group in await settled(**hostile(change)) if group.outcome == "failed"]
+    assert bad.reason.startswith(f"{who}: {message}")
+    assert all((one.prompt, one.label, one.group_index) == ("question 0", ["a", "b"], BAD) for one in bad.samples)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("label", "x", "['a', 'b'], as in the data"),
+        ("prompt", "x", "'question 0', as in the data"),
+        ("group_index", 7, "a new Sample for rollout 0 of group 0"),
+        ("index", 7, "a new Sample for rollout 0"),
+    ],
+)
+async def test_hardening_07_a_generate_function_writes_no_field_of_the_data(
+    field: str, value: Any, expected: str
+) -> None:
+    """H7: the rollout fails and names function and field; the stored samples have the fields of the data."""
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        samples = [some_sample(prompt, prompt.index or 0) for prompt in prompts]
+        if prompts[0].index == 0:
+            setattr(samples[0], field, value)
+        return samples
+
+    (bad,) = [group for group in await settled(generate_fn=generate) if group.outcome == "failed"]
+    got = f"GenerateFailure: generate_fn generate: Sample.{field}: got {value!r}; expected {expected}"
+    assert bad.reason == got
+    assert all((one.prompt, one.label, one.group_index) == ("question 0", ["a", "b"], BAD) for one in bad.samples)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -301,6 +347,9 @@ async def test_hardening_13_what_cannot_be_stored_costs_one_group(place: str, fi
         setattr(sample, field, [value()] if field == "messages" else value())
 
     reason = await failure_of(**hostile(act))
+    if field == "label":
+        assert reason.startswith(f"{who}: Sample.label: got ")
+        return
     who = who.replace(": ", ": after ", 1)
     assert reason == f"{who}: Sample.{field}: nested deeper than 100 levels, or in itself"
 
@@ -391,7 +440,7 @@ async def test_a_field_of_a_wrong_type_costs_one_group(place: str, field: str, v
     [
         (lambda sample: setattr(sample, "step_rewards", [1e39]), "Sample.step_rewards: got 1e+39"),
         (lambda sample: sample.metrics.update(score=-1e300), "Sample.metrics['score']: got -1e+300"),
-        (lambda sample: setattr(sample, "label", [{VERSION: 1}]), "Sample.label, a key: got VersionSpan("),
+        (lambda sample: sample.metadata.update(x=[{VERSION: 1}]), "Sample.metadata, a key: got VersionSpan("),
         (lambda sample: sample.metadata.update({(1, VERSION): 1}), "Sample.metadata, a key: got (1, VersionSpan("),
     ],
     ids=["step_rewards", "metrics", "key", "key in a tuple"],
@@ -436,11 +485,9 @@ async def test_a_rollout_changes_no_prompt_of_another() -> None:
         if prompt.index not in failed:
             failed.add(prompt.index)
             raise OSError("broken world")
-        sample = some_sample(prompt, 0)
-        return [sample]
+        return [some_sample(attrs.evolve(prompt, label=["1"]), 0)]
 
     async def spoils(sample: Sample) -> float:
-        sample.label.clear()
         sample.metadata["todo"]["left"].clear()
         return 1.0
 

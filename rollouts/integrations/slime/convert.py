@@ -26,6 +26,7 @@ from rollouts.integrations.slime.settings import NEEDS_ADVANTAGES
 from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
 from rollouts.training.rows import check_fields, check_has_ids, reward_of
+from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
 __all__ = [
@@ -228,7 +229,7 @@ def from_slime(sample: Any, request: Any = None, *, trained: bool = True, tokens
         "response": sample.response,
         "tokens": tokens,
         "metadata": dict(sample.metadata or {}),
-        "label": sample.label,
+        "label": copied(sample.label),  # slime's functions may edit theirs in place
         "status": getattr(sample.status, "value", sample.status),
         "group_index": None if request is None else request.group_index,
         "index": None if request is None else request.index,

@@ -282,8 +282,9 @@ class Pipeline:
                     check_trainable(sample)
                     if self.data is None:
                         check_temperature(sample, "slime", self.params["temperature"])
+                if self.settings.sample_hooks or prompt is not prompts[0]:
+                    self.record_of(sample)  # which owns prompt and label; those of the group may be others
                 if self.settings.sample_hooks:
-                    self.record_of(sample)
                     samples[branch] = await hooked(sample, prompt, branch, self.reading, self._call_hooks)
                 if self.teacher is not None:
                     await score_by(self.teacher, samples[branch], self.record_of(samples[branch]))

@@ -117,7 +117,7 @@ async def hooked(
         return changed
     sample.trainer_record = changed.trainer_record
     sample.metadata = changed.metadata if record.metadata is None else record.metadata
-    sample.response, sample.label, sample.status = record.response, record.label, changed.status
+    sample.response, sample.label, sample.status = record.response, changed.label, changed.status
     sample.reward = sample.reward if record.reward is None else changed.reward
     return sample
 

@@ -158,7 +158,7 @@ def test_each_attempt_has_a_session_of_its_own() -> None:
 
 
 async def counts_calls(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
-    filled(sample)
+    filled(sample, label=["set"])
     sample.tool_call_count = sample.index + 1
     args.made.append(sample)
     return sample
@@ -168,6 +168,7 @@ async def by_count(args: Any, sample: Any, **_: Any) -> float:
     """A reward that reads an attribute of the generate function's, and writes its own."""
     sample.metadata["raw_reward"] = 10.0 * sample.tool_call_count
     sample.judged = "yes"
+    sample.label.append("edited")
     return float(sample.tool_call_count)
 
 
@@ -177,6 +178,7 @@ def test_a_reward_sees_the_very_sample() -> None:
     output = run(args)
     assert [sample.reward for sample in output] == [1.0, 2.0, 3.0, 4.0]
     assert [sample.metadata["raw_reward"] for sample in output] == [10.0, 20.0, 30.0, 40.0]
+    assert [sample.label for sample in output] == [["set", "edited"]] * 4
     assert {id(sample) for sample in output} == {id(sample) for sample in args.made}
 
 

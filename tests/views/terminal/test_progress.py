@@ -299,16 +299,23 @@ async def test_what_blocks_the_event_loop_is_named_while_it_does() -> None:
 
 
 async def test_a_stall_of_this_package_names_no_line() -> None:
-    """No line of a user was running."""
+    """No line of a user was running. On a busy machine lines of this test may stall too, before and after."""
     console = Console(file=io.StringIO(), width=200)
     big = Tool("look", "Look.", {"properties": {f"name_{number}": {"type": "text"} for number in range(50_000)}})
-    async with StallWatch(0.05, Progress(console).blocked) as watch:
+    seen: list[Stall] = []
+
+    def blocked(stall: Stall) -> None:
+        if not stall.place.startswith(f"{__file__}:"):
+            seen.append(stall)
+            Progress(console).blocked(stall)
+
+    async with StallWatch(0.02, blocked):
         await anyio.lowlevel.checkpoint()
         ended = anyio.Event()
         asyncio.get_running_loop().call_soon(schema_problems, big)
         asyncio.get_running_loop().call_soon(ended.set)
         await ended.wait()
-    assert not any(stall.of_user for stall in watch.stalls)
+    assert [stall.of_user for stall in seen] == [False] * len(seen) != [], "it is seen, but not as a user's line"
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == ""
 
