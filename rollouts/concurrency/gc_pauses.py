@@ -49,11 +49,9 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
 
     def freeze_after_a_long_one(phase: str, info: dict[str, int]) -> None:
         nonlocal began, long
-        if info["generation"] < 2:
-            return
-        if phase == "start":
+        if info["generation"] == 2 and phase == "start":
             began = time.thread_time()  # of the thread that collects: on a busy machine, the wall clock is longer
-        elif not shared and time.thread_time() - began > long:
+        elif info["generation"] == 2 and not shared and time.thread_time() - began > long:
             gc.freeze()
             gc.set_threshold(*_OF_MANY_OBJECTS)
             long = _LONG_SECONDS / 3
@@ -72,8 +70,7 @@ def return_free_memory() -> None:
 
     Takes 0.1 s a GB that is returned, without the interpreter's lock. Does nothing without glibc.
     """
-    trim = _trim()
-    if trim is not None:
+    if (trim := _trim()) is not None:
         trim(0)
 
 
