@@ -63,8 +63,7 @@ class BatchReport:
         try:
             numbers = batch_metrics(samples) | self.staleness.metrics(samples)
         finally:
-            if collects:
-                gc.enable()
+            (gc.enable if collects else gc.disable)()
         if self.staleness.drops:
             self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()
