@@ -100,8 +100,7 @@ class CancellationGuard:
                 error = None
                 if not armed:
                     armed = True
-                    self._around.arm()
-                    self._check_grace()
+                    self._around.arm(self._check_grace)
                 try:
                     yield self._waits_for
                 except BaseException as thrown:  # noqa: BLE001 - thrown into the coroutine above

@@ -22,8 +22,9 @@ _THRESHOLDS = (5_000, 10, 2)
 """Thresholds of the three generations. A collection takes 2 µs an object if all are garbage (e.g. the tracebacks of an
 unreachable server): 5,000 of them block the event loop for 10 ms. A full one visits what 150,000 allocations left."""
 
-_LONG_SECONDS = 0.05
-"""The objects that remain after a full collection of this length are skipped from then on."""
+_LONG_SECONDS, _OF_MANY_OBJECTS = 0.05, (5_000, 5, 1)
+"""The objects that remain after a full collection of this length are skipped from then on. With the thresholds from
+then on, a full one visits a third as many objects, and a third of the length is long."""
 
 _FROZEN_BY_PYTHON = 5_000
 """More frozen objects than the interpreter has at its start (Python 3.12 freezes some 400, other versions none)."""
@@ -44,16 +45,16 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
-    began = 0.0
+    began, long = 0.0, _LONG_SECONDS
 
     def freeze_after_a_long_one(phase: str, info: dict[str, int]) -> None:
-        nonlocal began
-        if info["generation"] < 2:
-            return
-        if phase == "start":
+        nonlocal began, long
+        if info["generation"] == 2 and phase == "start":
             began = time.thread_time()  # of the thread that collects: on a busy machine, the wall clock is longer
-        elif not shared and time.thread_time() - began > _LONG_SECONDS:
+        elif info["generation"] == 2 and not shared and time.thread_time() - began > long:
             gc.freeze()
+            gc.set_threshold(*_OF_MANY_OBJECTS)
+            long = _LONG_SECONDS / 3
 
     gc.callbacks.append(freeze_after_a_long_one)
     try:
@@ -69,8 +70,7 @@ def return_free_memory() -> None:
 
     Takes 0.1 s a GB that is returned, without the interpreter's lock. Does nothing without glibc.
     """
-    trim = _trim()
-    if trim is not None:
+    if (trim := _trim()) is not None:
         trim(0)
 
 

@@ -1,8 +1,8 @@
 """The fields of a new sample that belong to the data: prompt, label, index and group index.
 
 Invariant: a sample of a generate function has those of its request, or none yet; a lost one gets them, and keeps its
-own failure. A sample with a trainer's record is excepted for prompt and label: such a record may have others than its
-group, and the trainer's functions may change them.
+own failure. Where the data have no label, the function may set one. A sample with a trainer's record is excepted for
+prompt and label: such a record may have others than its group, and the trainer's functions may change them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_data(sample: Sample, request: Prompt, source: str) -> None:
             return
         if sample.status in (Status.FAILED, Status.ABORTED):
             sample.label = copied(request.label)
-        elif sample.label is not None and to_json(sample.label) != to_json(request.label):
+        elif not (sample.label is None or request.label is None) and to_json(sample.label) != to_json(request.label):
             raise ConfigError.of("Sample.label", sample.label, f"{shortened(request.label)}, as in the data")
         elif sample.prompt and as_messages(sample.prompt) != request.messages:
             raise ConfigError.of("Sample.prompt", sample.prompt, f"{shortened(request.prompt)}, as in the data")

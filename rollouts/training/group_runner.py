@@ -48,7 +48,7 @@ from rollouts.training.rollout_attempt import (
     without_own_cancellation,
 )
 from rollouts.training.rollout_log import RolloutLog
-from rollouts.training.sample_validator import pack_lossy, unchanged
+from rollouts.training.sample_validator import unchanged
 from rollouts.training.scoring import score_group
 from rollouts.training.slots import Slots
 from rollouts.training.types import FilterFn, Group, Outcome, Sample, Status
@@ -191,6 +191,8 @@ class GroupRunner:
         except (TokenMismatchError, ConfigError, EndpointAway):
             raise
         except RolloutsError as error:
+            from rollouts.training.failed_samples import pack_lossy  # here: most groups are sound
+
             failure = Failure.of(error)
             for sample in pack_lossy(samples, prompt):
                 sample.failure = failure

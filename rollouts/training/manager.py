@@ -212,7 +212,7 @@ class AsyncRolloutManager:
         """
         began = time.monotonic()
         if not self._streaming:  # a stream counts from its last batch on, since it generates while the caller trains
-            self.slots.begin_metrics()
+            self.slots.take_metrics(1.0)
         if self._tasks is not None:
             await self._gather_groups()
         else:
@@ -260,7 +260,7 @@ class AsyncRolloutManager:
             raise RuntimeError("a stream needs the manager open (async with), and to itself")
         self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
         self._streaming = True
-        self.slots.begin_metrics()
+        self.slots.take_metrics(1.0)
         try:
             while True:
                 self.staleness.training = False  # a caller that requests a batch is done with the last one

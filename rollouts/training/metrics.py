@@ -178,15 +178,11 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
     for status, count in sorted(Counter([one[-1].status.value for one in rollouts]).items()):
         numbers[f"status/{status}"] = count / len(rollouts)
-    prompt_tokens = cached = 0
-    for sample in samples:  # one at a time: the completions of a whole batch in one list would trigger the GC
-        for completion in sample.read_record("completions"):
-            prompt_tokens += completion.start
-            cached += completion.cached_tokens
+    prompt_tokens, cached = map(sum, zip(*[sample.prefix for sample in samples], strict=True))
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
-    repeated = _repeated_prompts(samples)
-    if repeated:
+    groups = {sample.group_index: sample for sample in reversed(samples)}
+    if repeated := len(groups) - len({_task_of(sample) for sample in groups.values()}):
         numbers["repeated_prompts"] = repeated
     counters = [one[0].metrics if len(one) == 1 else _counters(one) for one in rollouts]
     numbers["forks"] = sum([one.get("forks", 0) for one in counters])
@@ -214,13 +210,8 @@ def _counters(branches: Sequence[Sample]) -> dict[str, float]:
     return {name: max(found) if name == "attempts" else sum(found) for name, found in values.items()}
 
 
-def _repeated_prompts(samples: Sequence[Sample]) -> int:
-    """The number of groups whose prompt and label, and metadata without an opening, an earlier group has too."""
-    groups = {sample.group_index: sample for sample in reversed(samples)}
-    return len(groups) - len({_task_of(sample) for sample in groups.values()})
-
-
 def _task_of(sample: Sample) -> str:
+    """Equal for prompts with one text and label; without an opening, for those with one metadata, if it is known."""
     metadata = None if Prompt(sample.prompt).has_opening else sample.metadata or sample.group_index
     return repr((sample.prompt, sample.label, metadata))
 

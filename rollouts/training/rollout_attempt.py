@@ -32,7 +32,7 @@ from rollouts.errors import (
     shortened,
 )
 from rollouts.training.config import RolloutConfig
-from rollouts.training.sample_validator import copied, pack_lossy, pack_or_fail, unchanged
+from rollouts.training.sample_validator import copied, pack_or_fail, unchanged
 from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
@@ -64,17 +64,17 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
             with boundary(GenerateFailure, name, seconds=config.rollout_seconds, armed=False) as entered:
                 private = attrs.evolve(request, label=copied(request.label), metadata=copied(request.metadata))
                 returned = await entered.guarded(config.generate_fn([private]), grace=_CLEANING_SECONDS)
-            samples = _numbered(returned, request, name)
+            samples = _listed(returned, name)
+            _check(samples, request, name)
             if not config.group_rm and not is_lost(samples):
                 await _score(samples, config)
     except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
-        failure = Failure.of(error)
-        empty = Sample(prompt=request.prompt, label=request.label)
-        samples = pack_lossy(samples, request) or [number_sample(empty, request)]
-        for sample in samples:
-            sample.status, sample.failure = Status.FAILED, failure
+        from rollouts.training.failed_samples import failed_rollout  # here: most rollouts are sound
+
+        numbered = [number_sample(sample, request) for sample in samples or [Sample()]]
+        samples = failed_rollout(numbered, request, Failure.of(error))
     for sample in samples:
         if sample.status in _LOST and not isinstance(sample.failure, Failure):
             sample.failure = Failure.of(GenerateFailure(f"the rollout ended {sample.status.value}"))
@@ -106,6 +106,8 @@ class without_own_cancellation:  # noqa: N801 - used as `async with without_own_
                 task.uncancel()
             text = f"the task of {self._what} was cancelled, but not by one of its scopes"
             raise self._failure(f"{text}; expected no cancel() of current_task()") from cancelled
+        finally:
+            error = None  # its traceback refers to this frame: a cycle that only the collector would free
 
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
@@ -117,12 +119,17 @@ async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
         share_rewards(samples)
 
 
-def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
-    """Check what the generate function returned for one rollout; number and pack its samples."""
+def _listed(samples: Any, name: str) -> list[Sample]:
+    """The samples that the generate function returned for one rollout."""
     if not isinstance(samples, Sequence) or not samples or not all(isinstance(s, Sample) for s in samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a list of one Sample (more where it forks)")
     if len({id(sample) for sample in samples}) < len(samples):
         raise GenerateFailure(f"{name}: got {shortened(samples)}; expected a new Sample for each branch")
+    return list(samples)
+
+
+def _check(samples: Sequence[Sample], request: Prompt, name: str) -> None:
+    """Check, number and pack the samples that the generate function returned for one rollout."""
     for sample in samples:
         own = sample.prompt is request.prompt and sample.label is request.label
         if not own or sample.index is not request.index or sample.group_index is not request.group_index:
@@ -138,7 +145,6 @@ def _numbered(samples: Any, request: Prompt, name: str) -> list[Sample]:
         from rollouts.training.branching import check_parents  # here: few rollouts have branches
 
         check_parents(samples, name)
-    return list(samples)
 
 
 def is_lost(samples: Sequence[Sample]) -> bool:

@@ -1,33 +1,31 @@
 """Validation of samples that a user's function may have changed.
 
 Invariant: a sample that passes can be written and read again, with finite numbers that 32 bits hold. A reward or a
-filter changes neither the identity of a sample nor the columns of its replies. Of a failed rollout, all parts that are
-valid are kept. This module calls no user function.
+filter changes neither the identity of a sample nor the columns of its replies. This
+module calls no user function.
 """
 
 from __future__ import annotations
 
-import contextlib
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from rollouts.base.storable import check_readable
 from rollouts.base.validators import finite
-from rollouts.concurrency.times import Timeline
-from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RolloutsError, shortened
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample import Sample
 
-__all__ = ["copied", "pack_lossy", "pack_or_fail", "unchanged"]
+__all__ = ["copied", "pack", "pack_or_fail", "unchanged"]
 
 _UNCHANGED = ("prompt", "label", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
 """Fields that name a sample or belong to the data: no reward or filter changes them."""
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
-_MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_FLOAT = float(np.finfo(np.float32).max)
+"""The largest number that is finite in 32 bits."""
 
 _Identity: TypeAlias = tuple[Any, ...]
 """The values of ``_UNCHANGED``, the completions, and the replies or ``None``."""
@@ -44,7 +42,7 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
     """Check and pack samples that user code may have changed; raise ``failure`` if one does not pack."""
     for sample in samples:
         try:
-            _pack(sample)
+            pack(sample)
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else f"a value of the sample raises {shortened(error)}"
             raise failure(f"{source}: {text}") from error
@@ -134,76 +132,7 @@ def _are_same(name: str, one: Any, other: Any) -> bool:
     return isinstance(first, list | tuple) and bool(first == second)
 
 
-def pack_lossy(samples: Sequence[Sample], prompt: Prompt) -> list[Sample]:
-    """Pack samples of a failed rollout of a prompt for the record; only values that do not pack are lost."""
-    for sample in samples:
-        try:
-            _pack(sample)
-        except Exception:  # noqa: BLE001 - a user's value may raise anything
-            _lose_unfit(sample, prompt)
-    return list(samples)
-
-
-def _lose_unfit(sample: Sample, prompt: Prompt) -> None:
-    """Empty a sample, and give back each part with which it packs."""
-    parts = [dict(_readable(sample, part)) for part in _PARTS]
-    for part in _PARTS:
-        _set(sample, {name: empty() for name, empty in part.items()})
-    sample.label = copied(prompt.label)
-    for values in [*parts, *map(_fitting, parts)]:
-        before = {name: getattr(sample, name) for name in values}
-        try:
-            _set(sample, values)
-            _pack(sample)
-        except Exception:  # noqa: BLE001 - this part does not pack
-            _set(sample, before)
-
-
-_PARTS: tuple[dict[str, Callable[[], Any]], ...] = (
-    {"tokens": list, "loss_mask": list, "rollout_log_probs": lambda: None, "versions": list, "completions": list,
-     "step_completions": lambda: None, "images": tuple, "named_images": dict, "response": str,
-     "loss_multiplier": lambda: 1.0, "advantages": lambda: None, "teacher_log_probs": lambda: None},
-    {"reward": lambda: None}, {"label": lambda: None}, {"step_rewards": list}, {"messages": list},
-    {"metrics": dict}, {"metadata": dict}, {"times": Timeline}, {"stop_reason": lambda: None},
-    {"failure": lambda: None}, {"history": lambda: None}, {"tools": lambda: None},
-    {"seat": str, "conversation": int, "parent": lambda: None, "shared": int},
-)  # fmt: skip
-"""The fields of a sample that pack or do not pack together, with their values if they do not."""
-
-
-def _readable(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        with contextlib.suppress(Exception):  # of a record that cannot be read
-            yield name, getattr(sample, name)
-
-
-def _set(sample: Sample, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(sample, name, value)
-
-
-def _fitting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of metrics and metadata that fit by themselves."""
-    fits = {"metrics": _is_metric, "metadata": _is_plain}
-    return {
-        name: {key: entry for key, entry in value.items() if fits[name](key, entry)}
-        for name, value in values.items()
-        if name in fits and isinstance(value, dict)
-    }
-
-
-def _is_metric(name: Any, value: Any) -> bool:
-    return isinstance(name, str) and finite(value) is not None and abs(value) <= _MAX_FLOAT
-
-
-def _is_plain(name: Any, value: Any) -> bool:
-    with contextlib.suppress(Exception):  # a key or a value that does not pack
-        check_readable("metadata", {name: value})
-        return True
-    return False
-
-
-def _pack(sample: Sample) -> None:
+def pack(sample: Sample) -> None:
     """Pack the sample, and make its numbers finite floats and ints: JSON stores NaN as null, and others as text."""
     sample.pack()
     rewards: Any = sample.step_rewards
@@ -213,7 +142,7 @@ def _pack(sample: Sample) -> None:
         sample.step_rewards = [_number("Sample.step_rewards", reward) for reward in rewards]
     metrics: dict[str, Any] = sample.metrics
     for name, value in metrics.items():
-        is_float = type(value) is float and -_MAX_FLOAT <= value <= _MAX_FLOAT
+        is_float = type(value) is float and -MAX_FLOAT <= value <= MAX_FLOAT
         if is_float or (type(value) is int and -(2**53) < value < 2**53):
             continue
         number = _number(f"Sample.metrics[{name!r}]", value)
@@ -230,6 +159,6 @@ def _number(name: str, value: Any) -> float:
     number = finite(value)
     if number is None:
         raise ConfigError.of(name, value, "a finite number")
-    if abs(number) > _MAX_FLOAT:
+    if abs(number) > MAX_FLOAT:
         raise ConfigError.of(name, value, "a number that is finite in 32 bits, as trainers take it")
     return number

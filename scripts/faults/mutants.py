@@ -84,6 +84,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "rollouts/training/rollout_log.py": ("tests/training/test_manager.py", *_SEMANTICS),
     "rollouts/training/ledger.py": ("tests/training/test_ledger.py", *_SEMANTICS),
     "rollouts/training/running_groups.py": ("tests/training/test_manager.py", *_SEMANTICS),
+    "rollouts/training/failed_samples.py": ("tests/training/test_rollout_attempt.py",),
     "rollouts/training/sample_validator.py": ("tests/training/test_rollout_attempt.py",),
     "rollouts/training/group_runner.py": (
         "tests/training/test_failures.py",

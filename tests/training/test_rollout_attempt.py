@@ -42,8 +42,9 @@ from rollouts.training import (
     Sample,
     generate_rollout_batch,
 )
+from rollouts.training.failed_samples import pack_lossy
 from rollouts.training.rollout_attempt import attempt
-from rollouts.training.sample_validator import pack_lossy, pack_or_fail
+from rollouts.training.sample_validator import pack_or_fail
 from tests.stored_runs import some_sample
 
 BAD = 0
@@ -408,6 +409,48 @@ async def test_numbers_of_user_code_are_floats_in_a_batch(value: Any) -> None:
         numbers = [sample.reward, *sample.step_rewards, sample.metrics["part"]]
         assert numbers == [float(value), float(value), 1.0, 0.5]
         assert {type(number) for number in numbers} == {float}
+        assert Sample.from_dict(msgspec.json.decode(to_json(sample.to_dict()))) == sample
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("metrics", {"m": float("nan"), "fit": 1.0}, {"fit": 1.0}),
+        ("label", "another", "b"),
+        ("index", 9, 0),
+        ("prompt", "another?", "why?"),
+        ("stop_reason", StopReason.FORKED, None),
+        ("parent", 7, None),
+    ],
+)
+async def test_a_sample_that_fails_its_check_keeps_what_was_sampled(
+    branches: int, field: str, value: Any, stored: Any
+) -> None:
+    """Its tokens count as those of a lost rollout; its fields of the data are those of the request, and it can be read.
+
+    Where the branches do not fit together, each is kept by itself.
+    """
+    request = Prompt("why?", label="b", group_index=0, index=0)
+    expected = [some_sample(request, number).pack() for number in range(branches)]
+
+    async def generate(prompts: Sequence[Prompt]) -> list[Sample]:
+        await anyio.lowlevel.checkpoint()
+        samples = [some_sample(prompts[0], number) for number in range(branches)]
+        for number, sample in enumerate(samples):
+            sample.conversation = number
+        setattr(samples[-1], field, value)
+        return samples
+
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, max_attempts=1, generate_fn=generate)
+    samples = await attempt(config, request)
+    assert [sample.tokens for sample in samples] == [sample.tokens for sample in expected]
+    assert [sample.sampled_tokens for sample in samples] == [sample.sampled_tokens for sample in expected]
+    assert getattr(samples[-1], field) == stored
+    for sample in samples:
+        assert sample.failure is not None
+        assert sample.failure.cause == "generate"
+        assert (sample.prompt, sample.label, sample.index, sample.rollout_id) == ("why?", "b", 0, 0)
         assert Sample.from_dict(msgspec.json.decode(to_json(sample.to_dict()))) == sample
 
 

@@ -87,8 +87,9 @@ async def test_a_cancelled_rollout_leaves_no_cycle() -> None:
     try:
         async with manager_of(generate, batch=1, ahead=40) as manager:
             await manager.generate_batch()
+            await anyio.wait_all_tasks_blocked()  # all have started
             assert manager.accounting.in_flight == 39
         left = [one for one in gc.get_objects() if type(one) is anyio.get_cancelled_exc_class()]
     finally:
         gc.enable()
-    assert len(left) < 2 * GROUPS_A_TURN, "those of the last turn, which anyio keeps"
+    assert len(left) <= 3 * GROUPS_A_TURN, "those of the last turn, of a group and two rollouts each, which anyio keeps"
