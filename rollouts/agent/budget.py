@@ -65,10 +65,10 @@ class Budget:
         if completion.finish_reason == "abort":
             return StopReason.ABORTED
         if completion.finish_reason == "length":
-            if asked < whole:
-                return request.limit
             if completion.stop - completion.start < asked:  # the server ran out of context or KV cache
                 return StopReason.CONTEXT_OVERFLOW
+            if asked < whole:
+                return request.limit
             if self.limits.on_cut == "stop":
                 return StopReason.MAX_TOKENS
         return None

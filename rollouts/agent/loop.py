@@ -181,7 +181,8 @@ def within(episode: Episode, seconds: float) -> Iterator[deadline]:
 def seal(episode: Episode) -> None:
     """Seal all branches of an ended episode. An episode without a reply failed, unless its prompt was too long.
 
-    A last branch without a completion is removed; its messages go to the branch before it.
+    A last branch without a completion is removed, and its fork does not count; the branch before it gets its messages,
+    and its metrics and times since the fork, e.g. of the environment's close.
     """
     reason, failure = episode.stop_reason, episode.failure
     too_long = reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
@@ -194,8 +195,13 @@ def seal(episode: Episode) -> None:
         for branch in episode.branches:
             branch.tools = schemas
     if earlier and not last.completions:
-        earlier[-1].messages = last.messages
-        *earlier, last = earlier
+        *earlier, kept = earlier
+        kept.messages = last.messages
+        for name in last.metrics.keys() - {"forks", "duplicated_tokens"}:
+            kept.count(name, last.metrics[name])
+        for span in last.times:
+            kept.times.add(*span)
+        last = kept
     for branch in earlier:
         branch.seal(StopReason.FORKED)
     last.seal(reason, failure)

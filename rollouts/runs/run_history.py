@@ -176,7 +176,7 @@ class RunHistory:
             case "sample":
                 index, branch = fields["index"], fields["branch"]
                 if branch == 0:
-                    turns = self.turns.pop(index, None)
+                    turns = self.turns.get(index)
                     before = self.rollouts.get(index)
                     offsets = tuple(turns) if turns is not None else before.turns if before is not None else ()
                     self._stored[index] = Rollout([], fields["branches"], offsets)
@@ -185,8 +185,8 @@ class RunHistory:
                 if latest.finished or index not in self.rollouts or not self.rollouts[index].finished:
                     self.rollouts[index] = latest  # until then, a rollout that is stored again is as it was
                 if latest.finished:
-                    del self._stored[index]
-                self.attempts.pop(index, None)
+                    for unfinished in (self._stored, self.turns, self.attempts):
+                        unfinished.pop(index, None)
             case "group":
                 if fields["group"] in self.settled:  # accepted before, then dropped as stale
                     self.totals.reasons[fields["reason"]] += 1

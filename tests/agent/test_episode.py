@@ -13,6 +13,7 @@ import attrs
 import pytest
 
 from rollouts.agent import run_agent, run_branches
+from rollouts.agent.loop import begin_episode, seal
 from rollouts.dtypes import Completion, Limits, Message, Prompt, SamplingParams, StopReason, VersionSpan
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import SimulatedUser, ToolEnvironment, tool
@@ -172,12 +173,36 @@ async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(
 
 
 async def test_a_branch_without_a_completion_is_removed(qwen3: Renderer) -> None:
-    """The token limit is reached right after a fork: the branch before the fork is the last."""
+    """The token limit is reached right after a fork: the branch before the fork is the last, and no fork counts.
+
+    What was counted after the fork belongs to the rollout.
+    """
+
+    class Closing(Talk):
+        async def close(self) -> None:
+            raise RuntimeError("boom")
+
     sampled = sum(len(qwen3.encode(text)) for text in REPLIES[:2])
     limits = Limits(max_sampled_tokens=sampled)
-    (only,), _ = await branches_of(qwen3, REPLIES, "fork", limits=limits)
+    (only,), _ = await branches_of(qwen3, REPLIES, "fork", Closing, limits=limits)
     assert only.stop_reason is StopReason.MAX_TOKENS
+    assert only.metrics["close_failures"] == 1
+    assert not {"forks", "duplicated_tokens"} & only.metrics.keys()
     assert only.messages[-1].content == "And 1 more?"
+
+
+async def test_the_times_of_a_removed_branch_are_kept(qwen3: Renderer) -> None:
+    """E.g. of a snapshot, which a conversation of several agents takes after a fork."""
+    sampling = SamplingParams(max_new_tokens=500)
+    episode = await begin_episode(PROMPT, ScriptedPolicy([]), qwen3, sampling=sampling, history="fork")
+    (first,), _ = await branches_of(qwen3, REPLIES[1:], "append")
+    spans = list(first.times)
+    played, empty = Trajectory("fork"), Trajectory("fork")
+    played.completions, played.times = first.completions, first.times
+    empty.times.add("environment", "snapshot", 0.0, 2.0)
+    episode.branches = [played, empty]
+    seal(episode)
+    assert list(played.times) == [*spans, ("environment", "snapshot", 0.0, 2.0)]
 
 
 async def test_all_branches_share_the_rewards_and_the_status(qwen3: Renderer) -> None:

@@ -308,13 +308,14 @@ async def test_an_overflow_later_on_is_a_stop_reason(renderer: Renderer, ids: An
     assert not unanswered.mask.any()
 
 
+@pytest.mark.parametrize("limit", [None, 500])
 @pytest.mark.parametrize("on_cut", ["stop", "continue"])
 async def test_a_reply_that_the_server_cut_before_its_budget_is_an_overflow(
-    renderer: Renderer, ids: Any, on_cut: Any
+    renderer: Renderer, ids: Any, on_cut: Any, limit: int | None
 ) -> None:
-    """The KV pool or the end of the context cut it, not ``max_new_tokens``."""
+    """The KV pool or the end of the context cut it, not ``max_new_tokens`` or a limit that would have left it less."""
     cut = Reply(ids("a long reply"), finish_reason="length")
-    trajectory = await play(renderer, [cut] * 9, limits=Limits(on_cut=on_cut))
+    trajectory = await play(renderer, [cut] * 9, limits=Limits(on_cut=on_cut, max_sampled_tokens=limit))
     assert trajectory.stop_reason is StopReason.CONTEXT_OVERFLOW
     assert len(trajectory.completions) == 1
 

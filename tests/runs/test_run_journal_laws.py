@@ -117,18 +117,27 @@ def test_every_start_of_the_run_is_kept_in_order(tmp_path: Path) -> None:
 
 
 async def test_a_rollout_is_finished_when_each_of_its_branches_is_stored(tmp_path: Path) -> None:
-    """1.4 A writer that died between two branches left an unfinished rollout; the branches are read in order."""
+    """1.4 A writer that died between two branches left an unfinished rollout; the branches are read in order.
+
+    Until then its lost attempts count, and it resumes from its turns.
+    """
     branches = [some_sample(prompt_of(0), seed) for seed in range(3)]
+    turns = played(0)[1]
     with Journal(tmp_path) as journal:
-        await RunJournal(journal).finished(branches)
+        run_journal = RunJournal(journal)
+        run_journal.attempt_lost(0, 1, branches)
+        await log_turns(run_journal, 0, turns)
+        await run_journal.finished(branches)
     history = RunHistory.read(tmp_path)
     assert history.rollouts[0].finished
+    assert (history.attempts, history.turns) == ({}, {})
     assert history.samples(0) == branches
     cut = RunHistory(tmp_path)
     for entry in list(read_journal(tmp_path))[:-1]:
         cut._add(entry)
     assert not cut.rollouts[0].finished
     assert cut.rollouts[0].whole == 3
+    assert (cut.attempts, len(cut.read_turns(0))) == ({0: 1}, len(turns))
 
 
 async def test_a_rollout_that_is_stored_again_replaces_the_first(tmp_path: Path) -> None:
