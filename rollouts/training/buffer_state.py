@@ -1,19 +1,18 @@
 """The saved state of a data buffer.
 
-Invariant: a state that :meth:`BufferState.check` accepts is one that a buffer over the same data can have: each group
-index that is put back was handed out, and has the prompt that it had. This module changes no buffer.
+Invariant: if :meth:`BufferState.check` accepts a state, a buffer over the same data can have it: each group index that
+is put back was handed out, and has the prompt that it had. This module knows no buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 import msgspec
 
 from rollouts.errors import ConfigError
-from rollouts.training.data_buffer import DataBuffer
 
 __all__ = ["BufferState"]
 
@@ -55,19 +54,24 @@ class BufferState:
         except msgspec.ValidationError as error:
             raise ConfigError(f"BufferState: {error}") from None
 
-    def check(self, buffer: DataBuffer) -> None:
-        """Check that this is a state of the buffer's data, seed and sampler.
+    def check(self, now: BufferState, size: int, position_of: Callable[[int], int]) -> None:
+        """Check that a buffer can have this state.
+
+        Args:
+            now: the buffer's present state.
+            size: number of its prompts.
+            position_of: the position that a group index has without a sampler.
 
         Raises:
-            ConfigError: it is of another buffer, or no buffer has such numbers.
+            ConfigError: it is a state of other data, another seed or another sampler, or no buffer has such numbers.
         """
-        for name, now in (("fingerprint", buffer.fingerprint), ("metadata", buffer.metadata_checksum)):
-            if getattr(self, name) not in (now, None):
-                raise ConfigError.of(f"BufferState.{name}", getattr(self, name), f"{now}, that of this data")
-        sampler = None if buffer.sampler is None else type(buffer.sampler).__name__
+        for name in ("fingerprint", "metadata"):
+            saved, known = getattr(self, name), getattr(now, name)
+            if saved not in (known, None):
+                raise ConfigError.of(f"BufferState.{name}", saved, f"{known}, that of this data")
+        sampler = None if now.sampler is None else now.sampler[CLASS]
         if self.sampler is not None and self.sampler.get(CLASS) != sampler:
             raise ConfigError.of("BufferState.sampler", self.sampler.get(CLASS), f"{sampler}, the buffer's sampler")
-        size = len(buffer)
         if not 0 <= self.cursor <= size:
             raise ConfigError.of("BufferState.cursor", self.cursor, f"0 to {size}, the number of prompts")
         if self.epoch < 0:
@@ -75,16 +79,12 @@ class BufferState:
         taken = self.epoch * size + self.cursor
         if self.next_group_index != taken:
             raise ConfigError.of("BufferState.next_group_index", self.next_group_index, f"{taken}, the prompts taken")
-        self._check_leftovers(buffer, size)
-
-    def _check_leftovers(self, buffer: DataBuffer, size: int) -> None:
-        in_epochs = buffer.positions_in_epochs()
         before = -1
         for position, group_index in sorted(self.leftovers, key=lambda entry: entry[1]):
-            fits = before < group_index < self.next_group_index
+            fits = before < group_index < taken
             if fits:  # else no epoch has this index
-                fits = 0 <= position < size if self.sampler is not None else position == in_epochs(group_index)
+                fits = 0 <= position < size if self.sampler is not None else position == position_of(group_index)
             if not fits:
-                expected = f"the position of each prompt, by its own group index below {self.next_group_index}"
+                expected = f"the position of each prompt, by its own group index below {taken}"
                 raise ConfigError.of("BufferState.leftovers", [position, group_index], expected)
             before = group_index

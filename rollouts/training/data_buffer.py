@@ -194,7 +194,7 @@ class DataBuffer:
         Raises:
             ConfigError: the state was saved with other prompts, another seed or another sampler, or is damaged.
         """
-        state.check(self)
+        state.check(self.save_state(), len(self._prompts), self._positions_in_epochs())
         self._cursor, self._epoch = state.cursor, state.epoch
         self._next_group_index = state.next_group_index
         self._leftovers = list(state.leftovers)
@@ -218,7 +218,7 @@ class DataBuffer:
         self._positions = {}
         self._begin()
         positions = self._replay_draws(draws)
-        in_epochs = self.positions_in_epochs()
+        in_epochs = self._positions_in_epochs()
         self._leftovers = [
             (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
         ]
@@ -226,7 +226,7 @@ class DataBuffer:
     def _replay_draws(self, draws: Iterable[Draw]) -> dict[int, int]:
         """Give the sampler the draws and rewards of an earlier process; return the positions by group index."""
         positions: dict[int, int] = {}
-        in_epochs = self.positions_in_epochs()
+        in_epochs = self._positions_in_epochs()
         for number, position, rewards in draws:
             if rewards is None:
                 positions[number] = in_epochs(number) if position is None else position
@@ -236,7 +236,7 @@ class DataBuffer:
                 self.sampler.observe(positions[number], rewards)
         return positions
 
-    def positions_in_epochs(self) -> Callable[[int], int]:
+    def _positions_in_epochs(self) -> Callable[[int], int]:
         """A function of a group index: the position that its draw has without a sampler."""
         order_of = functools.lru_cache(maxsize=1)(self._shuffled)  # indices ascend: one shuffle for each epoch
 

@@ -175,7 +175,7 @@ async def test_a_template_that_drops_thoughts_at_once_forks_at_each_step(
 async def test_a_branch_without_a_completion_is_removed(qwen3: Renderer) -> None:
     """The token limit is reached right after a fork: the branch before the fork is the last, and no fork counts.
 
-    What was counted after the fork belongs to the rollout.
+    The rollout keeps all that was counted after the fork.
     """
 
     class Closing(Talk):

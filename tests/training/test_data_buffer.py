@@ -232,7 +232,7 @@ def tasks(*metadata: Any, text: str = "") -> DataBuffer:
 
 @pytest.mark.parametrize("text", ["", "x"])
 def test_a_state_fits_its_metadata_only(text: str) -> None:
-    """Tasks that are only metadata, and what a reward reads beside a text; a state of an older version has no number.
+    """Of tasks that are only metadata, and of prompts with text; a state of an older version has no checksum of it.
 
     A value that may be written differently in each process refuses nothing.
     """

@@ -110,7 +110,7 @@ def test_resumed_rollouts_are_counted_as_continued_or_restarted() -> None:
 def test_prompts_that_repeat_within_a_batch_are_counted() -> None:
     """Each group whose prompt and label an earlier group has; groups that differ give no metric.
 
-    Without a text, the metadata is the prompt; a sample without both tells nothing.
+    Without text, the metadata is the prompt; a sample without both tells nothing.
     """
     prompts = ["a", "b", "a", "a"]
     batch = [sample(1, prompt=prompt, label=1, group_index=group) for group, prompt in enumerate(prompts) for _ in "xy"]
