@@ -185,8 +185,8 @@ class Trajectory:
 
         ``images`` belong to ``tokens``, with positions in them.
         """
-        self.images += [span.shifted(self._length) for span in images]
         self._append(tokens)
+        self.images += [span.shifted(self._length - len(tokens)) for span in images]
         self._extend_segments(len(tokens), None)
         self.messages.extend(messages)
 

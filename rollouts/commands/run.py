@@ -177,6 +177,8 @@ async def launch(
                 opened = open_target(target, out / ENGINE_LOG, progress.say)
                 recipe, engine = await stack.enter_async_context(opened)
                 recipe.check_spread()
+                if recording:
+                    _check_recordable(recipe)
                 progress.say("preflight: environment, chat template and server")
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
@@ -187,11 +189,6 @@ async def launch(
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     for doubt in await rehearse(recipe):
                         progress.say(doubt, "yellow")
-                if recording:
-                    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
-
-                    recipe.environment_for("--record")
-                    check_recordable(recipe.config.generate_fn)
                 played = recipe
                 if distribute is not None:
                     config = await stack.enter_async_context(distribute(target, recipe))
@@ -330,22 +327,28 @@ def _resumed(
     return reopened.writer, reopened.run_journal, reopened.state
 
 
+def _check_recordable(recipe: Recipe) -> None:
+    """Check that everything the rollouts of a recipe receive from outside can be recorded."""
+    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
+
+    recipe.environment_for("--record")
+    check_recordable(recipe.config.generate_fn)
+    endpoint = recipe.bound.get("endpoint", recipe.endpoint)
+    if endpoint.lora is not None:
+        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
+
+
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
     """The recipe with a generate function that records everything its rollouts receive from outside."""
     from rollouts.runs.recording import recorded
 
-    config = recipe.config
-    bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
-    policy = bound.get("policy")
+    bound, policy = recipe.bound, recipe.bound.get("policy")
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    endpoint = bound.get("endpoint", recipe.endpoint)
-    if endpoint.lora is not None:
-        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
     if policy is None:
-        policy = shared_policy(endpoint, renderer.vocab_size)
+        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
     environment_cls = bound.get("environment_cls") or recipe.environment_for("--record")
-    generate_fn = recorded(config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
-    return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))
+    generate_fn = recorded(recipe.config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
+    return attrs.evolve(recipe, config=attrs.evolve(recipe.config, generate_fn=generate_fn))
 
 
 async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:

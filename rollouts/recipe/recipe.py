@@ -448,7 +448,7 @@ def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any])
 
 
 def _describe(value: Any) -> Any:
-    """Describe a value: data as is, a tokenizer by its path, a function by its name."""
+    """Describe a value: data as is, a tokenizer by its path, a function by its name; not what its ``repr`` hides."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -462,8 +462,8 @@ def _describe(value: Any) -> Any:
     if (wrapped := getattr(value, "__wrapped__", None)) is not None:
         return _describe(wrapped)
     if attrs.has(type(value)):
-        fields = {field.name: (field.repr, getattr(value, field.name)) for field in attrs.fields(type(value))}
-        return {name: shown(inner) if callable(shown) else _describe(inner) for name, (shown, inner) in fields.items()}
+        fields = [(field, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.repr is not False]
+        return {field.name: field.repr(v) if callable(field.repr) else _describe(v) for field, v in fields}
     return getattr(value, "name_or_path", None) or function_name(value)
 
 
