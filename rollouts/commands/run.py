@@ -1,6 +1,6 @@
 """``rollouts run``: find or start the server, build the recipe, run it, and stop it on a signal.
 
-Invariant: every error that can be detected early is raised before the server starts and before an old run is deleted.
+Invariant: every error that can be detected early is raised before a prompt is taken and before an old run is deleted.
 A run resumes with its stored servers or with those of the command line, and only if they serve the model it began with.
 The first Ctrl-C stops cleanly and keeps finished groups; the second exits at once.
 """
@@ -71,11 +71,9 @@ from rollouts.views.terminal.progress import Progress, summary
 from rollouts.views.terminal.waiting import reporting_on_signal
 
 if TYPE_CHECKING:
+    from rollouts.distributed.dispatch import Dispatcher, Workers
     from rollouts.observability.run_logger import RunLogger
     from rollouts.training.manager_state import ManagerState
-
-if TYPE_CHECKING:
-    from rollouts.distributed.dispatch import Dispatcher, Workers
 
 __all__ = ["Distribute", "Telemetry", "add", "description_of", "in_workers", "launch", "recorded_server"]
 
@@ -92,13 +90,13 @@ async def _watch_pauses(manager: AsyncRolloutManager) -> None:
     await watch_pauses(shared_policies)
 
 
-def _both(one: Watch, other: Watch) -> Watch:
-    async def watch_both(manager: AsyncRolloutManager) -> None:
+def _together(watches: Sequence[Watch]) -> Watch:
+    async def watch_together(manager: AsyncRolloutManager) -> None:
         async with first_error() as tasks:
-            for single in (one, other):
-                tasks.start_soon(observe, single, manager)
+            for watch in watches:
+                tasks.start_soon(observe, watch, manager)
 
-    return watch_both
+    return watch_together
 
 
 async def launch(
@@ -156,17 +154,17 @@ async def launch(
     working = False
 
     async def signals(starting: anyio.CancelScope) -> None:
-        def ask() -> None:
+        def stop_cleanly() -> None:
             stop.ask()
-            if not working:
+            if not working:  # there is no work to keep
                 starting.cancel()
 
-        def end() -> None:
+        def exit_at_once() -> None:
             if engine is not None:
                 engine.kill()
 
-        ask_soon = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, ask)
-        with handling_interrupts(ask_soon, end, stop_signals()):
+        stop_soon = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, stop_cleanly)
+        with handling_interrupts(stop_soon, exit_at_once, stop_signals()):
             await anyio.sleep_forever()
 
     async with first_error() as tasks:
@@ -193,25 +191,23 @@ async def launch(
                 if distribute is not None:
                     config = await stack.enter_async_context(distribute(target, recipe))
                     played = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
-                export_metrics: Watch | None = None
+                watches: list[Watch] = [functools.partial(progress.watch, batches=recipe.batches), _watch_pauses]
                 if telemetry is not None:
                     config, export_metrics = await stack.enter_async_context(telemetry(played))
                     played = attrs.evolve(played, config=config)
+                    watches += [export_metrics] if export_metrics is not None else []
                 description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
                 if resume:
-                    opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
+                    open_files = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
                 else:
-                    opening = functools.partial(_begun, recipe, out, description, format, overwrite)
-                writer, run_journal, state = await anyio.to_thread.run_sync(opening)
+                    open_files = functools.partial(_begun, recipe, out, description, format, overwrite)
+                writer, run_journal, state = await anyio.to_thread.run_sync(open_files)
                 working = True
                 stack.enter_context(_abandoning(recipe, writer, state))
                 if engine is not None:
                     tasks.start_soon(_stop_when_it_dies, engine, stop)
                 progress.say(_plan_line(recipe, writer))
-                show: Watch = functools.partial(progress.watch, batches=recipe.batches)
-                if export_metrics is not None:
-                    show = _both(show, export_metrics)
-                show = _both(show, _watch_pauses)
+                show = _together(watches)
                 with contextlib.ExitStack() as files:
                     files.enter_context(run_journal.journal)
                     files.enter_context(reporting_on_signal())
@@ -280,13 +276,13 @@ def description_of(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dic
         "slots": target.slots,
     }
     model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
-    description["command"] |= {} if target.urls else model
+    if not target.urls:
+        description["command"] |= model
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import stored_chat
 
         description["command"]["chat"] = stored_chat(target.chat)
-    text = recipe.tokenizer is None
-    description["vocab_size"] = None if text else recipe.renderer().vocab_size  # preflight has built it
+    description["vocab_size"] = None if recipe.tokenizer is None else recipe.renderer().vocab_size
     description["versions"] = versions()
     file = None if target.recipe is None else file_of(target.recipe)
     description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])
@@ -317,11 +313,13 @@ def _resumed(
         raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
     reopened = reopen(out, description, recipe.data_buffer, allow_changes=allow_changes)
     reopened.writer.update(**description)
-    torn = () if reopened.torn is None else (reopened.torn,)
-    lines: list[tuple[str, Sequence[Any]]] = [("cut from the end of the journal", torn)]
-    lines += [("restored from the journal", reopened.restored), ("changed since the run began", reopened.changed)]
-    lines += [("not stored with the run, not compared", reopened.unrecorded)]
-    for what, found in lines:
+    lines: dict[str, Sequence[Any]] = {
+        "cut from the end of the journal": () if reopened.torn is None else (reopened.torn,),
+        "restored from the journal": reopened.restored,
+        "changed since the run began": reopened.changed,
+        "not stored with the run, not compared": reopened.unrecorded,
+    }
+    for what, found in lines.items():
         if found:
             progress.say(f"{what}: {', '.join(map(str, found))}", "yellow")
     return reopened.writer, reopened.run_journal, reopened.state
@@ -426,7 +424,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
     if args.as_text and args.provider != CHAT_PROVIDER and not resume:
         raise ConfigError.of("--text", True, "--provider openai with it; other servers have token ids")
-    distribute = None if args.workers is None else _in_workers(args.workers)
+    distribute = None if args.workers is None else _distribution_to(args.workers)
     options: dict[str, Any] = {
         "resume": resume,
         "allow_changes": args.allow_changes,
@@ -483,7 +481,7 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _in_workers(count: Workers) -> Distribute:
+def _distribution_to(count: Workers) -> Distribute:
     @contextlib.asynccontextmanager
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
         async with in_workers(count, target, recipe) as (config, _):

@@ -107,8 +107,9 @@ class Sample:
     conversation: int = 0
     """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
     parent: int | None = None
+    """Of a branch: the number of the conversation that it continues."""
     shared: int = 0
-    """Of a branch: the conversation that it continues, and the number of its first tokens, which that one trains."""
+    """Of a branch: the number of its first tokens that ``parent`` trains."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None
