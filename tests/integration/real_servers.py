@@ -45,9 +45,9 @@ from rollouts.environments.calculator import CalculatorEnvironment, calculator_p
 from rollouts.recipe import agent_recipe
 from rollouts.recipes.configs.calculator import exact_answer_reward
 
-def recipe(endpoint, *, groups: int = 10, max_new_tokens: int = 64, temperature: float = 1.0):
+def recipe(endpoint, *, groups: int = 10, samples: int = 3, max_new_tokens: int = 64, temperature: float = 1.0):
     prompts = islice(calculator_prompts(0), 400)
-    sizes = {"batch_size": groups, "n_samples_per_prompt": 3, "max_turns": 6, "max_new_tokens": max_new_tokens}
+    sizes = {"batch_size": groups, "n_samples_per_prompt": samples, "max_turns": 6, "max_new_tokens": max_new_tokens}
     return agent_recipe("load", endpoint, CalculatorEnvironment, prompts, reward_fn=exact_answer_reward, keep="all",
         temperature=temperature, **sizes)
 """

@@ -27,6 +27,7 @@ from rollouts.commands import main
 from rollouts.dtypes import Completion, SamplingParams, packed_tokens
 from rollouts.engine import DEMO_MODEL
 from rollouts.inference.base import CompletionRequest
+from rollouts.inference.policy import ServerPolicy
 from rollouts.inference.sglang import SGLangPolicy
 from tests.integration.real_servers import ROOT, RealServer, play, play_over_updates, proven, versions_of
 
@@ -114,6 +115,52 @@ def neighbour_of(model: Path, folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     return folder
+
+
+async def verdict_on(
+    run: Path, wide: Path, neighbour: Path, capsys: pytest.CaptureFixture[str], report_line: Callable[[str], None]
+) -> tuple[int, float]:
+    """The exit code of ``rollouts verify`` on a run in bfloat16, and its slope: 0 for ``wide``, 1 for its neighbour."""
+    line = ["verify", str(run), "--dtype", "bfloat16", "--model", f"default={wide}", f"near={neighbour}"]
+    code = await anyio.to_thread.run_sync(main, line)
+    printed = capsys.readouterr()
+    for words in re.findall(r"law 8.*|version 'default'.*|.*slope.*", printed.out):
+        report_line(words)
+    slope = re.search(r"(\d+) tokens, .*slope towards .*neighbour: (-?[\d.]+) ± ([\d.]+)", printed.out)
+    assert slope is not None, printed.out + printed.err
+    return code, float(slope[2])
+
+
+async def check_a_thousand_replies(policy: ServerPolicy, wide: Path, report_line: Callable[[str], None]) -> None:
+    """1,024 replies of 128 tokens at a time: the logprobs of 64 of them have rounding and no bias."""
+    from rollouts.engine.teacher import Teacher
+
+    prompts = [packed_tokens([(7 * number + at) % 500 for at in range(64)]) for number in range(1024)]
+    replies: dict[int, Completion] = {}
+
+    async def call(number: int) -> None:
+        sampling = SamplingParams(max_new_tokens=128, min_new_tokens=128, seed=number)
+        replies[number] = await policy.complete(CompletionRequest(prompts[number], sampling, session=str(number)))
+
+    began = time.monotonic()
+    async with anyio.create_task_group() as tasks:
+        for number in range(len(prompts)):
+            tasks.start_soon(call, number)
+    seconds = time.monotonic() - began
+    tokens = sum(len(reply.tokens) for reply in replies.values())
+    assert tokens == 1024 * 128
+    teacher, errors = Teacher(wide, "bfloat16"), []
+    for number in range(0, 1024, 16):
+        ids = np.concatenate([prompts[number], replies[number].tokens])
+        exact = teacher.logprobs(ids, np.arange(64, len(ids)), 1.0, masked=np.ones(128, bool))
+        errors.append(replies[number].logprobs - exact)
+    error = np.concatenate(errors)
+    report_line(
+        f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second; logprob error: mean"
+        f" {np.abs(error).mean():.4f}, signed mean {error.mean():.4f}, largest {np.abs(error).max():.3f}"
+    )
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(len(error)) + 0.005
+    assert np.abs(error).mean() < 0.1
 
 
 @pytest.fixture(scope="session")
@@ -207,53 +254,18 @@ async def test_neighbouring_weights_are_found_in_bfloat16(
         result = await play(tmp_path / "run", server, text=REPLIES)
     finally:
         server.kill()
-    line = ["verify", str(tmp_path / "run"), "--dtype", "bfloat16", "--model", f"default={wide}", f"near={neighbour}"]
-    found = await anyio.to_thread.run_sync(main, line)
-    printed = capsys.readouterr()
-    for words in re.findall(r"law 8.*|version 'default'.*|.*slope.*", printed.out):
-        report_line(words)
     report_line(f"{result.seconds:.1f} s")
-    slope = re.search(r"(\d+) tokens, .*slope towards .*neighbour: (-?[\d.]+) ± ([\d.]+)", printed.out)
-    assert slope is not None, printed.out
-    assert abs(float(slope[2]) - code) < 0.3
-    assert found == code, printed.err
+    found, slope = await verdict_on(tmp_path / "run", wide, neighbour, capsys, report_line)
+    assert abs(slope - code) < 0.3
+    assert found == code
 
 
 async def test_a_thousand_replies_at_a_time(wide: Path, tmp_path: Path, report_line: Callable[[str], None]) -> None:
     """1,024 replies of 128 tokens through 256 slots in bfloat16: their logprobs have rounding and no bias."""
-    from rollouts.engine.teacher import Teacher
-
-    prompts = [packed_tokens([(7 * number + at) % 500 for at in range(64)]) for number in range(1024)]
-    replies: dict[int, Completion] = {}
     server = EngineServer(wide, tmp_path / "server.log", "--dtype", "bfloat16", "--slots", "256")
     server.start()
     try:
         async with SGLangPolicy(server.endpoint) as policy:
-
-            async def call(number: int) -> None:
-                sampling = SamplingParams(max_new_tokens=128, min_new_tokens=128, seed=number)
-                replies[number] = await policy.complete(
-                    CompletionRequest(prompts[number], sampling, session=str(number))
-                )
-
-            began = time.monotonic()
-            async with anyio.create_task_group() as tasks:
-                for number in range(len(prompts)):
-                    tasks.start_soon(call, number)
-            seconds = time.monotonic() - began
+            await check_a_thousand_replies(policy, wide, report_line)
     finally:
         server.kill()
-    tokens = sum(len(reply.tokens) for reply in replies.values())
-    assert tokens == 1024 * 128
-    teacher, errors = Teacher(wide, "bfloat16"), []
-    for number in range(0, 1024, 16):
-        ids = np.concatenate([prompts[number], replies[number].tokens])
-        exact = teacher.logprobs(ids, np.arange(64, len(ids)), 1.0, masked=np.ones(128, bool))
-        errors.append(replies[number].logprobs - exact)
-    error = np.concatenate(errors)
-    report_line(
-        f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} a second; logprob error: mean"
-        f" {np.abs(error).mean():.4f}, signed mean {error.mean():.4f}, largest {np.abs(error).max():.3f}"
-    )
-    assert abs(error.mean()) < 4 * error.std() / np.sqrt(len(error)) + 0.005
-    assert np.abs(error).mean() < 0.1

@@ -8,6 +8,7 @@ here, because vLLM needs them on a CPU: the same function (``scripts/servers/wid
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from scripts.servers.widened_model import widen
 from tests.integration.real_adapters import check_adapters
 from tests.integration.real_servers import (
     ROOT,
+    Proof,
     RealServer,
     check_the_command,
     completions,
@@ -49,34 +51,43 @@ from tests.integration.real_servers import proven as proven_within
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TOLERANCE = 5e-5
-"""Largest difference of a logprob in float32."""
-proven = functools.partial(proven_within, tolerance=TOLERANCE)
-START_SECONDS = 300.0
-
 
 class VLLMServer(RealServer):
     """vLLM on one port, which can be killed and started again."""
 
     provider = "vllm"
     flags: Sequence[str] = ()
+    start_seconds = 300.0
+    tolerance = 5e-5
+    """Largest difference of a logprob in float32."""
 
-    def start(self) -> None:
-        command = [
-            str(self.python),
-            str(ROOT / "scripts" / "servers" / "vllm_server.py"),
-            str(self.model),
-            "--port",
-            str(self.port),
-            *self.flags,
-        ]
+    def command(self) -> list[str]:
+        script = str(ROOT / "scripts" / "servers" / "vllm_server.py")
+        return [str(self.python), script, str(self.model), "--port", str(self.port), *self.flags]
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def launch(self) -> None:
+        """Start the process."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        until = time.monotonic() + START_SECONDS
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=self.environment())
+        self.until = time.monotonic() + self.start_seconds
+
+    def wait(self) -> None:
+        """Return when it is ready."""
         while not self.is_ready():
-            if self.process.poll() is not None or time.monotonic() > until:
+            if self.process.poll() is not None or time.monotonic() > self.until:
                 raise AssertionError(f"vLLM did not start: {self.log.read_text(errors='replace')[-3000:]}")
             time.sleep(0.5)
+
+    def start(self) -> None:
+        self.launch()
+        self.wait()
+
+    @property
+    def proven(self) -> Callable[..., Proof]:
+        return functools.partial(proven_within, tolerance=self.tolerance)
 
     def stop(self) -> None:
         self.process.wait(60)
@@ -136,7 +147,7 @@ async def test_200_groups_over_three_updates(
     """Three retract updates under load: no group fails, and each token fits the weights that it names."""
     options = {"groups": "25", "temperature": str(temperature)}
     result = await play_over_updates(tmp_path / "run", server, weights, 250, options)
-    proof = await anyio.to_thread.run_sync(proven, tmp_path / "run", weights)
+    proof = await anyio.to_thread.run_sync(server.proven, tmp_path / "run", weights)
     report_line(f"{proof}; {result.seconds:.0f} s")
     assert result.accounting.in_batch == 200
     assert proof.samples >= 500
@@ -170,12 +181,12 @@ async def test_other_updates(
         result = await play(tmp_path / "run", server, options=options, batches=2)
     assert result.accounting.failed == 0
     if mode != "in_place":
-        proof = await anyio.to_thread.run_sync(proven, tmp_path / "run", weights)
+        proof = await anyio.to_thread.run_sync(server.proven, tmp_path / "run", weights)
         report_line(str(proof))
         assert len(proof.versions) == 3
         assert proof.spanning > 0
     await play(tmp_path / "after", server)
-    proof = await anyio.to_thread.run_sync(proven, tmp_path / "after", weights)
+    proof = await anyio.to_thread.run_sync(server.proven, tmp_path / "after", weights)
     report_line(f"a run after it: {proof}")
     assert proof.versions == {"v2"}
 
@@ -208,7 +219,7 @@ async def test_interrupted_replies_go_on(server: VLLMServer, weights: dict[str, 
     for reply in replies:
         ids = np.concatenate([prompt, reply.tokens])
         exact = teacher.logprobs(ids, np.arange(len(prompt), len(ids)), 1.7)
-        assert float(np.abs(exact - reply.logprobs).max()) <= TOLERANCE
+        assert float(np.abs(exact - reply.logprobs).max()) <= server.tolerance
 
 
 async def test_an_interruption_does_not_repeat_random_numbers(server: VLLMServer, weights: dict[str, Path]) -> None:
@@ -248,7 +259,7 @@ async def test_greedy_replies_are_those_of_the_embedded_engine(
                 assert one.finish_reason == two.finish_reason
                 worst = max(worst, float(np.abs(np.asarray(one.logprobs) - two.logprobs).max()))
     report_line(f"10 of 10 equal; worst logprob difference {worst:.1e}")
-    assert worst <= TOLERANCE
+    assert worst <= server.tolerance
 
 
 async def test_prompts_around_the_context(server: VLLMServer) -> None:
@@ -278,7 +289,7 @@ async def test_a_killed_client_resumes_on_its_server(
     """SIGKILL, then ``--resume`` without an endpoint: the same server samples, and no law is broken."""
     run = tmp_path / "run"
     await play_over_a_kill(run, server)
-    proof = await anyio.to_thread.run_sync(proven, run, weights)
+    proof = await anyio.to_thread.run_sync(server.proven, run, weights)
     report_line(f"{proof}; {read_info(run)['accounting']}")
     assert proof.versions == {"default"}
 
@@ -288,7 +299,7 @@ async def test_a_killed_server_comes_back(
 ) -> None:
     """It comes back with the weights of its start: requests wait for theirs, and no prompt is lost."""
     result, away = await play_over_a_restart(tmp_path / "run", server, weights)
-    proof = await anyio.to_thread.run_sync(proven, tmp_path / "run", weights)
+    proof = await anyio.to_thread.run_sync(server.proven, tmp_path / "run", weights)
     report_line(f"away for {away:.0f} s; {result.accounting}; {proof}")
     assert proof.versions == {"v1"}
 
@@ -296,7 +307,7 @@ async def test_a_killed_server_comes_back(
 async def test_the_command_proves_law_8(server: VLLMServer, weights: dict[str, Path], tmp_path: Path) -> None:
     """``rollouts check-run --model`` exits 0 for a run on the real server, and 1 for weights that it did not have."""
     await play(tmp_path / "run", server, options={"groups": "5"})
-    await check_the_command(tmp_path / "run", weights, tolerance=TOLERANCE)
+    await check_the_command(tmp_path / "run", weights, tolerance=server.tolerance)
 
 
 @pytest.mark.parametrize("while_running", ["finish", "switch"])
