@@ -23,7 +23,7 @@ class ReplyRequest:
     completion_request: CompletionRequest
     """Its ``sampling.max_new_tokens`` is what the limits allow this request."""
     limit: StopReason
-    """The stop reason if ``max_new_tokens`` is too few because of a limit."""
+    """The stop reason of a reply that is cut because a limit of the episode lowered ``max_new_tokens``."""
     began: float
 
 
@@ -41,14 +41,14 @@ class Budget:
     cut_tokens: int = 0
     """Number of tokens of a cut reply that the next request continues."""
     spent_tokens: int = 0
-    """Number of them that count against the budget of the reply, because an abort cut it."""
+    """How many of them count against ``max_new_tokens``: all if an abort cut the reply, none if its length did."""
 
     def next_reply(self, length: int) -> tuple[int, StopReason]:
         """How many tokens the limits allow the next reply, and the stop reason if that is too few.
 
         ``length``: number of tokens of the current branch.
         """
-        return room_for_reply(self.limits, self._of_reply, length, self.sampled, self.max_context)
+        return room_for_reply(self.limits, self._left_for_reply, length, self.sampled, self.max_context)
 
     def sampling_of(self, budget: int, seed: int | None) -> SamplingParams:
         """The parameters of a request of at most ``budget`` tokens."""
@@ -60,7 +60,7 @@ class Budget:
 
     def after_completion(self, completion: CompletionRecord, request: ReplyRequest) -> StopReason | None:
         """Why the completion ends the episode; ``None`` if it does not."""
-        whole, asked = self._of_reply, request.completion_request.sampling.max_new_tokens
+        whole, asked = self._left_for_reply, request.completion_request.sampling.max_new_tokens
         self.cut_tokens = self.spent_tokens = 0
         if completion.finish_reason == "abort":
             return StopReason.ABORTED
@@ -93,24 +93,24 @@ class Budget:
         return limit if left < 1 else None
 
     @property
-    def _of_reply(self) -> int:
-        """How many tokens the reply may have without the limits of the episode."""
+    def _left_for_reply(self) -> int:
+        """The most tokens of the rest of the reply, without the limits of the episode."""
         return self.sampling.max_new_tokens - self.spent_tokens
 
 
 def room_for_reply(
-    limits: Limits, most: int, length: int, sampled: int, max_context: int | None
+    limits: Limits, max_new_tokens: int, length: int, sampled: int, max_context: int | None
 ) -> tuple[int, StopReason]:
     """How many tokens the limits allow the next reply, and the stop reason if that is too few.
 
     Args:
         limits: those of the episode.
-        most: the most tokens of a reply.
+        max_new_tokens: most tokens of the reply without the other limits.
         length: number of tokens of the current branch.
         sampled: number of sampled tokens, over all branches.
         max_context: context length of the model in tokens; ``None``: unlimited.
     """
-    room, limit = most, StopReason.MAX_TOKENS
+    room, limit = max_new_tokens, StopReason.MAX_TOKENS
     if limits.max_tokens is not None:
         room = min(room, limits.max_tokens - length)
     if limits.max_sampled_tokens is not None:

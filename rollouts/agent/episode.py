@@ -137,7 +137,8 @@ class Episode:
             The number of turns so far, the reply that the environment answers next (``None`` if the model is next),
             and the tools.
         """
-        self.renderer.check_images(self.prompt.messages)
+        if not isinstance(self.prompt.prompt, str):
+            self.renderer.check_images(self.prompt.messages)
         if self.renderer.images is not None:
             check_takes_images(self.policy)
             await in_thread(self.renderer.images.check_repeats)

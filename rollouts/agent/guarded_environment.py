@@ -23,6 +23,7 @@ from rollouts.environments.base import (
     EnvironmentFactory,
     Resumable,
     StepResult,
+    ToolEnvironment,
     bad_step,
     is_resumable,
     sound_opening,
@@ -104,6 +105,8 @@ class GuardedEnvironment:
     async def close(self, trajectory: Trajectory) -> None:
         """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
         what, close, seconds = f"{self.name}.close", self.environment.close, self.limits.close_seconds
+        if getattr(close, "__func__", None) is ToolEnvironment.close:
+            return  # inherited, and does nothing
         try:
             await call_foreign(EnvironmentFailure, what, close, seconds=seconds, kind="environment_step", shield=True)
         except EnvironmentFailure:

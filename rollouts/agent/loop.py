@@ -179,17 +179,15 @@ def within(episode: Episode, seconds: float) -> Iterator[deadline]:
 
 
 def seal(episode: Episode) -> None:
-    """Seal all branches of an ended episode. An episode without a reply failed, unless its prompt was too long."""
+    """Seal all branches of an ended episode. An episode without a reply failed, unless its prompt was too long.
+
+    A last branch without a completion is removed; its messages go to the branch before it.
+    """
     reason, failure = episode.stop_reason, episode.failure
     too_long = reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
     if failure is None and episode.prior is None and not too_long and not episode.branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
         reason = StopReason.FAILED
-    _seal_branches(episode, reason, failure)
-
-
-def _seal_branches(episode: Episode, stop_reason: StopReason, failure: Failure | None) -> None:
-    """Seal all branches. A last branch without a completion is removed; its messages go to the branch before it."""
     *earlier, last = episode.branches
     if episode.tools is not None:
         schemas = tools_json(episode.tools)
@@ -200,5 +198,5 @@ def _seal_branches(episode: Episode, stop_reason: StopReason, failure: Failure |
         *earlier, last = earlier
     for branch in earlier:
         branch.seal(StopReason.FORKED)
-    last.seal(stop_reason, failure)
+    last.seal(reason, failure)
     episode.branches = [*earlier, last]

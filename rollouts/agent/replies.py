@@ -42,11 +42,10 @@ class Replies:
 
     def begin(self, length: int, seed: int | None, prompt: Prompt) -> int | None:
         """Begin or continue a reply after ``length`` tokens; return the seed of its request."""
-        position = f"{self.count}+{length}"
         if not self.continues:
             self.count += 1
             self.start = self.part_start = length
-            position = str(self.count)
+        position = f"{self.count}+{length}" if self.continues else str(self.count)  # each part has another seed
         self.continues = False
         if seed is None:
             return None
@@ -63,7 +62,7 @@ class Replies:
         """Append the sampled tokens, and parse the reply that they complete."""
         continues = self.start < self.part_start == len(trajectory)
         if continues:
-            trajectory.messages.pop()  # the turn so far
+            trajectory.messages.pop()  # the turn so far; if the prompt begins it, it has no message yet
         trajectory.add_reply(completion, _UNPARSED, continues=continues, temperature=temperature)
         reply, counters = self._parse(trajectory, tools)
         trajectory.messages[-1] = self._whole_turn(trajectory, reply, tools)

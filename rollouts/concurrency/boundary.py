@@ -224,7 +224,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         if error is None:
             raise self._failed(f"{what} did not answer within {self._seconds:g} s", late=True)
         if isinstance(error, asyncio.CancelledError):
-            if self._was_cancelled_inside() or is_cancelled():
+            if (self._task is not None and self._task.cancelling() > self._before) or is_cancelled():
                 return
             text = "CancelledError: something inside was cancelled, by no enclosing scope"
         elif isinstance(error, BaseExceptionGroup):
@@ -251,10 +251,6 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         if isinstance(error, GeneratorExit):  # the interpreter closes the coroutine, in no task or in another one
             return self._task is None or asyncio.current_task() is not self._task
         return isinstance(error, RolloutsError | KeyboardInterrupt)
-
-    def _was_cancelled_inside(self) -> bool:
-        """Whether the task was cancelled since the boundary was entered."""
-        return self._task is not None and self._task.cancelling() > self._before
 
 
 def is_cancelled() -> bool:

@@ -90,7 +90,8 @@ class CancellationGuard:
                     if not self._overdue or not isinstance(raised, asyncio.CancelledError):
                         raise
                     break
-                if error is not None and self._is_hopeless():
+                since = time.monotonic() - self._since if self._suppressed >= _MAX_SUPPRESSED else 0.0
+                if error is not None and (since >= _SUPPRESSING_SECONDS or self._forced >= _MAX_FORCED):
                     self._abandon()
                     assert self._around.scope is not None, "a guard needs a scope around it"
                     exit_scopes_inside(self._around.scope)  # so that the task's scopes nest again
@@ -100,8 +101,7 @@ class CancellationGuard:
                 error = None
                 if not armed:
                     armed = True
-                    self._around.arm()
-                    self._check_grace()
+                    self._around.arm(self._check_grace)
                 try:
                     yield self._waits_for
                 except BaseException as thrown:  # noqa: BLE001 - thrown into the coroutine above
@@ -135,10 +135,6 @@ class CancellationGuard:
         if isinstance(thrown, asyncio.CancelledError) and is_cancelled_from(self._around.scope):
             self._since = self._since or time.monotonic()
             self._suppressed += 1
-
-    def _is_hopeless(self) -> bool:
-        suppresses = self._suppressed >= _MAX_SUPPRESSED and time.monotonic() - self._since >= _SUPPRESSING_SECONDS
-        return suppresses or self._forced >= _MAX_FORCED
 
     def _abandon(self) -> None:
         """Keep the coroutine alive for ever: closing or freeing it, even at interpreter exit, would resume it."""

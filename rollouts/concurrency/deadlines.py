@@ -84,11 +84,15 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
         """Whether the deadline cancelled the code inside."""
         return self.scope is not None and self.scope.cancelled_caught
 
-    def arm(self) -> None:
-        """Start the timer."""
-        if not self._armed:
-            self._armed = True
-            self._move(self.ends)
+    def arm(self, then: Callable[[], None]) -> None:
+        """Start the timer, and call ``then``, in an empty context: asyncio keeps a cancelled timer, and its context."""
+        contextvars.Context().run(self._start, then)
+
+    def _start(self, then: Callable[[], None]) -> None:
+        self._armed = True
+        if self.scope is not None:
+            self.scope.deadline = self.ends
+        then()
 
     @property
     def paused(self) -> bool:

@@ -25,6 +25,9 @@ unreachable server): 5,000 of them block the event loop for 10 ms. A full one vi
 _LONG_SECONDS = 0.05
 """The objects that remain after a full collection of this length are skipped from then on."""
 
+_OF_MANY_OBJECTS = (5_000, 5, 1)
+"""From then on: a full collection visits a third as many objects, and a third of that length is long."""
+
 _FROZEN_BY_PYTHON = 5_000
 """More frozen objects than the interpreter has at its start (Python 3.12 freezes some 400, other versions none)."""
 
@@ -44,16 +47,18 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
-    began = 0.0
+    began, long = 0.0, _LONG_SECONDS
 
     def freeze_after_a_long_one(phase: str, info: dict[str, int]) -> None:
-        nonlocal began
+        nonlocal began, long
         if info["generation"] < 2:
             return
         if phase == "start":
             began = time.thread_time()  # of the thread that collects: on a busy machine, the wall clock is longer
-        elif not shared and time.thread_time() - began > _LONG_SECONDS:
+        elif not shared and time.thread_time() - began > long:
             gc.freeze()
+            gc.set_threshold(*_OF_MANY_OBJECTS)
+            long = _LONG_SECONDS / 3
 
     gc.callbacks.append(freeze_after_a_long_one)
     try:

@@ -111,10 +111,6 @@ def _checked(default: Any, expected: str, valid: Callable[[Any], bool]) -> Any:
     return attrs.field(default=default, validator=check(expected, valid, optional=default is None))
 
 
-def _are_stops(value: Any) -> bool:
-    return are_texts(value) and "" not in value and len(value) <= 32
-
-
 @attrs.frozen
 class SamplingParams:
     """Sampling parameters. The defaults sample from the full distribution, so that logprobs are those of the policy.
@@ -132,7 +128,10 @@ class SamplingParams:
     stop: tuple[str, ...] = attrs.field(
         default=(),
         converter=as_texts,
-        validator=check("a string or several, none empty, at most 32", _are_stops),
+        validator=check(
+            "a string or several, none empty, at most 32",
+            lambda stops: are_texts(stops) and "" not in stops and len(stops) <= 32,
+        ),
     )
     """Stop strings; their tokens stay in the reply. Servers accept 32."""
     seed: int | None = _checked(None, "an integer", is_int)
@@ -177,10 +176,6 @@ class SamplingParams:
         return 0.0 if self.greedy else self.temperature
 
 
-def _printed_urls(urls: Any) -> str:
-    return without_password(repr(urls))
-
-
 def _check_urls(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if not (are_texts(value) and value and all(url.startswith(("http://", "https://")) for url in value)):
         printable = tuple(map(without_password, value)) if are_texts(value) else value
@@ -215,7 +210,7 @@ class Endpoint:
         default="http://127.0.0.1:30000",
         converter=_urls,
         validator=_check_urls,
-        repr=_printed_urls,
+        repr=lambda urls: without_password(repr(urls)),
     )
     lora: str | None = attrs.field(
         default=None,

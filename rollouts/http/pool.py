@@ -46,9 +46,9 @@ class Pool:
     def pop_idle(self, origin: Origin) -> Connection | None:
         """Return an idle connection that is still usable, or ``None``."""
         idle = self._idle.get(origin)
-        while idle:
+        while idle and self.loop.time() - idle[-1].idle_since < self._idle_seconds:  # sweeps close the older ones
             connection = idle.pop()
-            if connection.usable and self.loop.time() - connection.idle_since < self._idle_seconds:
+            if connection.usable:
                 return connection
             connection.abort()
         return None

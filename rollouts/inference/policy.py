@@ -185,7 +185,8 @@ class ServerPolicy:
             self._checked_stops = request.stop_token_ids
         route, headers = request.route or request.session, self.servers.headers
         if route:
-            headers = {**headers, **self.servers.protocol.session_headers(_header_safe(route))}
+            safe = route if route.isascii() and route.isprintable() else quote(route, safe="")
+            headers = {**headers, **self.servers.protocol.session_headers(safe)}
         call = Call(
             request,
             ids=self._encode(request.tokens, request.session, request.images),  # no variable: move_into frees the text
@@ -328,7 +329,3 @@ def _sender(servers: Servers, reachability: Reachability, totals: Totals) -> Sen
     from rollouts.inference.adapters import AdapterSender  # here: few runs have adapters
 
     return AdapterSender(servers, reachability, totals)
-
-
-def _header_safe(session: str) -> str:
-    return session if session.isascii() and session.isprintable() else quote(session, safe="")

@@ -56,10 +56,6 @@ class EncodedIds:
         self.pieces = (memoryview(body)[start:stop],)
 
 
-def _no_owner() -> None:
-    return None
-
-
 @attrs.define(eq=False)
 class _Entry:
     ids: EncodedIds
@@ -128,7 +124,7 @@ class SequenceCache:
             ids = EncodedIds(pieces, len(column), digest(new, crc))
             self.encoded += len(new)
         if session:
-            owner_ref = _no_owner if owner is None else weakref.ref(owner)
+            owner_ref = (lambda: None) if owner is None else weakref.ref(owner)
             self._store(session, _Entry(ids, sum(map(len, ids.pieces)), time.monotonic(), owner_ref, layout))
         return ids
 

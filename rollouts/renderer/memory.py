@@ -47,7 +47,7 @@ class BridgeMemory:
     @property
     def compares_next(self) -> bool:
         """Whether the next bridge is compared with the whole rendering because of its number: 1, 2, 4, 8, …"""
-        return _is_power_of_two(self.bridges + 1)
+        return (self.bridges + 1).bit_count() == 1
 
     def read(self, history: Sequence[Message], switches: Switches, marks: Marks) -> Kept:
         """Read the messages since the last bridge, without the reply; return the messages that the dummy needs."""
@@ -109,11 +109,7 @@ class BridgeMemory:
             pattern = switches.found(message)
             if pattern:
                 self._switches_seen += 1
-                is_new = is_new or pattern not in self._patterns or _is_power_of_two(self._switches_seen)
+                is_new = is_new or pattern not in self._patterns or self._switches_seen.bit_count() == 1
                 self._patterns.add(pattern)
         again, self._again = self._again, is_new
-        return is_new or again or _is_power_of_two(self.bridges)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
+        return is_new or again or self.bridges.bit_count() == 1

@@ -48,12 +48,13 @@ class Openings:
             return cached.result()
         try:
             text, images = self._text(messages, tools, continues), self._model.images_of(messages)
-            future.set_result(self._model.encode(text, images))
-        except BaseException as error:  # noqa: BLE001 - threads that wait for this opening get the error too
+            future.set_result(opening := self._model.encode(text, images))
+        except BaseException as error:  # threads that wait for this opening get the error too
             with self._lock:
                 self._cache.pop(key, None)
             future.set_exception(error)
-        return future.result()
+            raise
+        return opening
 
     def reply_start(self, messages: Sequence[Message], tools: Sequence[Tool]) -> int:
         """The number of ids of an opening before the first reply's turn."""

@@ -34,11 +34,11 @@ recorded in any order; a damaged index above that would make :attr:`RunHistory.u
 
 @attrs.define
 class Rollout:
-    """The offsets of one finished rollout's records."""
+    """The offsets of one stored rollout's records."""
 
     branches: list[Offset]
     whole: int
-    """Number of branches; fewer offsets mean that the writer died between two branches."""
+    """Number of branches that it has when it is finished."""
     turns: tuple[Offset, ...]
 
     @property
@@ -70,7 +70,7 @@ class RunHistory:
     draws: list[Draw] = attrs.field(factory=list)
     """The draws and the rewards in their order, for a sampler."""
     rollouts: dict[int, Rollout] = attrs.field(factory=dict)
-    """Finished rollouts by index."""
+    """Stored rollouts by index; one whose writer died between two branches is not finished."""
     turns: dict[int, list[Offset]] = attrs.field(factory=dict)
     """Turns of unfinished rollouts by index."""
     attempts: dict[int, int] = attrs.field(factory=dict)
@@ -83,7 +83,7 @@ class RunHistory:
     """The end of the journal that was not read."""
     tools: ToolFolder = attrs.field(init=False)
     _stored: dict[int, Rollout] = attrs.field(factory=dict, init=False)
-    """Rollouts of which not all branches are read yet, by index."""
+    """Rollouts of which not all branches are read yet, by index; a finished one stays in ``rollouts`` until then."""
 
     def __attrs_post_init__(self) -> None:
         self.tools = ToolFolder(self.path.parent)

@@ -108,7 +108,7 @@ class RunJournal:
         for turn in turns:
             stored = stored.with_more(Columns.of(turn))
         self._stored_turns.pop(index, None)
-        if turns:  # an entry of a rollout without turns would stay if its group is returned
+        if turns:  # else there is nothing to note; an empty entry would stay if the group is returned
             self._stored_turns[index] = stored
 
         async def save(turn: Turn | None) -> None:
@@ -119,7 +119,7 @@ class RunJournal:
             else:
                 await self.images.store(turn.images)
                 columns = Columns.of(turn)
-                first = turn.number == 1 and "conversation" not in turn.fields  # of a play: with those of the others
+                first = turn.number == 1 and "conversation" not in turn.fields  # those of a play share one log
                 stored = _StoredTurns() if first else self._stored_turns.get(index, _StoredTurns())
                 fields = {"index": index, "number": turn.number, "first": first, "turn": turn.fields}
                 self.journal.append("turn", fields, columns)

@@ -113,7 +113,7 @@ async def agent_rollout_to_samples(
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
-    label = copied(prompt.label)  # an environment may change its label in place
+    label = copied(prompt.label)  # for the sample: an environment may change its label in place
     unedited = prompt if label is prompt.label else attrs.evolve(prompt, label=label)
     renderer = await loaded_renderer(tokenizer, with_prompt_options(options, prompt.metadata))
     client = policy if policy is not None else shared_policy(endpoint, renderer.vocab_size)
@@ -190,9 +190,9 @@ async def generate_all(
 
 
 def resuming(policy: Policy, decode: Decode, urgency: Callable[[], int] | None = None) -> Policy:
-    """The policy of one rollout; one of servers continues a reply that they abort, as an update of weights may order.
+    """The policy of one rollout. A server may abort a reply for an update of weights; its policy then continues it.
 
-    ``decode`` is the text of ids, special tokens included; ``urgency`` is that of the prompt.
+    ``decode`` returns the text of ids, special tokens included; ``urgency`` is that of the prompt.
     """
     return ResumablePolicy(policy.of_rollout(urgency), decode=decode) if isinstance(policy, ServerPolicy) else policy
 

@@ -7,6 +7,7 @@ batch to the next. This module does not know how a batch is filled.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,13 @@ class BatchReport:
         Raises:
             ConfigError: a token has a version that was never announced.
         """
-        numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        collects = gc.isenabled()
+        gc.disable()  # a burst of objects that are freed at once would start a collection of all young ones
+        try:
+            numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+        finally:
+            if collects:
+                gc.enable()
         if self.staleness.drops:
             self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
@@ -20,7 +20,7 @@ from rollouts.dtypes import ChatDict, Extras, TokenColumn, VersionSpan
 from rollouts.training.read_only import recently
 from rollouts.trajectory import CompletionRecord
 
-__all__ = ["CompactRecord"]
+__all__ = ["CompactRecord", "prefix_of"]
 
 _SHORT = 32
 """Strings with fewer characters are stored in full."""
@@ -35,6 +35,10 @@ class CompactRecord:
     """The sample's read-only tokens, mask and logprobs; a sample that still has these objects has them unchanged."""
     turns: int
     """Number of completions."""
+    prefix: tuple[int, int]
+    """Tokens of their prompts, and how many of them the server had cached."""
+    version_names: Collection[str]
+    """The versions, in the order of their first token."""
     _first: int
     _decode: Callable[[TokenColumn], str]
     _others: tuple[str, ...]
@@ -71,10 +75,9 @@ class CompactRecord:
             ``None`` if a message contains a value that cannot be pickled.
         """
         others: list[str] = []
-        chats: list[ChatDict] = []
+        chats = [dict(message) for message in messages]
         position = 0
-        for message in messages:
-            chat = dict(message)
+        for chat in chats:
             for name in _TEXTS:
                 if name not in chat or type(text := chat[name]) is not str or len(text) < _SHORT:
                     continue
@@ -85,7 +88,6 @@ class CompactRecord:
                 else:
                     position = start + len(text)
                     chat[name] = (start, position)
-            chats.append(chat)
         try:
             packed = pickle.dumps(chats, 5)
         except Exception:  # noqa: BLE001 - a user's value in a message
@@ -93,6 +95,8 @@ class CompactRecord:
         compact = cls(
             columns,
             len(completions),
+            prefix_of(completions),
+            {span.version: None for span in versions},
             first,
             decode,
             tuple(others),
@@ -133,6 +137,14 @@ class CompactRecord:
     def versions(self) -> list[VersionSpan]:
         """Policy versions of the sampled tokens."""
         return [VersionSpan(*span) for span in pickle.loads(self._versions)]
+
+
+def prefix_of(completions: Sequence[CompletionRecord]) -> tuple[int, int]:
+    """The tokens of their prompts, and of those the cached ones."""
+    prompts = cached = 0
+    for one in completions:
+        prompts, cached = prompts + one.start, cached + one.cached_tokens
+    return prompts, cached
 
 
 _FIELDS = operator.attrgetter(*(field.name for field in attrs.fields(CompletionRecord) if field.name != "extras"))

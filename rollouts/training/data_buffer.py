@@ -31,7 +31,7 @@ Draw: TypeAlias = tuple[int, int | None, Sequence[float | None] | None]
 """The start of a group, ``(group index, position in the data, None)``, or the rewards of a kept or dropped group,
 ``(group index, None, rewards)``. A draw without a sampler has no position."""
 
-_OF_SAMPLERS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
+_SAMPLER_METHODS = ("begin", "next", "drawn", "observe", "metrics", "describe", "state_dict", "load_state_dict")
 _CLASS = "class"
 """The entry of a sampler's saved state with the name of its class."""
 
@@ -83,7 +83,7 @@ class DataBuffer:
             without text, images and metadata is invalid. Or the sampler does not fit the prompts.
     """
 
-    sampler: Sampler | None = None  # of a subclass without our __init__
+    sampler: Sampler | None = None  # for a subclass that does not call __init__
 
     def __init__(
         self,
@@ -102,8 +102,8 @@ class DataBuffer:
             raise ConfigError.of("DataBuffer.prompts", [], "at least one prompt")
         if epochs is not None and not is_int(epochs, 1):
             raise ConfigError.of("DataBuffer.epochs", epochs, "an integer >= 1, or None")
-        lacking = [] if sampler is None else [one for one in _OF_SAMPLERS if not callable(getattr(sampler, one, None))]
-        if lacking:
+        lacking = [name for name in _SAMPLER_METHODS if not callable(getattr(sampler, name, None))]
+        if sampler is not None and lacking:
             raise ConfigError.of("DataBuffer.sampler", sampler, f"a sampler, with {', '.join(lacking)}")
         self.seed = seed
         self.epochs = epochs
@@ -126,7 +126,7 @@ class DataBuffer:
     def __repr__(self) -> str:
         end = "" if self.epochs is None else f" of {self.epochs}"
         where = f"epoch {self._epoch}{end}, {self._cursor}/{len(self._prompts)}"
-        return f"<DataBuffer {where}, {len(self._leftovers)} handed back, next group {self._next_group_index}>"
+        return f"<DataBuffer {where}, {len(self._leftovers)} put back, next group {self._next_group_index}>"
 
     def __len__(self) -> int:
         """Number of prompts in one epoch."""
@@ -169,7 +169,7 @@ class DataBuffer:
         """
         if not is_int(count, 0):
             raise ConfigError.of("get_prompts(count)", count, "an integer >= 0")
-        left = self._left()
+        left = self._count_left()
         if left is not None and left < count:
             raise DataExhausted(f"{count} prompts wanted, {left} left in {self!r}")
         return [self._take() for _ in range(count)]
@@ -196,7 +196,7 @@ class DataBuffer:
             self._positions.pop(prompt.group_index, None)
 
     def position_of(self, prompt: Prompt) -> int | None:
-        """The position of a prompt that is out, which a sampler chose; ``None`` without a sampler."""
+        """The position in the data that a sampler chose for a prompt that is out; ``None`` without a sampler."""
         return None if self.sampler is None or prompt.group_index is None else self._positions[prompt.group_index]
 
     def observe(self, prompt: Prompt, rewards: Sequence[float | None]) -> None:
@@ -246,19 +246,19 @@ class DataBuffer:
             draws: the draws and the rewards, in the order in which they were recorded, for the sampler.
         """
         size = len(self._prompts)
-        self._epoch = max(0, taken - 1) // size
+        self._epoch = max(0, taken - 1) // size  # an epoch begins when its first prompt is taken
         self._cursor = taken - self._epoch * size
         self._next_group_index = taken
         self._positions = {}
         self._begin()
-        positions = self._repeat(draws)
+        positions = self._replay_draws(draws)
         in_epochs = self._positions_in_epochs()
         self._leftovers = [
             (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
         ]
 
-    def _repeat(self, draws: Iterable[Draw]) -> dict[int, int]:
-        """Repeat the draws and the rewards of an earlier process; returns the positions by group index."""
+    def _replay_draws(self, draws: Iterable[Draw]) -> dict[int, int]:
+        """Give the sampler the draws and rewards of an earlier process; return the positions by group index."""
         positions: dict[int, int] = {}
         in_epochs = self._positions_in_epochs()
         for number, position, rewards in draws:
@@ -272,7 +272,7 @@ class DataBuffer:
 
     def _positions_in_epochs(self) -> Callable[[int], int]:
         """A function of a group index: the position that its draw has without a sampler."""
-        order_of = functools.lru_cache(maxsize=1)(self._shuffled)
+        order_of = functools.lru_cache(maxsize=1)(self._shuffled)  # indices ascend: one shuffle for each epoch
 
         def position(group_index: int) -> int:
             epoch, place = divmod(group_index, len(self._prompts))
@@ -293,7 +293,7 @@ class DataBuffer:
                 return attrs.evolve(self._prompts[position], group_index=group_index)
         raise ConfigError.of("take_by_index(group_index)", group_index, "the index of a prompt that was put back")
 
-    def _left(self) -> int | None:
+    def _count_left(self) -> int | None:
         if self.epochs is None:
             return None
         rest = (self.epochs - self._epoch) * len(self._prompts) - self._cursor
@@ -307,13 +307,13 @@ class DataBuffer:
                 self._cursor, self._epoch = 0, self._epoch + 1
                 self._order = self._shuffled(self._epoch)
             group_index = self._next_group_index
-            position = self._order[self._cursor] if self.sampler is None else self._drawn(self.sampler, group_index)
+            position = self._order[self._cursor] if self.sampler is None else self._choice_of(self.sampler, group_index)
             self._cursor += 1
             self._next_group_index += 1
         self._positions[group_index] = position
         return attrs.evolve(self._prompts[position], group_index=group_index)
 
-    def _drawn(self, sampler: Sampler, group_index: int) -> int:
+    def _choice_of(self, sampler: Sampler, group_index: int) -> int:
         position = sampler.next(group_index)
         if not is_int(position, 0) or position >= len(self._prompts):
             name = f"{type(sampler).__name__}.next({group_index})"
@@ -334,7 +334,7 @@ class DataBuffer:
 
 
 def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
-    """The positions of one epoch in their order; that of the data without a seed."""
+    """The positions of one epoch in their order; without a seed, that of the data."""
     order = list(range(size))
     if seed is not None:
         random.Random(f"{seed}/{epoch}").shuffle(order)
@@ -342,14 +342,14 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 
 def _key(prompt: Prompt) -> str:
-    """Prompt and label; without an opening, the metadata take its place."""
+    """Equal for duplicates: the text and label of a prompt; without an opening, the metadata in place of the text."""
     task = [message.to_record() for message in prompt.messages] if _has_opening(prompt) else prompt.metadata
     return json.dumps([task, prompt.label], sort_keys=True, default=repr)
 
 
 def read_prompt(row: Any, place: str) -> Prompt:
     """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
-    prompt = _unchecked_prompt(row, place)
+    prompt = _to_prompt(row, place)
     if not prompt.metadata and not _has_opening(prompt):  # from metadata the environment may write the opening
         opening = prompt.prompt
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]
@@ -361,7 +361,7 @@ def _has_opening(prompt: Prompt) -> bool:
     return any(message.text.strip() or message.images or message.tool_calls for message in prompt.messages)
 
 
-def _unchecked_prompt(row: Any, place: str) -> Prompt:
+def _to_prompt(row: Any, place: str) -> Prompt:
     try:
         if isinstance(row, Prompt):
             return row

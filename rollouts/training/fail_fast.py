@@ -2,7 +2,7 @@
 
 There are four cases, in this order:
 
-1. A law is broken, or a rollout failed whose policy is ``then="stop"``.
+1. :meth:`FailFast.stop` was called, e.g. for a broken law, or a rollout failed whose policy is ``then="stop"``.
 2. All groups from the first on failed for the same cause, and at least one group's worth of rollouts did. While nothing
    has succeeded, no prompt is taken after the groups in flight.
 3. ``failure_budget`` is used up.
@@ -73,7 +73,7 @@ class FailFast:
         self._error = self._error or error
 
     def begin_call(self) -> None:
-        """Forget the failures of an earlier call, of which no group is in flight; an outage is found again."""
+        """Forget the failures of an earlier call that left no group in flight, and an outage, which may be over."""
         self._first_failed = []
         self._error = None if isinstance(self._error, EndpointAway) else self._error
 
@@ -84,13 +84,13 @@ class FailFast:
 
     @property
     def all_failed(self) -> bool:
-        """Whether every group failed so far; and every rollout, unless the groups' reward or filter failed."""
+        """Whether every group failed so far, and no attempt was sound or each group failed by its reward or filter."""
         if self.any_success or not self._first_failed:
             return False
         return not self._failures.sound or not any(is_lost(group.samples) for group in self._first_failed)
 
     def take_error(self) -> Exception | None:
-        """Return the error of case 1, and forget it."""
+        """Return the error of :meth:`stop`, and forget it."""
         error, self._error = self._error, None
         return error
 
@@ -104,7 +104,7 @@ class FailFast:
         return (
             self.take_error()
             or self._same_cause_from_the_first(accounting)
-            or self._over_budget(accounting)
+            or (GenerateFailure(f"{over}. {_kept(accounting)}") if (over := self._failures.overdrawn()) else None)
             or self._out_of_patience(accounting, mean_reward)
         )
 
@@ -131,10 +131,6 @@ class FailFast:
         self._reset_patience()
         text = f"all groups failed alike, from the first on ({len(failed)}): {failed[0].reason}"
         return GenerateFailure(f"{text}. No further prompt was taken; {accounting}")
-
-    def _over_budget(self, accounting: Accounting) -> Exception | None:
-        exceeded = self._failures.overdrawn()
-        return GenerateFailure(f"{exceeded}. {_kept(accounting)}") if exceeded else None
 
     def _out_of_patience(self, accounting: Accounting, mean_reward: float | None) -> Exception | None:
         count, failed = self._rejected_in_a_row, self._failure_causes.total()

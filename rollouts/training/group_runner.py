@@ -66,8 +66,8 @@ class _Round:
     finished: dict[int, list[Sample]]
     """Sound rollouts by number, those of earlier rounds included."""
     ended: list[int]
-    """Their numbers. ``Prompt.urgency`` is the length of this list and not of ``finished``, since a prompt that is
-    pickled for a worker takes along what its urgency is bound to: all samples of the group."""
+    """Their numbers. ``Prompt.urgency`` is bound to this list and not to ``finished``: a prompt that is pickled for a
+    worker takes along what its urgency is bound to, which would be all samples of the group."""
     lost: dict[int, list[Sample]] = attrs.field(factory=dict)
     broken: Exception | None = None
     """The first broken law."""
@@ -81,7 +81,7 @@ class GroupRunner:
         failures: counts sound and lost attempts.
         rollout_log: records turns, lost attempts and finished rollouts before they count.
         attempts: number of failed attempts by rollout index; updated in place.
-        is_scarce: whether the batch needs this group, which ``keep_when_insufficient`` of a filter's result refers to.
+        is_needed: whether the batch needs this group, which ``keep_when_insufficient`` of a filter's result refers to.
         slots: admits rollouts; a rollout keeps its slot while it is retried, and a replacement takes another;
             ``None`` where none is generated.
     """
@@ -92,14 +92,14 @@ class GroupRunner:
         failures: FailureStats,
         rollout_log: RolloutLog | None,
         attempts: dict[int, int],
-        is_scarce: Callable[[], bool],
+        is_needed: Callable[[], bool],
         slots: Slots | None = None,
     ) -> None:
         self.config = config
         self.failures = failures
         self._rollout_log = rollout_log
         self._attempts = attempts
-        self._is_scarce = is_scarce
+        self._is_needed = is_needed
         self._slots = Slots(None) if slots is None else slots
         self._turns = FairTurns()
         self._rng = random.Random()
@@ -110,18 +110,18 @@ class GroupRunner:
         index = group_index(prompt)
         with deadline(self.config.group_seconds) as limit:
             for replacement in itertools.count():
-                asked = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
-                group = _Round(asked, limit, finished, [*finished])
+                task = prompt if replacement == prompt.replacement else attrs.evolve(prompt, replacement=replacement)
+                this_round = _Round(task, limit, finished, [*finished])
                 missing = self._missing(finished)
                 self._slots.reserve(index, len(missing))
-                await self._run_round(group, missing)
-                lost = group.lost
+                await self._run_round(this_round, missing)
+                lost = this_round.lost
                 if not lost or not self._may_replace(lost, len(finished), replacement):
                     break
                 self.failures.replaced += len(lost)
         self._slots.reserve(index, 0)  # gives up the slots of rollouts that were cancelled before they asked
         if limit.caught:
-            lost = group.lost | self._timed_out(prompt, finished | group.lost)
+            lost = this_round.lost | self._timed_out(prompt, finished | this_round.lost)
         elif not lost and len(finished) != self.config.n_samples_per_prompt:
             raise TokenMismatchError(f"group {prompt.group_index} ended with rollouts {sorted(finished)} only")
         rollouts = finished | lost
@@ -131,18 +131,18 @@ class GroupRunner:
             return Group(prompt, samples, "failed", f"{reason.kind}: {reason.message}")
         return await self.score_and_filter(prompt, samples)
 
-    async def _run_round(self, group: _Round, missing: Sequence[int]) -> None:
+    async def _run_round(self, this_round: _Round, missing: Sequence[int]) -> None:
         """Run the missing rollouts; raise the first broken law, also if the group was cancelled after it."""
         try:
             if len(missing) == 1:  # needs no separate task
-                await self._run_rollout(group, missing[0], None)
+                await self._run_rollout(this_round, missing[0], None)
             else:
                 async with anyio.create_task_group() as tasks:
                     for number in missing:
-                        tasks.start_soon(self._run_rollout, group, number, tasks.cancel_scope.cancel)
+                        tasks.start_soon(self._run_rollout, this_round, number, tasks.cancel_scope.cancel)
         finally:
-            if group.broken is not None:
-                raise group.broken
+            if this_round.broken is not None:
+                raise this_round.broken
 
     def _timed_out(self, prompt: Prompt, ended: Mapping[int, object]) -> dict[int, list[Sample]]:
         """Create a lost rollout for each rollout that the group's deadline cancelled."""
@@ -210,41 +210,41 @@ class GroupRunner:
             keep = keep.item() if hasattr(keep, "item") else keep  # a NumPy or torch scalar
             reason = str(getattr(answer, "reason", None) or function_name(filter_fn))
             if keep is False and getattr(answer, "keep_when_insufficient", False):
-                keep = self._is_scarce()
+                keep = self._is_needed()
         if not isinstance(keep, bool):
             raise FilterFailure(f"{name}: got {shortened(answer)}; expected True or False")
         return keep, reason
 
-    async def _run_rollout(self, group: _Round, number: int, cancel_siblings: Callable[[], None] | None) -> None:
+    async def _run_rollout(self, this_round: _Round, number: int, cancel_siblings: Callable[[], None] | None) -> None:
         """Run one rollout in a slot; cancel its siblings, if it has any, once the group can no longer become sound."""
-        request = self._request(group.prompt, number, group.ended)
+        request = self._request(this_round.prompt, number, this_round.ended)
         index = request.index
         assert index is not None
         try:
             with at(f"group {request.group_index} · sample {number}"):
                 await self._turns.passed()  # many groups may start in one turn of the event loop
-                wait = await self._slots.acquire(group_index(request), number, group.limit)
+                wait = await self._slots.acquire(group_index(request), number, this_round.limit)
                 try:
                     samples, policy = await self._attempts_at(request, index, wait)
                 finally:
                     self._slots.release()
         except Exception as error:  # noqa: BLE001 - a broken law: run raises it, without an exception group
-            group.broken = group.broken or error
+            this_round.broken = this_round.broken or error
         except asyncio.CancelledError:
             if cancel_siblings is None or not is_cancelled():
                 raise
-            return  # anyio 4 keeps the error of a cancelled task in a cycle with all its frames
+            return  # its scope is cancelled anyway, and anyio 4 would keep the error in a cycle with all its frames
         else:
             if policy is None:
-                group.finished[number] = samples
-                group.ended.append(number)
+                this_round.finished[number] = samples
+                this_round.ended.append(number)
             else:
-                group.lost[number] = samples
+                this_round.lost[number] = samples
         finally:
             self._attempts.pop(index, None)
-        possible = self.config.n_samples_per_prompt - len(group.lost)
-        hopeless = group.lost and not self._may_replace(group.lost, possible, group.prompt.replacement)
-        if cancel_siblings is not None and (group.broken or hopeless):
+        possible = self.config.n_samples_per_prompt - len(this_round.lost)
+        hopeless = this_round.lost and not self._may_replace(this_round.lost, possible, this_round.prompt.replacement)
+        if cancel_siblings is not None and (this_round.broken or hopeless):
             cancel_siblings()
 
     async def _attempts_at(
@@ -256,7 +256,7 @@ class GroupRunner:
                 request = attrs.evolve(request, turn_log=self._rollout_log.turn_log(index))
             samples = await attempt(self.config, request)
             policy = self._count_attempt(samples, index, tried)
-            if policy is None or tried >= (policy.attempts or 1):
+            if policy is None or tried >= (policy.attempts or 1):  # policy_for sets it
                 break
             if policy.backoff_seconds:
                 with boundary(RolloutsError, f"the pause after {cause_of(samples)}", kind="a_pause"):

@@ -43,7 +43,7 @@ class Ledger:
     dropped_for_batch: int = 0
     """Groups that the filter dropped since the last batch."""
     not_replaced: int = 0
-    """Those of them for which :meth:`is_scarce` was false: no group starts in their place."""
+    """Groups since the last batch that :meth:`is_needed` gave up: no group starts in their place."""
 
     def take(self, version: int) -> Prompt | None:
         """Take a prompt, whose group is in flight from now on; ``None`` if no prompt is left."""
@@ -62,7 +62,7 @@ class Ledger:
         """Count a group in flight as ready, dropped or failed; :meth:`landed` follows when its task ends."""
         self.totals.add(group)
         self.accounting.in_flight -= 1
-        if group.outcome == "kept":  # its prompt is done with its batch, so that a state saved until then includes it
+        if group.outcome == "kept":  # its prompt stays out until its batch is sealed: a state saved before has it
             self.accounting.ready += 1
             self.ready.append(group)
         else:
@@ -84,13 +84,13 @@ class Ledger:
         sampler = self.data_buffer.sampler
         return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
 
-    def is_scarce(self, spare: int) -> bool:
-        """Decide on a group that the filter would keep only if the batch needs it; call it once for each such group.
+    def is_needed(self, spare: int) -> bool:
+        """Decide whether the batch needs a group that the filter would else drop; call it once for each such group.
 
         A batch starts with ``spare`` groups more than its size. The first ``spare`` groups that the filter drops leave
         enough to fill it: until then the answer is false, and the group is dropped without another in its place.
         """
-        if max(self.dropped_for_batch, self.not_replaced) >= spare:
+        if max(self.dropped_for_batch, self.not_replaced) >= spare:  # some given up are not counted as dropped yet
             return True
         self.not_replaced += 1
         return False

@@ -40,7 +40,7 @@ from rollouts.training.group_runner import GroupRunner
 from rollouts.training.ledger import Ledger, group_index
 from rollouts.training.metrics import Accounting, RunMetrics
 from rollouts.training.rollout_log import OnGroup, Recorder, RolloutLog
-from rollouts.training.running_groups import AT_ONCE, RunningGroups
+from rollouts.training.running_groups import GROUPS_A_TURN, RunningGroups
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness, StalenessPolicy
 from rollouts.training.types import Group, Sample
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncRolloutManager"]
 
 _BLOCKED_SECONDS = 1.0
-"""Between two looks whether groups may start again, while none is in flight."""
+"""Interval of the checks whether a pause has ended, while no group is in flight."""
 
 
 class AsyncRolloutManager:
@@ -105,10 +105,10 @@ class AsyncRolloutManager:
         self._running = RunningGroups()
         self.slots = Slots(config.in_flight, self._start_groups)
         self._tasks: TaskGroup | None = None
-        self._from_request = caller_here()  # the deadlines of the last request are around new groups
+        self._from_request = caller_here()  # calls start_soon inside the deadlines of the last request
         self._report = BatchReport(config, self._ledger, self.staleness, self.failures, self.slots)
-        is_scarce = functools.partial(ledger.is_scarce, config.spare_groups)
-        self._runner = GroupRunner(config, self.failures, rollout_log, ledger.failed_attempts, is_scarce, self.slots)
+        is_needed = functools.partial(ledger.is_needed, config.spare_groups)
+        self._runner = GroupRunner(config, self.failures, rollout_log, ledger.failed_attempts, is_needed, self.slots)
 
     def __repr__(self) -> str:
         return f"<AsyncRolloutManager {self.batches} batches · {self.accounting}>"
@@ -211,8 +211,8 @@ class AsyncRolloutManager:
                 the batch was not filled within ``batch_seconds``: groups accepted or in flight are kept.
         """
         began = time.monotonic()
-        if not self._streaming:  # else since the last batch: generation continues while the caller trains
-            self.slots.begin_metrics()
+        if not self._streaming:  # a stream counts from its last batch on, since it generates while the caller trains
+            self.slots.take_metrics(1.0)
         if self._tasks is not None:
             await self._gather_groups()
         else:
@@ -260,7 +260,7 @@ class AsyncRolloutManager:
             raise RuntimeError("a stream needs the manager open (async with), and to itself")
         self.staleness.max_staleness, self.staleness.policy = max_staleness, policy
         self._streaming = True
-        self.slots.begin_metrics()
+        self.slots.take_metrics(1.0)
         try:
             while True:
                 self.staleness.training = False  # a caller that requests a batch is done with the last one
@@ -278,7 +278,7 @@ class AsyncRolloutManager:
         """Wait until enough groups for a batch are ready, and optionally until all restarted groups are settled."""
         if not self.accounting.in_flight:
             self._fail_fast.begin_call()
-        with deadline(self.config.batch_seconds) as limit:  # not around the end of the other groups, which may be slow
+        with deadline(self.config.batch_seconds) as limit:  # ``async with self`` ends outside: groups may close slowly
             self._from_request = caller_here()
             await self._drop_stale()
             self._filling = True
@@ -342,7 +342,7 @@ class AsyncRolloutManager:
         room = self.staleness.room(pending, self.config.batch_size) if self._streaming else None
         if room is not None:  # slots bound the rollouts, so that every group may start that can be trained in time
             wanted = min(wanted, room) if self.config.in_flight is None else room
-        for _ in range(min(wanted, AT_ONCE)):
+        for _ in range(min(wanted, GROUPS_A_TURN)):
             prompt = self._take() if self.slots.has_room() else None
             if prompt is None:
                 return
@@ -351,11 +351,11 @@ class AsyncRolloutManager:
             self._report.idle.stop()
             scope = self._running.begin(index)
             self._from_request(self._tasks.start_soon, self._run_group, prompt, index, scope)
-        if wanted > AT_ONCE:
+        if wanted > GROUPS_A_TURN:
             self._running.call_in_next_turn(self._tasks, self._start_groups)
 
     def _start_groups(self) -> None:
-        """Start groups at another moment than a request. An error, e.g. of the data source, ends the next batch."""
+        """Start groups outside a request, e.g. for a free slot. An error, e.g. of the data, ends the next batch."""
         try:
             if self._filling and self._choose_groups() is None:
                 _raise(self._fail_fast.verdict(self.accounting, self.run_metrics.mean_reward))

@@ -172,21 +172,17 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "tokens/mean": fmean(tokens),
         "response_length/mean": fmean(lengths),
         "response_length/max": max(lengths),
-        "sampled_tokens/mean": fmean([sum(sample.sampled_tokens for sample in one) for one in rollouts]),
+        "sampled_tokens/mean": fmean([sum([sample.sampled_tokens for sample in one]) for one in rollouts]),
         "turns/mean": fmean([_turns(one) for one in rollouts]),
         "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
     }
     for status, count in sorted(Counter([one[-1].status.value for one in rollouts]).items()):
         numbers[f"status/{status}"] = count / len(rollouts)
-    prompt_tokens = cached = 0
-    for sample in samples:  # one at a time: the completions of a whole batch in one list would trigger the GC
-        for completion in sample.read_record("completions"):
-            prompt_tokens += completion.start
-            cached += completion.cached_tokens
+    prompt_tokens, cached = map(sum, zip(*[sample.prefix for sample in samples], strict=True))
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
-    repeated = _repeated_prompts(samples)
-    if repeated:
+    groups = {sample.group_index: sample for sample in reversed(samples)}
+    if repeated := len(groups) - len({repr((sample.prompt, sample.label)) for sample in groups.values()}):
         numbers["repeated_prompts"] = repeated
     counters = [one[0].metrics if len(one) == 1 else _counters(one) for one in rollouts]
     numbers["forks"] = sum([one.get("forks", 0) for one in counters])
@@ -214,11 +210,5 @@ def _counters(branches: Sequence[Sample]) -> dict[str, float]:
     return {name: max(found) if name == "attempts" else sum(found) for name, found in values.items()}
 
 
-def _repeated_prompts(samples: Sequence[Sample]) -> int:
-    """The number of groups whose prompt and label an earlier group of the batch has too."""
-    groups = {sample.group_index: sample for sample in reversed(samples)}
-    return len(groups) - len({repr((sample.prompt, sample.label)) for sample in groups.values()})
-
-
 def _turns(branches: Sequence[Sample]) -> int:
-    return sum(sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches)
+    return sum([sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches])

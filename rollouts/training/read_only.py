@@ -47,10 +47,12 @@ class ReadOnlyDict(dict[Any, Any]):
 
 def read_only(value: Any, name: str) -> Any:
     """Return lists and dicts, also nested ones, as read-only copies; other values as they are."""
+    copy: ReadOnlyDict | ReadOnlyList
     if isinstance(value, dict):
-        copy: ReadOnlyDict | ReadOnlyList = ReadOnlyDict(
-            {key: one if type(one) in _PLAIN else read_only(one, name) for key, one in value.items()}
-        )
+        copy = ReadOnlyDict(value)
+        for key, entry in value.items():
+            if type(entry) not in _PLAIN:
+                dict.__setitem__(copy, key, read_only(entry, name))
     elif isinstance(value, list):
         copy = ReadOnlyList([entry if type(entry) in _PLAIN else read_only(entry, name) for entry in value])
     else:

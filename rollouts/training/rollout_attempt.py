@@ -107,6 +107,8 @@ class without_own_cancellation:  # noqa: N801 - used as `async with without_own_
                 task.uncancel()
             text = f"the task of {self._what} was cancelled, but not by one of its scopes"
             raise self._failure(f"{text}; expected no cancel() of current_task()") from cancelled
+        finally:
+            error = None  # its traceback refers to this frame: a cycle that only the collector would free
 
 
 async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:

@@ -13,9 +13,9 @@ from anyio.abc import TaskGroup
 
 from rollouts.concurrency.deadlines import scope_class
 
-__all__ = ["AT_ONCE", "RunningGroups"]
+__all__ = ["GROUPS_A_TURN", "RunningGroups"]
 
-AT_ONCE = 8
+GROUPS_A_TURN = 8
 """Groups that start or are cancelled in one turn of the event loop: ten thousand at once would block it for seconds."""
 
 
@@ -75,7 +75,7 @@ class RunningGroups:
         try:
             for number, scope in enumerate(reversed([*self._scopes.values()]), 1):
                 scope.cancel()
-                if number % AT_ONCE == 0:
+                if number % GROUPS_A_TURN == 0:
                     await anyio.lowlevel.checkpoint()
         finally:
             self._is_starting = False

@@ -27,7 +27,7 @@ from rollouts.dtypes import (
     is_frozen,
 )
 from rollouts.errors import ConfigError, Failure
-from rollouts.training.compact_record import CompactRecord
+from rollouts.training.compact_record import CompactRecord, prefix_of
 from rollouts.training.sample_columns import as_column, column, pack_column, record
 from rollouts.training.sample_fields import RECORDED, check_values, cover_the_mask, fields_to_dict, values_of
 from rollouts.training.status import Status
@@ -255,6 +255,12 @@ class Sample:
         return completions.turns if type(completions) is CompactRecord else len(completions)
 
     @property
+    def prefix(self) -> tuple[int, int]:
+        """Tokens of the prompts of its completions, and how many of them the server had cached."""
+        completions = self._completions
+        return completions.prefix if type(completions) is CompactRecord else prefix_of(completions)
+
+    @property
     def compact(self) -> CompactRecord | None:
         """Compact storage of response, messages, completions and versions; ``None`` if one of the four has changed."""
         compact = self._compact
@@ -263,7 +269,8 @@ class Sample:
     @property
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
-        return list(dict.fromkeys([span.version for span in self.read_record("versions")]))
+        versions = self._versions
+        return [*(versions.version_names if type(versions) is CompactRecord else {v.version: None for v in versions})]
 
     def read_record(self, name: str) -> Any:
         """Return the response, messages, completions or versions as assigned; a plain copy of packed values."""

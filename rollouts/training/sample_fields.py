@@ -135,7 +135,7 @@ def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
             return False
         covered[span.start : span.stop] = True
         total += span.stop - span.start
-    return total == np.count_nonzero(covered) and np.array_equal(covered, mask)
+    return (marks := covered.tobytes()) == mask.tobytes() and marks.count(1) == total
 
 
 def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:

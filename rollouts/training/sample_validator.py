@@ -50,21 +50,32 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
             raise failure(f"{source}: {text}") from error
 
 
-@contextlib.contextmanager
-def unchanged(samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> Iterator[None]:
+class unchanged:  # noqa: N801 - used as `with unchanged(...)`
     """Run a user's function on packed samples; afterwards restore their identities, and check and pack them.
 
     Raises:
         RolloutsError: a ``failure`` if it changed an identity, or if a sample does not pack.
     """
-    known = [_identity_of(sample) for sample in samples]
-    try:
-        yield
-    finally:
-        change = _undo_changes(samples, known)
-    if change:
-        raise failure(f"{name}: {change}")
-    pack_or_fail(samples, failure, f"after {name}")
+
+    def __init__(self, samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> None:
+        self._samples, self._failure, self._name = samples, failure, name
+        self._known = [_identity_of(sample) for sample in samples]
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        change = ""
+        for sample, before in zip(self._samples, self._known, strict=True):
+            try:
+                change = change or _change_of(sample, before)
+            except Exception as foreign:  # noqa: BLE001 - comparing a foreign value may run user code
+                change = f"Sample: got values that raise {shortened(foreign)}; expected those of the replies"
+            _restore(sample, before)
+        if error is None and change:
+            raise self._failure(f"{self._name}: {change}")
+        if error is None:
+            pack_or_fail(self._samples, self._failure, f"after {self._name}")
 
 
 def _identity_of(sample: Sample) -> _Identity:
@@ -90,18 +101,6 @@ def _restore(sample: Sample, identity: _Identity) -> None:
         sample._tokens, sample._loss_mask, sample._rollout_log_probs, sample._versions, sample.images = replies
 
 
-def _undo_changes(samples: Sequence[Sample], known: Sequence[_Identity]) -> str:
-    """Restore the identities of samples that a user's function had; describe the first change, or return ""."""
-    change = ""
-    for sample, before in zip(samples, known, strict=True):
-        try:
-            change = change or _change_of(sample, before)
-        except Exception as error:  # noqa: BLE001 - comparing a foreign value may run user code
-            change = f"Sample: got values that raise {shortened(error)}; expected those of the replies"
-        _restore(sample, before)
-    return change
-
-
 def _change_of(sample: Sample, before: _Identity) -> str:
     """Describe the first difference of a sample from its earlier identity, whose columns are packed."""
     *values, completions, replies = _identity_of(sample)
@@ -114,9 +113,9 @@ def _change_of(sample: Sample, before: _Identity) -> str:
         return f"Sample.completions: got {got} that it changed; expected those of the replies"
     if replies is None or known_replies is None:
         return ""
-    for name, column in zip(_COLUMNS, known_replies, strict=False):
+    for name, stored, column in zip(_COLUMNS, replies, known_replies, strict=False):
         try:
-            now = getattr(sample, _COLUMNS[name])
+            now = column if stored is column else getattr(sample, _COLUMNS[name])
         except ConfigError as error:
             return str(error)
         if now is not column and not np.array_equal(now, column):

@@ -157,10 +157,6 @@ class Slots:
 
     # -- metrics --
 
-    def begin_metrics(self) -> None:
-        """Count from now on."""
-        self.take_metrics(1.0)
-
     def take_metrics(self, most: float) -> dict[str, float]:
         """Return the mean rollouts and groups at work since the last call; ``most`` is the number that may run."""
         ended = _now()

@@ -63,7 +63,7 @@ class Group:
     @property
     def rollout_lengths(self) -> list[int]:
         """The sampled tokens of each rollout."""
-        return [sum(branch.sampled_tokens for branch in branches) for branches in by_rollout(self.samples)]
+        return [sum([branch.sampled_tokens for branch in branches]) for branches in by_rollout(self.samples)]
 
 
 GenerateFn: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[Sequence[Sample]]]

@@ -4,6 +4,7 @@ The links are in this process. Each keeps the numbers of its orders and nothing 
 a message, each with the same prebuilt sample, while more rollouts are outstanding than wanted, less one batch: groups
 that wait for their batch are not outstanding. Dispatcher, manager, checks, journal and files are real. The links' own
 CPU is subtracted. The memory of a rollout outstanding is measured before the first result; the peak includes results.
+After the last batch, the run returns all that are outstanding: that CPU is theirs, not that of results.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class _Load:
     resident: float = 0.0
     """Resident memory then, MB."""
     results: int = 0
+    sealed: tuple[float, int] = (0.0, 0)
+    """CPU seconds as in ``submitted``, and results, when the last batch was written."""
 
     def take(self, count: int) -> None:
         self.waiting += count
@@ -132,8 +135,9 @@ async def _generate(prompts: Any) -> list[Sample]:
     raise AssertionError("the workers play")
 
 
-def _next_batch(lowest: list[float], _: Mapping[str, float]) -> None:
+def _next_batch(load: _Load, lowest: list[float], _: Mapping[str, float]) -> None:
     lowest.append(float("inf"))
+    load.sealed = time.process_time() - load.cpu, load.results
 
 
 async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | int | str]:
@@ -189,7 +193,7 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         gc.callbacks.append(collected)
         began = time.process_time()
         with run_journal.journal:
-            on_batch = functools.partial(_next_batch, lowest)
+            on_batch = functools.partial(_next_batch, load, lowest)
             result = await run(recipe, writer, run_journal=run_journal, watch=watch, on_batch=on_batch)
         cpu = time.process_time() - load.cpu
         gc.callbacks.remove(collected)
@@ -202,7 +206,8 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
         "outstanding": options.outstanding,
         "results": load.results,
         "CPU ms a submit": 1000 * (load.submitted - began) / options.outstanding,
-        "CPU ms a result": 1000 * (cpu - load.submitted) / load.results,
+        "CPU ms a result": 1000 * (load.sealed[0] - load.submitted) / load.sealed[1],
+        "CPU ms a rollout returned": 1000 * (cpu - load.sealed[0]) / options.outstanding,
         "links, ms a result": 1000 * load.cpu / load.results,
         "memory before, MB": before,
         "KB a rollout outstanding": 1000 * (load.resident - before) / options.outstanding,

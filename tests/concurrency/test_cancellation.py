@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,3 +218,24 @@ async def test_a_coroutine_whose_first_wait_is_in_a_pause_is_ended_too() -> None
 
     with anyio.fail_after(60), pytest.raises(EnvironmentFailure, match="did not answer"):
         await call()
+
+
+async def test_the_timers_of_a_coroutine_that_ended_keep_nothing() -> None:
+    """asyncio keeps a cancelled timer until half of all are: its context would keep the task, with all of a rollout."""
+    tasks: list[weakref.ref[Any]] = []
+
+    async def play() -> None:
+        tasks.append(weakref.ref(asyncio.current_task()))
+        with boundary(EnvironmentFailure, "step", seconds=3600, armed=False) as entered:
+            await entered.guarded(anyio.lowlevel.checkpoint())
+
+    gc.collect()
+    gc.disable()
+    try:
+        with anyio.fail_after(600), anyio.fail_after(500), anyio.fail_after(400):  # timers that are due before
+            async with anyio.create_task_group() as group:
+                group.start_soon(play)
+            await anyio.lowlevel.checkpoint()
+            assert tasks[0]() is None
+    finally:
+        gc.enable()

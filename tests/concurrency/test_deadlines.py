@@ -69,7 +69,7 @@ async def test_a_deadline_counts_from_its_construction() -> None:
         assert _ends(limit) == math.inf
         began, clocks = limit.ends, Clocks()
         clocks.pause()
-        limit.arm()
+        limit.arm(lambda: None)
         assert _ends(limit) == math.inf
         await some_time(0.05)
         clocks.resume()
@@ -81,7 +81,7 @@ async def test_a_deadline_counts_from_its_construction() -> None:
 async def test_a_deadline_that_is_armed_too_late_expires_at_once() -> None:
     """Code that ran too long before its first wait is cancelled there."""
     with deadline(0.0, armed=False) as limit:
-        limit.arm()
+        limit.arm(lambda: None)
         await anyio.sleep_forever()
     assert limit.caught
 

@@ -55,10 +55,11 @@ def test_a_process_that_has_frozen_its_objects_is_left_alone() -> None:
 def test_a_long_full_collection_is_not_repeated_over_the_same_objects() -> None:
     """The objects that remain are frozen; all are unfrozen at the end, so that their cycles are freed."""
     with calm_collector():
-        frozen = gc.get_freeze_count()
+        frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
         kept: list[list[object]] = [[[number]] for number in range(1_000_000)]
         gc.collect()
         assert gc.get_freeze_count() > frozen + 1_000_000
+        assert gc.get_threshold() < thresholds, "the next one is due earlier, and visits fewer objects"
         kept[0].append(kept)
         del kept
         assert gc.get_freeze_count() > frozen + 1_000_000, "a cycle of frozen objects waits"

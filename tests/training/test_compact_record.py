@@ -106,7 +106,9 @@ def test_a_sample_stays_compact_while_it_is_only_read() -> None:
     """Also while its messages and completions are read."""
     sample = sample_of(TRAJECTORY)
     assert LONG in sample.response
-    assert sample.weight_versions == ["v0", "v1"]
+    assert sample.weight_versions == copy.copy(sample).weight_versions == ["v0", "v1"]
+    starts = [completion.start for completion in sample.completions]
+    assert sample.prefix == copy.copy(sample).prefix == (sum(starts), 0), "packed, and as lists"
     assert sample.to_dict()["messages"] == [message.to_chat() for message in TRAJECTORY.messages]
     assert len(sample.messages) == 7
     assert len(sample.completions) == 3

@@ -127,7 +127,7 @@ def test_the_metrics_are_means_over_time() -> None:
 
     async def run() -> None:
         slots = Slots(4)
-        slots.begin_metrics()
+        slots.take_metrics(1.0)
         slots.open(0, 2)
         await slots.acquire(0, 0, deadline(None))
         await slots.acquire(0, 1, deadline(None))
