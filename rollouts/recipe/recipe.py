@@ -106,8 +106,7 @@ class Recipe:
             ConfigError: the generate function is not a ``functools.partial``, or does not take such an argument.
         """
         generate_fn = self.config.generate_fn
-        partial = isinstance(generate_fn, functools.partial)
-        takes = inspect.signature(generate_fn).parameters.values() if partial else ()
+        takes = inspect.signature(generate_fn).parameters.values() if isinstance(generate_fn, functools.partial) else ()
         names = {parameter.name for parameter in takes if parameter.kind is parameter.KEYWORD_ONLY}
         for name, value in options.items():
             if name not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
