@@ -185,8 +185,8 @@ class Trajectory:
 
         ``images`` belong to ``tokens``, with positions in them.
         """
-        self.images += [span.shifted(self._length) for span in images]
         self._append(tokens)
+        self.images += [span.shifted(self._length - len(tokens)) for span in images]
         self._extend_segments(len(tokens), None)
         self.messages.extend(messages)
 
@@ -234,7 +234,7 @@ class Trajectory:
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to one of the episode's metrics."""
-        self.metrics[name] = self.metrics[name] + amount if name in self.metrics else amount
+        self.metrics[name] = self.metrics[name] + amount if name in self.metrics else amount  # `get` would be a call
 
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
         """End the trajectory: its tokens become immutable, and the columns shrink to their exact size."""

@@ -43,6 +43,7 @@ from rollouts.recipe.files import (
 from rollouts.recipes.configs.search_r1 import STOP as SEARCH_R1_STOP
 from rollouts.renderer import Renderer, RendererOptions, load_tokenizer
 from rollouts.sandboxes import ProcessSandbox, SandboxError
+from rollouts.seats import Seat
 from rollouts.testing.policy import ScriptedPolicy
 from rollouts.testing.server import StubServer
 from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample, agent_rollout_to_sample, load_run
@@ -297,7 +298,7 @@ def test_each_field_is_checked(name: str) -> None:
 
 
 def test_no_secret_is_described() -> None:
-    """``run.json`` has neither the key nor a password in a URL."""
+    """``run.json`` has neither keys nor a password in a URL, also of an endpoint inside another argument."""
     endpoint = Endpoint(model="m", base_url="http://user:geheim@host:1/x")
     generate_fn = partial(generate, endpoint=endpoint, max_turns=3)
     config = RolloutConfig(batch_size=1, generate_fn=generate_fn, n_samples_per_prompt=2)
@@ -306,6 +307,11 @@ def test_no_secret_is_described() -> None:
     assert described["endpoint"]["base_url"] == ["http://host:1/x"]
     assert "geheim" not in str(described)
     assert "secret" not in str(a_recipe(endpoint=Endpoint(api_key="sk-secret")).describe())
+    seats = {"judge": Seat(endpoint=Endpoint(model="other", api_key="sk-secret", admin_key="secret"))}
+    bound = RolloutConfig(batch_size=1, generate_fn=partial(generate, seats=seats), n_samples_per_prompt=2)
+    described = a_recipe(config=bound).describe()
+    assert described["generate"]["seats"]["judge"]["endpoint"]["model"] == "other"
+    assert "secret" not in str(described)
 
 
 # -- before the work --

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.dtypes import Completion, Message, StopReason, VersionSpan, packed_tokens
+from rollouts.dtypes import Completion, Image, ImageSpan, Message, StopReason, VersionSpan, packed_tokens
 from rollouts.errors import TokenMismatchError
 from rollouts.trajectory import CompletionRecord, Segment, Trajectory, digest
 
@@ -137,8 +137,10 @@ def test_a_sealed_trajectory_never_changes() -> None:
     trajectory = opened([1, 2])
     trajectory.add_reply(sampled_from([1, 2], [3]), REPLY)
     trajectory.seal(StopReason.MAX_TURNS)
+    image = ImageSpan(Image(b"\x89PNG\r\n\x1a\n" + bytes(16) + b"\x08\x02"), 0, 1)
     for change in (
         lambda: trajectory.add_context(packed_tokens([4])),
+        lambda: trajectory.add_context(packed_tokens([4]), images=[image]),
         lambda: trajectory.add_reply(sampled_from([1, 2, 3], [4]), REPLY),
         lambda: trajectory.seal(StopReason.TASK_COMPLETED),
     ):
@@ -150,6 +152,7 @@ def test_a_sealed_trajectory_never_changes() -> None:
         with pytest.raises(ValueError, match="WRITEABLE"):
             column.flags.writeable = True
     assert trajectory.tokens.tolist() == [1, 2, 3]
+    assert trajectory.images == []
     assert trajectory.stop_reason is StopReason.MAX_TURNS
 
 

@@ -1,6 +1,6 @@
 """``rollouts run``: find or start the server, build the recipe, run it, and stop it on a signal.
 
-Invariant: every error that can be detected early is raised before the server starts and before an old run is deleted.
+Invariant: every error that can be detected early is raised before a prompt is taken and before an old run is deleted.
 A run resumes with its stored servers or with those of the command line, and only if they serve the model it began with.
 The first Ctrl-C stops cleanly and keeps finished groups; the second exits at once.
 """
@@ -90,13 +90,13 @@ async def _watch_pauses(manager: AsyncRolloutManager) -> None:
     await watch_pauses(shared_policies)
 
 
-def _both(one: Watch, other: Watch) -> Watch:
-    async def watch_both(manager: AsyncRolloutManager) -> None:
+def _together(watches: Sequence[Watch]) -> Watch:
+    async def watch_together(manager: AsyncRolloutManager) -> None:
         async with first_error() as tasks:
-            for single in (one, other):
-                tasks.start_soon(observe, single, manager)
+            for watch in watches:
+                tasks.start_soon(observe, watch, manager)
 
-    return watch_both
+    return watch_together
 
 
 async def launch(
@@ -154,17 +154,17 @@ async def launch(
     working = False
 
     async def signals(starting: anyio.CancelScope) -> None:
-        def ask() -> None:
+        def stop_cleanly() -> None:
             stop.ask()
-            if not working:
+            if not working:  # there is no work to keep
                 starting.cancel()
 
-        def end() -> None:
+        def exit_at_once() -> None:
             if engine is not None:
                 engine.kill()
 
-        ask_soon = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, ask)
-        with handling_interrupts(ask_soon, end, stop_signals()):
+        stop_soon = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, stop_cleanly)
+        with handling_interrupts(stop_soon, exit_at_once, stop_signals()):
             await anyio.sleep_forever()
 
     async with first_error() as tasks:
@@ -175,6 +175,8 @@ async def launch(
                 opened = open_target(target, out / ENGINE_LOG, progress.say)
                 recipe, engine = await stack.enter_async_context(opened)
                 recipe.check_spread()
+                if recording:
+                    _check_recordable(recipe)
                 progress.say("preflight: environment, chat template and server")
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
@@ -185,34 +187,27 @@ async def launch(
                     progress.say("rehearsal: an episode with random replies, its reward and the filter")
                     for doubt in await rehearse(recipe):
                         progress.say(doubt, "yellow")
-                if recording:
-                    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
-
-                    recipe.environment_for("--record")
-                    check_recordable(recipe.config.generate_fn)
                 played = recipe
                 if distribute is not None:
                     config = await stack.enter_async_context(distribute(target, recipe))
                     played = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
-                export_metrics: Watch | None = None
+                watches: list[Watch] = [functools.partial(progress.watch, batches=recipe.batches), _watch_pauses]
                 if telemetry is not None:
                     config, export_metrics = await stack.enter_async_context(telemetry(played))
                     played = attrs.evolve(played, config=config)
+                    watches += [export_metrics] if export_metrics is not None else []
                 description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
                 if resume:
-                    opening = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
+                    open_files = functools.partial(_resumed, recipe, out, description, allow_changes, progress)
                 else:
-                    opening = functools.partial(_begun, recipe, out, description, format, overwrite)
-                writer, run_journal, state = await anyio.to_thread.run_sync(opening)
+                    open_files = functools.partial(_begun, recipe, out, description, format, overwrite)
+                writer, run_journal, state = await anyio.to_thread.run_sync(open_files)
                 working = True
                 stack.enter_context(_abandoning(recipe, writer, state))
                 if engine is not None:
                     tasks.start_soon(_stop_when_it_dies, engine, stop)
                 progress.say(_plan_line(recipe, writer))
-                show: Watch = functools.partial(progress.watch, batches=recipe.batches)
-                if export_metrics is not None:
-                    show = _both(show, export_metrics)
-                show = _both(show, _watch_pauses)
+                show = _together(watches)
                 with contextlib.ExitStack() as files:
                     files.enter_context(run_journal.journal)
                     files.enter_context(reporting_on_signal())
@@ -281,13 +276,13 @@ def description_of(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dic
         "slots": target.slots,
     }
     model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
-    description["command"] |= {} if target.urls else model
+    if not target.urls:
+        description["command"] |= model
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import stored_chat
 
         description["command"]["chat"] = stored_chat(target.chat)
-    text = recipe.tokenizer is None
-    description["vocab_size"] = None if text else recipe.renderer().vocab_size  # preflight has built it
+    description["vocab_size"] = None if recipe.tokenizer is None else recipe.renderer().vocab_size
     description["versions"] = versions()
     file = None if target.recipe is None else file_of(target.recipe)
     description["settings"] = settings_of(recipe, file, target.options, model, description["versions"])
@@ -318,32 +313,40 @@ def _resumed(
         raise ConfigError.of("--resume, vocab_size", description["vocab_size"], expected)
     reopened = reopen(out, description, recipe.data_buffer, allow_changes=allow_changes)
     reopened.writer.update(**description)
-    torn = () if reopened.torn is None else (reopened.torn,)
-    lines: list[tuple[str, Sequence[Any]]] = [("cut from the end of the journal", torn)]
-    lines += [("restored from the journal", reopened.restored), ("changed since the run began", reopened.changed)]
-    lines += [("not stored with the run, not compared", reopened.unrecorded)]
-    for what, found in lines:
+    lines: dict[str, Sequence[Any]] = {
+        "cut from the end of the journal": () if reopened.torn is None else (reopened.torn,),
+        "restored from the journal": reopened.restored,
+        "changed since the run began": reopened.changed,
+        "not stored with the run, not compared": reopened.unrecorded,
+    }
+    for what, found in lines.items():
         if found:
             progress.say(f"{what}: {', '.join(map(str, found))}", "yellow")
     return reopened.writer, reopened.run_journal, reopened.state
+
+
+def _check_recordable(recipe: Recipe) -> None:
+    """Check that everything the rollouts of a recipe receive from outside can be recorded."""
+    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
+
+    recipe.environment_for("--record")
+    check_recordable(recipe.config.generate_fn)
+    endpoint = recipe.bound.get("endpoint", recipe.endpoint)
+    if endpoint.lora is not None:
+        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
 
 
 async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
     """The recipe with a generate function that records everything its rollouts receive from outside."""
     from rollouts.runs.recording import recorded
 
-    config = recipe.config
-    bound = config.generate_fn.keywords if isinstance(config.generate_fn, functools.partial) else {}
-    policy = bound.get("policy")
+    bound, policy = recipe.bound, recipe.bound.get("policy")
     renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    endpoint = bound.get("endpoint", recipe.endpoint)
-    if endpoint.lora is not None:
-        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
     if policy is None:
-        policy = shared_policy(endpoint, renderer.vocab_size)
+        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
     environment_cls = bound.get("environment_cls") or recipe.environment_for("--record")
-    generate_fn = recorded(config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
-    return attrs.evolve(recipe, config=attrs.evolve(config, generate_fn=generate_fn))
+    generate_fn = recorded(recipe.config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
+    return attrs.evolve(recipe, config=attrs.evolve(recipe.config, generate_fn=generate_fn))
 
 
 async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:
@@ -421,7 +424,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
     if args.as_text and args.provider != CHAT_PROVIDER and not resume:
         raise ConfigError.of("--text", True, "--provider openai with it; other servers have token ids")
-    distribute = None if args.workers is None else _in_workers(args.workers)
+    distribute = None if args.workers is None else _distribution_to(args.workers)
     options: dict[str, Any] = {
         "resume": resume,
         "allow_changes": args.allow_changes,
@@ -478,7 +481,7 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _in_workers(count: Workers) -> Distribute:
+def _distribution_to(count: Workers) -> Distribute:
     @contextlib.asynccontextmanager
     async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
         async with in_workers(count, target, recipe) as (config, _):

@@ -1,8 +1,8 @@
 """The attempts of one call, and the step that follows each error.
 
-Invariant: an attempt is sent only after the previous one was answered, did not reach its server, or its abort was
-acknowledged, or cannot reach a server that vanished and closed the connection, which ends its generation, too. A call
-that ends in any other way aborts its generation.
+Invariant: no two attempts generate at once. The next one is sent only after the last one was answered, did not reach
+its server, or has ended: its abort was acknowledged, or its server vanished, which closed the connection. A call that
+ends in any other way aborts its generation.
 
 This module does not know requests or responses.
 """
@@ -58,15 +58,15 @@ class Attempts:
                     if worker.unreachable:
                         await sender.reachability.check_return(worker)
                     return await sender.send(call, worker, new_connection=new_connection)
-                except BrokenNumbers:
+                except BrokenNumbers:  # sampling until it succeeds would hide a broken model
                     raise
                 except EndpointUnavailable as error:
                     self.last_error = error
                     new_connection = isinstance(error, ConnectionLost)
-                    following = await self._after(error)
-                if following is None:
+                    next_worker = await self._after(error)
+                if next_worker is None:
                     return call.interrupted()
-                self._worker = following
+                self._worker = next_worker
                 sender.totals.retries += 1
         finally:
             if call.running is not None:
@@ -86,8 +86,8 @@ class Attempts:
         2. A connection broke, and no process listens there any more: the server died. Another worker is next,
            unless this request may have caused it: then only that worker gets it again.
         3. No server can serve the call now: it waits.
-        4. Any other error: another worker is next, after a pause, up to ``max_retries`` times. If the abort of a lost
-           request never got a connection in these attempts, its server is gone as in case 2.
+        4. Any other error: another worker is next, after a pause, up to ``max_retries`` times. If then no connection to
+           abort a lost request opens, its server died as in case 2.
 
         Raises:
             EndpointUnavailable: too many attempts failed.
@@ -116,7 +116,7 @@ class Attempts:
         return worker
 
     async def _has_died(self) -> bool:
-        """Whether no process listens any more where a request was lost."""
+        """Abort the lost request; return whether no process listens any more where it was sent."""
         if self._call.running is None:
             return False
         worker, rid = self._call.running

@@ -30,7 +30,7 @@ class Call:
     options: bytes
     """Encoded sampling parameters and stop ids."""
     headers: dict[str, str]
-    """Those of every attempt; with a session, the header by which a router keeps it at one server."""
+    """Of every attempt; with a session, also the header by which a router keeps it at one server."""
     namespace: str
     """Of the prefix cache (:mod:`rollouts.inference.prefixes`); empty for the common one."""
     images: Sequence[bytes]
@@ -46,7 +46,7 @@ class Call:
     sole_request: bool = False
     """Whether the last attempt was lost as the only new request of its server, and so probably crashed it."""
     crashes: int = 0
-    """Deaths of a server after which ``sole_request`` was set."""
+    """Number of servers' deaths of which this call is the probable cause."""
     pinned_worker: Worker | None = None
     """The worker that this call probably crashed: no other worker gets the call."""
     died_at: float = 0.0

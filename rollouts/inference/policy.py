@@ -42,6 +42,7 @@ VocabSize: TypeAlias = int | Callable[[], int] | None
 """Number of ids of the model, or a hashable function that returns it."""
 
 _LOG = logging.getLogger(__name__)
+_RANDOM = random.Random()  # not the global generator, whose seeded stream belongs to the user
 
 MAX_CONCURRENT_ABORTS = 64
 
@@ -49,9 +50,6 @@ MAX_CONCURRENT_ABORTS = 64
 def full_jitter(failures: int) -> float:
     """Return a random backoff in seconds: uniform below a bound that doubles from 0.5 s to 15 s."""
     return _RANDOM.uniform(0.0, min(15.0, 0.5 * 2.0 ** min(failures - 1, 10)))
-
-
-_RANDOM = random.Random()  # not the global generator, whose seeded stream belongs to the user
 
 
 class ServerPolicy:
@@ -191,7 +189,7 @@ class ServerPolicy:
             headers = {**headers, **self.servers.protocol.session_headers(safe)}
         call = Call(
             request,
-            ids=self._encode(request.tokens, request.session, request.images),  # not kept in a variable: see move_into
+            ids=self._encode(request.tokens, request.session, request.images),  # no variable: move_into frees the text
             options=self._options(request),
             headers=headers,
             namespace=self._namespaces.of(request.session, worker.url, worker.changed),
@@ -301,10 +299,11 @@ class ServerPolicy:
         return info
 
     async def check_sampling(self, sampling: SamplingParams) -> None:
-        """Check that all servers that answer report the logprobs that a stored token has, for these parameters.
+        """Check before a run that all servers that answer report the logprobs that are stored, and have its adapter.
 
         Raises:
-            ConfigError: a server does not; nothing was sampled.
+            ConfigError: a server reports other logprobs for these parameters.
+            EndpointRefused: a server lacks the adapter of the endpoint.
         """
         for worker in self._workers.all:
             if not worker.unreachable:

@@ -67,7 +67,7 @@ class Sender:
             ConfigError: the server does not report the logprobs that the record means.
         """
         if worker.limiter.total_tokens == math.inf:
-            return self._send(call, worker, new_connection)
+            return self._send(call, worker, new_connection)  # no second coroutine where there is no limit
         return self._send_limited(call, worker, new_connection)
 
     async def _send_limited(self, call: Call, worker: Worker, new_connection: bool) -> Completion:
@@ -113,7 +113,7 @@ class Sender:
             if status != 200:
                 raise self._refusal(call, worker, status, payload)
             call.running = None
-            await self._turns.passed()  # replies that arrive together
+            await self._turns.passed()  # of replies that arrive together, few are read in one turn of the loop
             answer = self._sent_request(call, worker, rid, sent)
             if len(payload) >= _LONG_REPLY:
                 # Of long responses that arrive together, decode one in each loop iteration.
@@ -132,18 +132,18 @@ class Sender:
         return named
 
     def _named(self, completion: Completion, call: Call) -> Completion:
-        """The completion with the versions that its tokens get.
+        """The completion with the versions of its tokens: with adapters, the name of the adapter.
 
         Raises:
-            EndpointRefused: the server has other weights than the call expects.
+            EndpointRefused: the server has other base weights than before.
         """
         return completion
 
     async def check(self) -> None:
-        """Check before a run that the servers have what requests name.
+        """Check before a run that the servers have the adapter that requests name; without adapters, do nothing.
 
         Raises:
-            EndpointRefused: they do not.
+            EndpointRefused: a server does not have it.
         """
 
     def _refusal(self, call: Call, worker: Worker, status: int, payload: bytes) -> EndpointError:

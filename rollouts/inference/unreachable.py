@@ -140,7 +140,7 @@ class Reachability:
                 if interrupted.is_set():
                     if call.running is None:
                         return None
-                    interrupted = self._interrupted
+                    interrupted = self._interrupted  # its lost generation may still run: it waits for the abort
                 if overloaded:
                     return bound or self._workers.reassign(worker, call.route)
                 back = await self._first_reachable(wanted)

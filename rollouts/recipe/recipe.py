@@ -51,10 +51,10 @@ __all__ = [
     "recipe_defaults",
 ]
 
-_CLOSE_SECONDS = 30.0
+_ENVIRONMENT_SECONDS = 30.0
 
 
-def _factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+def _check_factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not callable(value):
         raise ConfigError.of(f"Recipe.{field.name}", value, "an environment class, or a functools.partial of one")
 
@@ -78,7 +78,7 @@ class Recipe:
     tokenizer: Any
     """A transformers tokenizer, the name or folder to load one from, or a :class:`~rollouts.renderer.Renderer`.
     ``None`` where an API renders the conversations."""
-    environment_cls: EnvironmentFactory | None = attrs.field(default=None, validator=_factory, repr=_name_of)
+    environment_cls: EnvironmentFactory | None = attrs.field(default=None, validator=_check_factory, repr=_name_of)
     """``None`` if the agents are programs or functions."""
     batches: int = attrs.field(default=1, validator=integer(1))
     lifetime: AbstractAsyncContextManager[Any] | None = attrs.field(default=None, repr=False)
@@ -106,8 +106,7 @@ class Recipe:
             ConfigError: the generate function is not a ``functools.partial``, or does not take such an argument.
         """
         generate_fn = self.config.generate_fn
-        partial = isinstance(generate_fn, functools.partial)
-        takes = inspect.signature(generate_fn).parameters.values() if partial else ()
+        takes = inspect.signature(generate_fn).parameters.values() if isinstance(generate_fn, functools.partial) else ()
         names = {parameter.name for parameter in takes if parameter.kind is parameter.KEYWORD_ONLY}
         for name, value in options.items():
             if name not in names and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
@@ -344,7 +343,7 @@ def assembled_recipe(
         function: the user called it; messages name it.
         options: see :class:`AllOptions`.
     """
-    of_config, of_sampling, of_renderer = _sorted_options(function, options)
+    of_config, of_sampling, of_renderer = _options_by_owner(function, options)
     keep, filter_fn = options.get("keep"), options.get("filter_fn")
     if keep not in (None, "spread", "all"):
         raise ConfigError.of("keep", keep, '"spread" or "all"')
@@ -426,8 +425,8 @@ _OF_CONFIG = [field.name for field in attrs.fields(RolloutConfig) if field.name 
 _OF_SAMPLING = [field.name for field in attrs.fields(SamplingParams)]
 
 
-def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The options of ``RolloutConfig``, ``SamplingParams`` and ``Renderer``.
+def _options_by_owner(function: Callable[..., Recipe], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Check the names of the options; return those of ``RolloutConfig``, ``SamplingParams`` and ``Renderer``.
 
     Raises:
         ConfigError: an option is unknown; the message lists the known ones.
@@ -448,7 +447,7 @@ def _sorted_options(function: Callable[..., Recipe], options: Mapping[str, Any])
 
 
 def _describe(value: Any) -> Any:
-    """Describe a value: data as is, a tokenizer by its path, a function by its name."""
+    """Describe a value: data as is, a tokenizer by its path, a function by its name; not what its ``repr`` hides."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Path):
@@ -462,8 +461,8 @@ def _describe(value: Any) -> Any:
     if (wrapped := getattr(value, "__wrapped__", None)) is not None:
         return _describe(wrapped)
     if attrs.has(type(value)):
-        fields = {field.name: (field.repr, getattr(value, field.name)) for field in attrs.fields(type(value))}
-        return {name: shown(inner) if callable(shown) else _describe(inner) for name, (shown, inner) in fields.items()}
+        fields = [(field, getattr(value, field.name)) for field in attrs.fields(type(value)) if field.repr is not False]
+        return {field.name: field.repr(v) if callable(field.repr) else _describe(v) for field, v in fields}
     return getattr(value, "name_or_path", None) or function_name(value)
 
 
@@ -540,7 +539,7 @@ async def check_environment(recipe: Recipe) -> tuple[Tool, ...]:
     """
     factory = recipe.environment_for("preflight")
     name = function_name(factory)
-    with boundary(EnvironmentFailure, f"{name}()", seconds=_CLOSE_SECONDS, before_work=True):
+    with boundary(EnvironmentFailure, f"{name}()", seconds=_ENVIRONMENT_SECONDS, before_work=True):
         environment: Any = factory()
         if inspect.isclass(environment) or not isinstance(environment, Environment):
             expected = "an object with tools, start, step and close"

@@ -140,15 +140,15 @@ def bridge_text(
     sentinel, *words = _unused_words([*opening, *new], 1 + len(new))
     forms = BridgeForms() if forms is None else forms
     reasons: dict[str, str] = {}
-    written = False
+    writes_calls = False
     for kind, dummy in _dummies(history[-1] if history else None, new, sentinel):
-        if written and not dummy.tool_calls:  # it replaces only a turn that the template leaves out
+        if writes_calls and not dummy.tool_calls:  # it stands only for turns with calls that the template leaves out
             break
         shape = shape_of(opening, dummy, new, template.key_of(tools))
         try:
             rest = _after(sentinel, template.render([*opening, dummy, *new], tools))
             end = None if rest is None else forms.end(shape, rest, new, stops)
-            with_words: str | None = ""
+            with_words: str | None = ""  # not needed where a form is known
             if end is None:
                 marked = [attrs.evolve(message, content=word) for message, word in zip(new, words, strict=True)]
                 with_words = _after(sentinel, template.render([*opening, dummy, *marked], tools))
@@ -160,7 +160,7 @@ def bridge_text(
         if rest is None or with_words is None:
             reasons.setdefault(kind, "the template leaves the turn out")
             continue
-        written = True
+        writes_calls = True
         try:
             if end is None:
                 end = _up_to_first(with_words, words, new)

@@ -65,14 +65,14 @@ class Bridges:
             text = self._whole_text(history, new, tools)
         else:
             memory = memory or BridgeMemory()
-            text = self._text(history, new, tools, memory)
+            text = self._dummy_text(history, new, tools, memory)
             if memory.compares(history[-1], new, model.switches) or images:
                 self._check(text, history, new, tools)
         ids = model.encode(text, images)
         stop = int(tail[-1]) if len(tail) else None
         if stop not in model.stop_ids or not len(ids):
             return ids
-        first = int(ids[0])
+        first = int(ids[0])  # where the template closes no turn, that of the next header, which stays
         replaces = first == stop or (self._closes_turns and first in model.special_ids)
         return ids[1:] if replaces else ids
 
@@ -111,7 +111,7 @@ class Bridges:
         """The result of :meth:`Renderer.rewriting <rollouts.renderer.Renderer.rewriting>`."""
         model = self._model
         new = model.marks.guarded(new)
-        text = self._text(history, new, tools, BridgeMemory())
+        text = self._dummy_text(history, new, tools, BridgeMemory())
         count = len(model.encode(text, model.images_of(new), counted=False))
         text = text.replace(GUARD, "")
         if not after.endswith(text):
@@ -122,7 +122,7 @@ class Bridges:
         closing = getattr(model.dialect, "reasoning", ("", ""))[1]
         return rewriting(before, after.removesuffix(text), history[-1], kept=kept, closing=closing), count
 
-    def _text(
+    def _dummy_text(
         self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], memory: BridgeMemory
     ) -> str:
         """The bridge behind a dummy."""

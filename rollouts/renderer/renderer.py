@@ -218,8 +218,8 @@ class Renderer:
         In a conversation of at most six messages so far, the bridge is the text that the template writes there (long
         texts shortened). In a longer one a dummy stands in place of the history. The bridges 1, 2, 4, 8, … from there
         on, and those after a message that contains a switch of the template (such as ``/no_think``), are compared with
-        the rendering of the whole conversation. Of many messages with the same switches, the 1st, 2nd, 4th, 8th, …
-        count.
+        the rendering of the whole conversation. Where many messages have the same switches, the bridges after the
+        1st, 2nd, 4th, 8th, … are.
 
         Args:
             history: the conversation so far, ending with the reply. Of the earlier messages of a longer one, only
@@ -376,7 +376,7 @@ def renderer_for(tokenizer: Any, **kwargs: Any) -> Renderer:
     """
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if isinstance(tokenizer, Renderer):
-        for name, value in kwargs.items():
+        for name, value in kwargs.items():  # the first is named
             raise ConfigError.of(name, value, f"no value: the renderer {tokenizer!r} has options already")
         return tokenizer
     key = repr(sorted(kwargs.items()))

@@ -81,7 +81,6 @@ class RunResult:
 Watch: TypeAlias = Callable[[AsyncRolloutManager], Coroutine[Any, Any, None]]
 """An observer that runs concurrently with the run and is cancelled at its end."""
 
-
 Deliver: TypeAlias = Callable[[list[Sample]], Awaitable[None]]
 """Receives the samples of a batch that is on disk; the next batch waits for it."""
 
@@ -150,8 +149,8 @@ async def run(
             return await _run(recipe, writer, stop, watch, run_journal, state, on_batch, deliver)
         from rollouts.observability.run_logger import LoggedRun, logging_to  # here: few runs have loggers
 
-        path, log_id, described_run = writer.path, *writer.log_identity()
-        logged = LoggedRun(path.resolve().name, log_id, path, described_run, writer.batches)
+        log_id, described_run = writer.log_identity()
+        logged = LoggedRun(writer.path.resolve().name, log_id, writer.path, described_run, writer.batches)
         try:
             async with logging_to(loggers, logged) as log:
                 on_each = _each(on_batch, log.batch)
@@ -216,7 +215,7 @@ async def _run(
         error = raised
     except BaseException as raised:
         if not finished and not isinstance(raised, asyncio.CancelledError):
-            error = error or raised
+            error = raised
         raise
     finally:
         if stop.requested and not finished:
@@ -233,8 +232,7 @@ async def _run(
             except OSError as full:  # the journal has everything that the files lack
                 text = f"the end of the run cannot be written to {writer.path}: {full}; rollouts run --resume continues"
                 status, error = "failed", error or RolloutsError(text)
-    if error is not None and not isinstance(error, RolloutsError):
-        raise error
+    assert error is None or isinstance(error, RolloutsError), "any other error was raised"
     seconds = anyio.current_time() - began
     return RunResult(status, accounting, unbatched, manager.run_metrics, writer.batches, tuple(metrics), seconds, error)
 

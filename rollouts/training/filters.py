@@ -35,10 +35,10 @@ STD_FLOOR = 1e-6
 
 
 def check_reward_nonzero_std(samples: Sequence[Sample], by: Comparison | None = None) -> bool:
-    """Keep if rewards that are compared differ: in a group without spread every advantage is zero.
+    """Keep if two rewards that are compared differ: in a group without spread every advantage is zero.
 
-    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` is that of
-    :func:`~rollouts.training.group_advantages`: in a game of several agents, the rewards of one seat must differ.
+    Uses the unbiased standard deviation, as slime does. A group of one sample has no spread. ``by`` says which rewards
+    are compared (:func:`~rollouts.training.group_advantages`): in a game of several agents, those of one seat.
     """
     from rollouts.training.comparisons import by_comparison  # here: the import of a filter stays small
 

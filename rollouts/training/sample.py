@@ -34,10 +34,8 @@ from rollouts.training.status import Status
 
 __all__ = ["ImageInputs", "Sample"]
 
-
 ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]]
 """Makes the model's inputs of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
-
 
 _NO_IMAGES: Mapping[str, Image] = {}
 """Shared by all samples without images; never changed."""
@@ -107,8 +105,9 @@ class Sample:
     conversation: int = 0
     """Number of the conversation among those of its seat in the rollout; branches of a conversation share it."""
     parent: int | None = None
+    """Of a branch: the number of the conversation that it continues."""
     shared: int = 0
-    """Of a branch: the conversation that it continues, and the number of its first tokens, which that one trains."""
+    """Of a branch: the number of its first tokens that ``parent`` trains."""
     named_images: Mapping[str, Image] = _NO_IMAGES
     """Every image that prompt, messages and tokens name, by its SHA-256; a run's folder has each as a file."""
     tools: str | None = None
@@ -133,7 +132,6 @@ class Sample:
     tokens = column("tokens", "Prompt and response ids, in the order the model saw them.")
     loss_mask = column("loss_mask", "1 where the token was sampled by the policy, else 0; as long as ``tokens``.")
     rollout_log_probs = column("rollout_log_probs", "Logprob of each sampled id, 0 elsewhere; or ``None``.")
-
     step_completions = column(
         "step_completions", "For each step reward the number of the completion that it answers, -1 where not known."
     )

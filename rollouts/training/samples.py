@@ -44,7 +44,7 @@ def trajectory_to_sample(
     """
     assert trajectory.stop_reason is not None, "only a sealed trajectory becomes a sample"
     first = trajectory.completions[0].start if trajectory.completions else len(trajectory)
-    with_parts = [message for message in trajectory.messages if type(message.content) is not str]
+    in_parts = [message for message in trajectory.messages if type(message.content) is not str]  # these have images
     sample = Sample(
         prompt=prompt.prompt,
         response=decode(trajectory.tokens[first:]),
@@ -64,7 +64,7 @@ def trajectory_to_sample(
         messages=[message.to_record() for message in trajectory.messages],
         tools=trajectory.tools,
         images=trajectory.images,
-        named_images={image.sha256: image for message in with_parts for image in message.images},
+        named_images={image.sha256: image for message in in_parts for image in message.images},
         completions=list(trajectory.completions),
         metrics=dict(trajectory.metrics),
         history=trajectory.history,

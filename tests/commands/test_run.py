@@ -128,6 +128,17 @@ def without_urls(info: dict[str, Any]) -> None:
     del info["vocab_size"]
 
 
+async def test_a_recipe_that_cannot_be_recorded_deletes_no_old_run(tmp_path: Path) -> None:
+    """Also with ``--overwrite``; no server is asked. The rollouts of an endpoint with adapters are not recorded."""
+    (tmp_path / "small.py").write_text(RECIPE.replace("**sizes", '**sizes, lora="family"'))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text("{}")
+    target = RunTarget(recipe=tmp_path / "small.py", urls=("http://127.0.0.1:9",), model=MODEL)
+    with pytest.raises(ConfigError, match="--record: got 'family'; expected an endpoint without lora"):
+        await play(target, tmp_path / "old", record=True, overwrite=True)
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["run.json"]
+
+
 # -- the server of a resumed run --
 
 
