@@ -197,8 +197,9 @@ def seal(episode: Episode) -> None:
     if earlier and not last.completions:
         *earlier, kept = earlier
         kept.messages = last.messages
-        for name in last.metrics.keys() - {"forks", "duplicated_tokens"}:
-            kept.count(name, last.metrics[name])
+        for name, amount in last.metrics.items():
+            if name not in ("forks", "duplicated_tokens"):
+                kept.count(name, amount)
         for span in last.times:
             kept.times.add(*span)
         last = kept

@@ -15,7 +15,6 @@ from rollouts.base.validators import finite
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, StopReason
 from rollouts.errors import Failure, GenerateFailure
-from rollouts.training.branching import check_parents
 from rollouts.training.sample import Sample
 from rollouts.training.sample_validator import MAX_FLOAT, copied, pack
 from rollouts.training.status import Status
@@ -33,11 +32,14 @@ def failed_rollout(samples: Sequence[Sample], request: Prompt, failure: Failure)
         sample.status, sample.failure = Status.FAILED, failure
     if kept[-1].stop_reason is StopReason.FORKED:
         kept[-1].stop_reason = None
-    try:
-        check_parents(kept, "")
-    except GenerateFailure:
-        for sample in kept:
-            sample.parent, sample.shared = None, 0
+    if any(sample.parent is not None for sample in kept):
+        from rollouts.training.branching import check_parents  # here: few rollouts have branches
+
+        try:
+            check_parents(kept, "failed_rollout")
+        except GenerateFailure:
+            for sample in kept:
+                sample.parent, sample.shared = None, 0
     return kept
 
 

@@ -171,6 +171,8 @@ class GroupRunner:
 
     async def score_and_filter(self, prompt: Prompt, samples: tuple[Sample, ...]) -> Group:
         """Score the samples of a sound group if ``group_rm`` is set, and apply the filter."""
+        from rollouts.training.failed_samples import pack_lossy  # before a failure that leaves no file to open
+
         config = self.config
         outcome: Outcome = "kept"
         reason = ""
@@ -191,8 +193,6 @@ class GroupRunner:
         except (TokenMismatchError, ConfigError, EndpointAway):
             raise
         except RolloutsError as error:
-            from rollouts.training.failed_samples import pack_lossy  # here: most groups are sound
-
             failure = Failure.of(error)
             for sample in pack_lossy(samples, prompt):
                 sample.failure = failure

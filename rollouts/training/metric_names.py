@@ -93,7 +93,7 @@ OF_BATCHES: Mapping[str, str] = {
     "policy_versions": "number of versions of the weights that sampled the batch",
     "status/STATUS": "share of rollouts with this status",
     "prefix_cache_hit_rate": "share of the prompt tokens that the server had in its cache",
-    "repeated_prompts": "groups whose prompt (without text: metadata) and label an earlier group of the batch has; absent if 0",
+    "repeated_prompts": "groups with the prompt (the metadata without text) and label of an earlier one; absent if 0",
     "forks": "sum of the metric ``forks`` of the samples",
     "duplicated_tokens": "sum of the metric ``duplicated_tokens`` of the samples",
     "duplicated_tokens/share": "the same as a share of all tokens",

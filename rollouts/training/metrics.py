@@ -182,7 +182,8 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
     groups = {sample.group_index: sample for sample in reversed(samples)}
-    if repeated := len(groups) - len({_task_of(sample) for sample in groups.values()}):
+    equal = len({repr((sample.prompt, sample.label)) for sample in groups.values()}) < len(groups)
+    if equal and (repeated := len(groups) - len({_task_of(sample) for sample in groups.values()})):
         numbers["repeated_prompts"] = repeated
     counters = [one[0].metrics if len(one) == 1 else _counters(one) for one in rollouts]
     numbers["forks"] = sum([one.get("forks", 0) for one in counters])

@@ -57,6 +57,8 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
         EndpointAway: no server answered for too long; the rollout is not lost.
         TokenMismatchError: a law is broken.
     """
+    from rollouts.training.failed_samples import failed_rollout  # before a failure that leaves no file to open
+
     samples: list[Sample] = []
     try:
         async with without_own_cancellation(GenerateFailure, "the rollout"):
@@ -71,8 +73,6 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
     except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
-        from rollouts.training.failed_samples import failed_rollout  # here: most rollouts are sound
-
         numbered = [number_sample(sample, request) for sample in samples or [Sample()]]
         samples = failed_rollout(numbered, request, Failure.of(error))
     for sample in samples:

@@ -1,8 +1,7 @@
 """Validation of samples that a user's function may have changed.
 
 Invariant: a sample that passes can be written and read again, with finite numbers that 32 bits hold. A reward or a
-filter changes neither the identity of a sample nor the columns of its replies. This
-module calls no user function.
+filter changes neither the identity of a sample nor the columns of its replies. This module calls no user function.
 """
 
 from __future__ import annotations

@@ -97,6 +97,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *_SEMANTICS,
     ),
     "rollouts/training/staleness.py": ("tests/training/test_staleness.py",),
+    "rollouts/training/buffer_state.py": ("tests/training/test_data_buffer.py",),
     "rollouts/training/data_buffer.py": ("tests/training/test_data_buffer.py", *_SAMPLERS, *_SEMANTICS),
 }
 """Test files of each module, or of the modules of a glob, the fastest first."""

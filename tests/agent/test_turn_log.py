@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from rollouts.agent import run_agent
-from rollouts.agent.turn_log import Turn, TurnLog, replayed
+from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest, replayed
 from rollouts.concurrency.boundary import waits
 from rollouts.dtypes import Limits, Message, Prompt, SamplingParams, StopReason, TokenColumn, VersionSpan
 from rollouts.engine import DEMO_MODEL
@@ -259,6 +259,9 @@ async def test_turns_of_another_prompt_are_not_resumed(renderer: Renderer) -> No
     await play(renderer, first)
     resumed = await play(renderer, Book(first.turns), prompt="another")
     assert "turns_before_resume" not in resumed.metrics
+    first_task, other_task = (Prompt("", metadata={"task": number}) for number in (1, 2))
+    assert prompt_digest(first_task) != prompt_digest(other_task)
+    assert prompt_digest(Prompt("go", metadata={"task": 1})) == prompt_digest(Prompt("go")), "as runs have it stored"
 
 
 async def test_a_rollout_of_several_episodes_logs_no_turns(renderer: Renderer) -> None:

@@ -432,7 +432,9 @@ def test_prompts_that_are_only_metadata_are_different_prompts() -> None:
     """An environment writes their openings from it; with a text, metadata makes no difference."""
     rows: list[dict[str, Any]] = [{"prompt": "", "metadata": {"task": number}} for number in (1, 2, 2, 3)]
     buffer = DataBuffer([*rows, *({"prompt": "x", "metadata": {"row": number}} for number in (1, 2))])
+    whole = buffer.save_state()
     assert [dict(prompt.metadata) for prompt in buffer.hold_out(2)] == [{"task": 3}, {"row": 2}]
+    assert whole != buffer.save_state() == DataBuffer(buffer.prompts).save_state()
     assert [prompt.metadata["task"] for prompt in buffer.prompts] == [1, 2, 2]
 
 
