@@ -81,16 +81,13 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
     return samples
 
 
-class without_own_cancellation:  # noqa: N801 - used as `async with without_own_cancellation(...)`
+class without_own_cancellation(contextlib.AbstractAsyncContextManager[Any]):  # noqa: N801
     """Run user code; raise ``failure`` if it cancelled the task that runs it."""
 
     def __init__(self, failure: type[RolloutsError], what: str) -> None:
         task = asyncio.current_task()
         assert task is not None, "user code is awaited in a task"
         self._failure, self._what, self._task, self._before = failure, what, task, task.cancelling()
-
-    async def __aenter__(self) -> None:
-        return
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         task, before = self._task, self._before

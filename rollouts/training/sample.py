@@ -283,8 +283,7 @@ class Sample:
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
         if all(isinstance(column, np.ndarray) for column in columns):
-            others = [self.read_record(name) for name in RECORDED[1:]]
-            self._compact = CompactRecord.of(columns, first, decode, self.response, *others)
+            self._compact = CompactRecord.of(columns, first, decode, *map(self.read_record, RECORDED))
             if self._compact is not None:
                 self._response = self._messages = self._completions = self._versions = self._compact
         return self

