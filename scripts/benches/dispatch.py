@@ -173,7 +173,7 @@ async def _play(options: argparse.Namespace, folder: Path) -> dict[str, float | 
             while True:
                 now = resident_mb()
                 peak, lowest[-1] = max(peak, now), min(lowest[-1], now)
-                await anyio.sleep(0.25)
+                await anyio.sleep(0.05)  # the heap of a batch is back only until the next one arrives
 
     async def connect(number: int) -> _Link:
         return _Link(load, fields, columns)
