@@ -76,7 +76,7 @@ async def test_order_is_that_of_the_prompts_not_of_arrival() -> None:
 async def test_a_fork_is_one_rollout_of_its_group() -> None:
     """1.5 A rollout may return several samples; they stay together and share its rollout id and its reward.
 
-    The reward is that of the last branch; those that ended in a fork are not scored.
+    The reward is that of the last branch; branches that ended in a fork are not scored.
     """
 
     async def fork(prompts: Sequence[Prompt]) -> list[Sample]:
