@@ -107,15 +107,16 @@ class RunJournal:
         stored = _StoredTurns()
         for turn in turns:
             stored = stored.with_more(Columns.of(turn))
-        self._stored_turns.pop(index, None)
+        if self._stored_turns.pop(index, None) is not None:  # of an attempt whose group was put back
+            self.journal.append("turn", {"index": index})
         if turns:  # else there is nothing to note; an empty entry would stay if the group is returned
             self._stored_turns[index] = stored
 
         async def save(turn: Turn | None) -> None:
-            # A record with "first" discards the turns of this rollout before it; one without a turn is only that.
+            # A record with "first", or without a turn, discards the turns of this rollout before it.
             if turn is None:
                 self._stored_turns[index] = _StoredTurns()
-                self.journal.append("turn", {"index": index, "first": True})
+                self.journal.append("turn", {"index": index})
             else:
                 await self.images.store(turn.images)
                 columns = Columns.of(turn)
@@ -133,7 +134,7 @@ class RunJournal:
         self._stored_turns.pop(index, None)
         failure = next((sample.failure for sample in samples if sample.failure), None)
         why = {} if failure is None else {"kind": failure.kind, "message": failure.message}
-        self.journal.append("attempt", {"index": index, "attempt": attempt, "first": True, "failure": why})
+        self.journal.append("attempt", {"index": index, "attempt": attempt, "failure": why})
 
     async def finished(self, samples: Sequence[Sample]) -> None:
         """Record a finished and scored rollout; returns when it is committed."""

@@ -146,13 +146,14 @@ class FailFast:
         if failed > count - failed:
             text = f"{failed} of the last {count} groups failed, none was accepted: {causes}"
             return GenerateFailure(f"{text}. {_kept(accounting)}")
+        assert mean_reward is not None, "a filter sees scored groups"
         text = f"filter {function_name(self._config.filter_fn)} accepted none of the last {count} groups"
         if failed:
             text += f", and {failed} failed before it"
         if len(rewards) == 1:
-            text += f"; every reward was {_rounded(next(iter(rewards)))}, so there is nothing to learn"
+            text += f"; every reward was {next(iter(rewards)):.4g}, so there is nothing to learn"
             text += ' (keep="all" of agent_recipe, in place of a filter, keeps such groups)'
-        return FilterFailure(f"{text}; mean reward {_rounded(mean_reward)}. {_kept(accounting)}")
+        return FilterFailure(f"{text}; mean reward {mean_reward:.4g}. {_kept(accounting)}")
 
     def _reset_patience(self) -> None:
         self._rejected_in_a_row = 0
@@ -162,7 +163,3 @@ class FailFast:
 
 def _kept(accounting: Accounting) -> str:
     return f"{accounting.ready} accepted groups are kept; {accounting}"
-
-
-def _rounded(number: float | None) -> str:
-    return "unknown" if number is None else f"{number:.4g}"

@@ -110,6 +110,9 @@ async def test_a_fork_opens_where_the_template_rewrites_and_not_in_the_tool_loop
     for branch in branches:
         for one in branch.completions:
             assert list(next(requests)) == branch.tokens[: one.start].tolist()
+    sessions = [session for session, _ in policy.sessions]
+    assert sessions[0] == sessions[1]
+    assert len(set(sessions)) == 3, "the requests of a session extend each other"
 
 
 async def test_each_sampled_token_is_trained_once_over_all_branches(qwen3: Renderer) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from rollouts.agent import run_agent
 from rollouts.concurrency.boundary import waits
+from rollouts.concurrency.times import now
 from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
@@ -118,11 +119,13 @@ async def test_the_requests_of_an_episode_share_a_session_that_no_other_has(rend
 
 async def test_the_seconds_of_the_environment_are_those_of_its_calls(renderer: Renderer, ids: Any) -> None:
     """Its metric is the sum over start and steps, each of which is in the times."""
+    began = now()
     trajectory = await play(renderer, [ids(call("add", a=1, b=2) + "<|im_end|>"), ids("3<|im_end|>")])
+    wall = now() - began
     spans = [span for span in trajectory.times if span.activity == "environment"]
     assert [span.name for span in spans] == [f"CalculatorEnvironment.{name}" for name in ("start", "step", "step")]
     assert trajectory.metrics["environment_seconds"] == pytest.approx(sum(span.seconds for span in spans), abs=1e-3)
-    assert trajectory.metrics["environment_seconds"] > 0
+    assert 0 < trajectory.metrics["environment_seconds"] < wall
 
 
 async def test_a_wait_for_a_step_names_the_tools_that_run(renderer: Renderer, ids: Any) -> None:
@@ -188,6 +191,7 @@ async def test_the_whole_sequence_never_passes_its_limit(renderer: Renderer, ids
                                    CalculatorEnvironment().tools))  # fmt: skip
     room = opening + len(ids(call("add", a=1, b=2))) + 3
     options: dict[str, Any] = {"limits": Limits(max_tokens=room)} if limit == "max_tokens" else {"max_context": room}
+    options["max_new_tokens"] = room
     trajectory = await play(renderer, [ids(call("add", a=1, b=2) + "<|im_end|>")] * 9, **options)
     assert trajectory.stop_reason == StopReason(reason)
     assert len(trajectory.completions) == 1

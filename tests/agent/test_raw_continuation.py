@@ -448,8 +448,9 @@ async def test_a_turn_that_the_prompt_began_goes_on_whole(cut: bool) -> None:
     half = PLAIN.encode(SECOND).tolist()
     parts = [Reply(half[:5], "abort")] if cut else []
     rest = [PLAIN.decode(half[5:]) if cut else SECOND, ANSWER + "<|im_end|>"]
-    whole, environment = await continued([" " + FIRST, *parts], rest, FOUND[1:], [Message("assistant", "Well.")])
-    assert environment.opened == (QUESTION, Message("assistant", "Well. " + FIRST + FOUND[0]))
+    more = Message("user", "Quickly.")
+    whole, environment = await continued([" " + FIRST, *parts], rest, FOUND[1:], [more, Message("assistant", "Well.")])
+    assert environment.opened == (QUESTION, more, Message("assistant", "Well. " + FIRST + FOUND[0]))
     assert environment.replies == [SECOND, ANSWER]
     assert whole.messages[-1]["content"] == "Well. " + FIRST + FOUND[0] + SECOND + FOUND[1] + ANSWER
 

@@ -220,6 +220,19 @@ async def test_a_free_slot_starts_one_group() -> None:
         release.set()
 
 
+async def test_a_group_that_is_filtered_reserves_no_slot() -> None:
+    """12.6 Its rollouts have ended, so that another group may start meanwhile."""
+    free: list[bool] = []
+
+    def keep(samples: list[Sample]) -> bool:
+        free.append(manager.slots.has_room())
+        return True
+
+    manager = manager_of(answer_at_once, in_flight=1, batch_size=1, over_sampling_factor=1, filter_fn=keep)
+    await manager.generate_batch()
+    assert free == [True]
+
+
 def test_the_deadline_of_a_group_does_not_count_waits_for_a_slot() -> None:
     """12.7 A group that waits ten times ``group_seconds`` for its slots does not fail. ``batch_seconds`` counts it."""
 

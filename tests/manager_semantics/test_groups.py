@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import attrs
 import pytest
 
+from rollouts.dtypes import StopReason
 from rollouts.errors import (
     GenerateFailure,
 )
@@ -73,16 +74,29 @@ async def test_order_is_that_of_the_prompts_not_of_arrival() -> None:
 
 
 async def test_a_fork_is_one_rollout_of_its_group() -> None:
-    """1.5 A rollout may return several samples; they stay together and share its rollout id."""
+    """1.5 A rollout may return several samples; they stay together and share its rollout id and its reward.
+
+    The reward is that of the last branch; branches that ended in a fork are not scored.
+    """
 
     async def fork(prompts: Sequence[Prompt]) -> list[Sample]:
         (request,) = prompts
         assert request.index is not None
-        return [sample_for(request, length=1 + part, reward=1.0) for part in range(1 + request.index % 3)]
+        samples = [sample_for(request, length=1 + part) for part in range(1 + request.index % 3)]
+        for branch in samples[:-1]:
+            branch.stop_reason = StopReason.FORKED
+        return samples
 
-    batch = await manager_of(fork, n_samples_per_prompt=3).generate_batch()
+    def score(sample: Sample) -> float:
+        scored.append((sample.index, len(sample)))
+        return float(sample.index or 0)
+
+    scored: list[tuple[int | None, int]] = []
+    batch = await manager_of(fork, n_samples_per_prompt=3, reward_fn=score).generate_batch()
     assert [sample.rollout_id for sample in batch] == [0, 1, 1, 2, 2, 2, 3, 4, 4, 5, 5, 5, 6, 7, 7, 8, 8, 8]
     assert [len(sample) for sample in batch[3:6]] == [2, 3, 4], "branches in the order they were given"
+    assert [sample.reward for sample in batch] == [sample.rollout_id for sample in batch]
+    assert sorted(scored)[:3] == [(0, 2), (1, 3), (2, 4)]
 
 
 async def test_a_group_of_one() -> None:

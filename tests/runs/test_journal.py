@@ -42,6 +42,7 @@ def last_segment(path: Path) -> Path:
 def test_what_was_committed_is_read_again_bit_for_bit(tmp_path: Path) -> None:
     """Fields and columns, over several segments, and one record by its offset."""
     found = written(tmp_path, 9, segment_bytes=200)
+    assert found[0].sequence == 1, "the record that begins the first segment has number 0"
     assert len(list(tmp_path.glob("segment-*"))) > 2
     assert [entry.fields["number"] for entry in found] == list(range(9))
     for entry in found:
@@ -190,6 +191,27 @@ def test_damage_in_an_earlier_segment_is_no_torn_tail(tmp_path: Path) -> None:
     earlier.write_bytes(data)
     with pytest.raises(JournalError, match=f"{earlier.name}, offset {behind.offset.offset}: damaged"):
         Journal(tmp_path, batches=0)
+
+
+def test_a_damaged_seal_of_a_batch_that_was_handed_out_is_no_torn_tail(tmp_path: Path) -> None:
+    """Also where no seal follows it; the error has the reason."""
+    seal = [entry for entry in sealing(tmp_path) if entry.kind == "sealed"][-1]
+    segment = last_segment(tmp_path)
+    data = bytearray(segment.read_bytes())
+    data[seal.offset.offset + 30] ^= 1
+    segment.write_bytes(data)
+    with pytest.raises(JournalError, match=f"offset {seal.offset.offset}: damaged"):
+        Journal(tmp_path, batches=2)
+
+
+def test_a_journal_without_the_seal_of_a_batch_that_was_handed_out_is_damaged(tmp_path: Path) -> None:
+    """Also an empty folder: the error has the place where the journal ends."""
+    missing = "segment-000000.journal, offset {}: the journal ends before the seal of batch {}, which was handed out"
+    with pytest.raises(JournalError, match=missing.format(0, 0)):
+        Journal(tmp_path, batches=1)
+    sealing(tmp_path)
+    with pytest.raises(JournalError, match=missing.format(last_segment(tmp_path).stat().st_size, 2)):
+        Journal(tmp_path, batches=3)
 
 
 def test_a_length_in_junk_hides_no_seal(tmp_path: Path) -> None:

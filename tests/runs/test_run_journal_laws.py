@@ -427,10 +427,12 @@ async def test_a_lost_attempt_leaves_no_turns_to_refer_to(tmp_path: Path) -> Non
     assert RunHistory.read(tmp_path).samples(0) == [sample]
 
 
-async def test_a_new_attempt_refers_to_its_own_turns(tmp_path: Path) -> None:
-    """3.8 Also if the turns of the one before were never recorded as lost."""
+@pytest.mark.parametrize("fields", [{}, {"conversation": "a"}], ids=["episode", "play"])
+async def test_a_new_attempt_refers_to_its_own_turns(tmp_path: Path, fields: dict[str, str]) -> None:
+    """3.8 Also if the turns of the one before were never recorded as lost, e.g. of a group that was put back."""
     sample, turns = played(0, 2)
     _, other = played(7, 2)
+    turns, other = ([attrs.evolve(turn, fields=turn.fields | fields) for turn in one] for one in (turns, other))
     with Journal(tmp_path) as journal:
         run_journal = RunJournal(journal)
         await log_turns(run_journal, 0, other)

@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 
 from rollouts.concurrency.boundary import waits
 from rollouts.concurrency.deadlines import listed_pause
+from rollouts.concurrency.times import now
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, RolloutConfig, Sample, Status
@@ -52,8 +53,10 @@ def versions(samples: Sequence[Sample]) -> set[str]:
 
 async def test_generation_goes_on_while_the_caller_trains() -> None:
     """While the caller has a batch, groups of the next batches start and finish without a request."""
+    began = now()
     async with manager_of(Policy()) as manager, aclosing(manager.stream()) as batches:
         await anext(batches)
+        assert began - 1e-4 <= manager.metrics["ended"] <= now() + 1e-4
         await settled()
         assert manager.accounting.ready == 6
         assert manager.accounting.in_flight == 0
@@ -142,12 +145,15 @@ async def test_drop_keeps_old_groups_out_and_counts_them() -> None:
     assert manager.run_metrics.reasons["too old"] == 6
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2, 3])
-async def test_pace_drops_nothing_and_keeps_the_bound(bound: int) -> None:
-    """Ten batches, a new version after each: no group is lost, none is older than allowed, and the bound is used."""
+@pytest.mark.parametrize(("bound", "ahead"), [(0, 5), (1, 5), (2, 2), (3, 5)])
+async def test_pace_drops_nothing_and_keeps_the_bound(bound: int, ahead: int) -> None:
+    """Ten batches, a new version after each: no group is lost, none is older than allowed, and the bound is used.
+
+    A version starts the groups that it leaves room for at once; ``over_sampling_factor`` limits them, too.
+    """
     policy = Policy()
     oldest = []
-    async with manager_of(policy, ahead=5) as manager:
+    async with manager_of(policy, ahead=ahead) as manager:
         manager.announce_version("0")
         async with aclosing(manager.stream(max_staleness=bound, policy="pace")) as batches:
             for number in range(1, 11):
@@ -157,6 +163,7 @@ async def test_pace_drops_nothing_and_keeps_the_bound(bound: int) -> None:
                 policy.version = str(number)
                 manager.announce_version(str(number))
                 await settled()
+                assert manager.accounting.ready + manager.accounting.in_flight == min(2 * (bound + 1), 2 * ahead)
     assert manager.accounting.dropped == 0
     assert max(oldest) == bound
 
