@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--browser", action="store_true", help="run the tests that open pages in Chromium")
     parser.addoption("--containers", action="store_true", help="run the tests of a real Podman and buildah, as root")
-    parser.addoption("--gpu", action="store_true", help="run the tests of the embedded engine on a GPU")
+    parser.addoption("--gpu", action="store_true", help="run the tests of the embedded engine and of vLLM on a GPU")
     parser.addoption("--programs", action="store_true", help="run the tests of real programs, in .programs")
     parser.addoption("--sglang", action="store_true", help="run the tests of a real SGLang server, in .venv-sglang")
     parser.addoption("--vllm", action="store_true", help="run the tests of a real vLLM server, in .venv-vllm")
