@@ -77,14 +77,19 @@ class BufferState:
         if self.epoch < 0:
             raise ConfigError.of("BufferState.epoch", self.epoch, "0 or more")
         taken = self.epoch * size + self.cursor
-        if self.next_group_index != taken:
-            raise ConfigError.of("BufferState.next_group_index", self.next_group_index, f"{taken}, the prompts taken")
+        first = self.next_group_index - taken  # evaluations do not begin with 0
+        if first < 0:
+            expected = f"at least {taken}, the prompts taken"
+            raise ConfigError.of("BufferState.next_group_index", self.next_group_index, expected)
         before = -1
         for position, group_index in sorted(self.leftovers, key=lambda entry: entry[1]):
-            fits = before < group_index < taken
-            if fits:  # else no epoch has this index
-                fits = 0 <= position < size if self.sampler is not None else position == position_of(group_index)
+            number = group_index - first
+            fits = before < number < taken
+            if fits:  # else no epoch has this number
+                fits = 0 <= position < size if self.sampler is not None else position == position_of(number)
             if not fits:
-                expected = f"the position of each prompt, by its own group index below {taken}"
+                expected = (
+                    f"the position of each prompt, by its own group index, {first} to {self.next_group_index - 1}"
+                )
                 raise ConfigError.of("BufferState.leftovers", [position, group_index], expected)
-            before = group_index
+            before = number

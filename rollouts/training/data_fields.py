@@ -1,8 +1,9 @@
-"""The fields of a new sample that belong to the data: prompt, label, index and group index.
+"""The fields of a new sample that belong to the data: label, index and group index.
 
 Invariant: a sample of a generate function has those of its request, or none yet; a lost one gets them, and keeps its
-own failure. Where the data have no label, the function may set one. A sample with a trainer's record is excepted for
-prompt and label: such a record may have others than its group, and the trainer's functions may change them.
+own failure. Where the data have no label, the function may set one, and it may play another prompt. A sample with a
+trainer's record is excepted for the label: such a record may have another than its group, and the trainer's functions
+may change it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["check_data"]
 
 
 def check_data(sample: Sample, request: Prompt, source: str) -> None:
-    """Compare the fields that are set with the request's; afterwards the sample has the request's own prompt.
+    """Compare the fields that are set with the request's; afterwards a prompt that equals the request's is the same.
 
     Raises:
         GenerateFailure: a field differs, or cannot be compared.
@@ -35,10 +36,8 @@ def check_data(sample: Sample, request: Prompt, source: str) -> None:
             sample.label = copied(request.label)
         elif not (sample.label is None or request.label is None) and to_json(sample.label) != to_json(request.label):
             raise ConfigError.of("Sample.label", sample.label, f"{shortened(request.label)}, as in the data")
-        elif sample.prompt and as_messages(sample.prompt) != request.messages:
-            raise ConfigError.of("Sample.prompt", sample.prompt, f"{shortened(request.prompt)}, as in the data")
+        elif sample.prompt and as_messages(sample.prompt) == request.messages:
+            sample.prompt = request.prompt  # of frozen messages, which cannot be edited in place
     except Exception as error:
         text = str(error) if isinstance(error, ConfigError) else f"a value of the sample raises {shortened(error)}"
         raise GenerateFailure(f"{source}: {text}") from error
-    if sample.prompt:
-        sample.prompt = request.prompt  # of frozen messages, which cannot be edited in place

@@ -63,7 +63,7 @@ class Sample:
     """
 
     prompt: str | Sequence[Message | ChatDict] = ""
-    """The prompt, as in the data set; no function of a run changes it or the label."""
+    """The prompt, as in the data set unless the generate function plays another; no reward or filter changes it."""
     _response: Any = attrs.field(default="", alias="response")
     _tokens: Any = attrs.field(factory=list, alias="tokens", converter=as_column)
     _loss_mask: Any = attrs.field(default=None, alias="loss_mask", converter=as_column)
