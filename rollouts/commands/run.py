@@ -156,7 +156,7 @@ async def launch(
     async def signals(starting: anyio.CancelScope) -> None:
         def stop_cleanly() -> None:
             stop.ask()
-            if not working:  # there is no work to keep
+            if not working:  # no work would be lost
                 starting.cancel()
 
         def exit_at_once() -> None:
@@ -276,8 +276,7 @@ def description_of(target: RunTarget, recipe: Recipe, server: ServerInfo) -> dic
         "slots": target.slots,
     }
     model = {"name": server.model} if target.urls else {"weights": weights_checksum(Path(recipe.endpoint.model))}
-    if not target.urls:
-        description["command"] |= model
+    description["command"] |= {} if target.urls else model
     if target.provider == CHAT_PROVIDER:
         from rollouts.commands.chat_target import stored_chat
 

@@ -67,7 +67,7 @@ class Sender:
             ConfigError: the server does not report the logprobs that the record means.
         """
         if worker.limiter.total_tokens == math.inf:
-            return self._send(call, worker, new_connection)  # no second coroutine where there is no limit
+            return self._send(call, worker, new_connection)  # one coroutine fewer a call
         return self._send_limited(call, worker, new_connection)
 
     async def _send_limited(self, call: Call, worker: Worker, new_connection: bool) -> Completion:

@@ -233,21 +233,19 @@ def _failing_everywhere(*, is_main: bool) -> Iterator[None]:
         error = raised
     dist = sys.modules.get("torch.distributed")  # which a trainer of several processes has imported
     if dist is not None and dist.is_available() and dist.is_initialized():
-        shared = [_portable(error) if is_main else None]
+        shared = [_portable(error) if is_main and error is not None else None]
         dist.broadcast_object_list(shared, src=0)
         error = error or shared[0]
     if error is not None:
         raise error
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
-    """The error for other processes."""
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one with its text, that other processes can unpickle."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - foreign code of the error
-        return RolloutsError(
-            "" if error is None else f"the main process raised {type(error).__name__}: {text_of(error)}"
-        )
+        return RolloutsError(f"the main process raised {type(error).__name__}: {text_of(error)}")
     return error
 
 

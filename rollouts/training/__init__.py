@@ -121,6 +121,7 @@ __getattr__, __dir__ = lazy_face(
         ),
     },
 )
+_READER = "rollouts.runs.reader"  # imported at the first call: stored runs are a layer above this package
 
 
 def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
@@ -130,5 +131,4 @@ def load_run(path: str | Path, outcome: str = "kept") -> Sequence[Sample]:
         path: the folder of the run.
         outcome: which groups: ``"kept"``, ``"dropped"``, ``"failed"``, ``"unbatched"`` or ``"all"``.
     """
-    reader = importlib.import_module("rollouts.runs.reader")  # here: stored runs are a layer above this package
-    return cast("Sequence[Sample]", reader.load_run(path, outcome))
+    return cast("Sequence[Sample]", importlib.import_module(_READER).load_run(path, outcome))

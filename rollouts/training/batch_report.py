@@ -63,7 +63,8 @@ class BatchReport:
         try:
             numbers = batch_metrics(samples) | self.staleness.metrics(samples)
         finally:
-            (gc.enable if collects else gc.disable)()
+            if collects:
+                gc.enable()
         if self.staleness.drops:
             self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()
