@@ -1,4 +1,4 @@
-"""What the package relies on in anyio's worker threads; ``scripts/test --oldest`` asks the oldest anyio that is allowed."""
+"""A guarantee of anyio's worker threads, on which runs rely. ``scripts/test --oldest`` tests the oldest anyio."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 
 class Batch:
-    """As the samples of a batch, which a thread writes."""
+    """In place of the samples of a batch."""
 
 
 async def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
