@@ -1,6 +1,6 @@
 """The ``repr`` of a value as every process writes it.
 
-Invariant: it is ``repr(value)`` if the value contains no set and no address of an object. This module knows no data set.
+Invariant: it is ``repr(value)`` if the value has neither a set nor the address of an object. This module knows no data.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 __all__ = ["stable_repr"]
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
-_CONTAINS_ITSELF = {list: "[...]", tuple: "(...)", dict: "{...}"}
+_CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}"}
 
 
 def stable_repr(value: Any, around: tuple[int, ...] = ()) -> str:

@@ -219,9 +219,7 @@ class DataBuffer:
         self._begin()
         positions = self._replay_draws(draws)
         in_epochs = self._positions_in_epochs()
-        self._leftovers = [
-            (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
-        ]
+        self._leftovers = [(positions[n] if n in positions else in_epochs(n), n) for n in sorted(unsettled)]
 
     def _replay_draws(self, draws: Iterable[Draw]) -> dict[int, int]:
         """Give the sampler the draws and rewards of an earlier process; return the positions by group index."""

@@ -81,9 +81,9 @@ def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
             raise TypeError(f"got values of {plain.dtype}")
         packed = frozen(plain.astype(dtype))
         exact = len(plain) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == plain).all())
-        if dtype is not np.bool_ and exact:  # numpy reads True as 1
+        if exact and dtype is not np.bool_:  # numpy reads True as 1
             suspects = () if plain is value else compress(value, (packed == packed.astype(np.bool_)).tobytes())
-            exact = plain.dtype != np.bool_ and _BOOLS.isdisjoint(map(type, suspects))
+            exact = plain.dtype != np.bool_ and {bool, np.bool_}.isdisjoint(map(type, suspects))
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
     if not exact or packed.ndim != 1:
@@ -91,7 +91,6 @@ def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
     return packed
 
 
-_BOOLS = {bool, np.bool_}
 _CONTENTS: dict[type, str] = {
     np.int32: "one list of token ids that fit 32 bits",
     np.bool_: "one list of 0 and 1",

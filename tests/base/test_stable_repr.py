@@ -85,7 +85,7 @@ def test_ordinary_values_are_written_as_python_does(value: Any) -> None:
         (Pair({"b", "a"}, 1), "Pair(first={'a', 'b'}, second=1)"),
         (Opaque(), f"<{__name__}.Opaque object>"),
         ([Answer(Opaque())], f"[Answer(value=<{__name__}.Opaque object>, unit='m')]"),
-        (functools.partial(inside_itself), f"functools.partial(<function inside_itself>)"),
+        (functools.partial(inside_itself), "functools.partial(<function inside_itself>)"),
     ],
 )
 def test_sets_and_addresses_are_written_alike(value: Any, text: str) -> None:

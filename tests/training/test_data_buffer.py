@@ -264,8 +264,8 @@ def test_ordinary_labels_keep_their_fingerprint() -> None:
 def test_every_process_has_the_same_fingerprint() -> None:
     """Also of labels that are sets, whose order differs, and of objects, whose address does."""
     code = (
-        "from rollouts.training import DataBuffer; "
-        "print(DataBuffer([{'prompt': 'x', 'label': label} for label in ({*'abcdefgh'}, object(), [lambda: 0])]).fingerprint)"
+        "from rollouts.training import DataBuffer; labels = ({*'abcdefgh'}, object(), [lambda: 0]); "
+        "print(DataBuffer([{'prompt': 'x', 'label': label} for label in labels]).fingerprint)"
     )
     found = {
         subprocess.run(
