@@ -381,8 +381,11 @@ async def test_the_methods_of_an_environment_may_be_sync() -> None:
 
 
 class WrongTools(CalculatorEnvironment):
-    tools = (3,)  # type: ignore[assignment]
     closed = 0
+
+    @property
+    def tools(self) -> Any:
+        return (3,)
 
     async def close(self) -> None:
         type(self).closed += 1
