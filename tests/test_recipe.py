@@ -380,6 +380,24 @@ async def test_the_methods_of_an_environment_may_be_sync() -> None:
     assert await check_environment(a_recipe(environment_cls=ClosedAtOnce))
 
 
+class WrongTools(CalculatorEnvironment):
+    closed = 0
+
+    @property
+    def tools(self) -> Any:
+        return (3,)
+
+    async def close(self) -> None:
+        type(self).closed += 1
+
+
+async def test_an_environment_with_wrong_tools_is_closed() -> None:
+    """It may hold a sandbox or a session."""
+    with pytest.raises(EnvironmentFailure, match=r"WrongTools\.tools: got 3; expected Tools"):
+        await check_environment(a_recipe(environment_cls=WrongTools))
+    assert WrongTools.closed == 1
+
+
 async def test_an_environment_must_be_makeable() -> None:
     """An error while creating it is reported."""
     with pytest.raises(EnvironmentFailure, match=r"Broken\(\) raised OSError: no such world"):

@@ -10,6 +10,7 @@ This module does not know tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import attrs
@@ -104,10 +105,15 @@ class GuardedEnvironment:
 
     async def close(self, trajectory: Trajectory) -> None:
         """Close the environment, also during a cancellation. A failure is counted and does not fail the rollout."""
-        what, close, seconds = f"{self.name}.close", self.environment.close, self.limits.close_seconds
-        if getattr(close, "__func__", None) is ToolEnvironment.close:
-            return  # inherited, and does nothing
+        what, seconds = f"{self.name}.close", self.limits.close_seconds
         try:
+            try:
+                close = self.environment.close
+            except BaseException:  # of a property; most need no boundary here
+                with boundary(EnvironmentFailure, what):
+                    raise
+            if isinstance(close, MethodType) and close.__func__ is ToolEnvironment.close:
+                return  # inherited, and does nothing
             await call_foreign(EnvironmentFailure, what, close, seconds=seconds, kind="environment_step", shield=True)
         except EnvironmentFailure:
             trajectory.count("close_failures")

@@ -91,7 +91,8 @@ class CancellationGuard:
                         raise
                     break
                 if error is not None and self._is_hopeless():
-                    self._abandon()
+                    _ABANDONED.append(self)  # alive for ever: closing or freeing it, even at exit, would resume it
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.awaitable))
                     assert self._around.scope is not None, "a guard needs a scope around it"
                     exit_scopes_inside(self._around.scope)  # so that the task's scopes nest again
                     if not self._overdue:
@@ -138,8 +139,3 @@ class CancellationGuard:
     def _is_hopeless(self) -> bool:
         suppresses = self._suppressed >= _MAX_SUPPRESSED and time.monotonic() - self._since >= _SUPPRESSING_SECONDS
         return suppresses or self._forced >= _MAX_FORCED
-
-    def _abandon(self) -> None:
-        """Keep the coroutine alive for ever: closing or freeing it, even at interpreter exit, would resume it."""
-        _ABANDONED.append(self)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.awaitable))

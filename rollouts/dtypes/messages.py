@@ -84,9 +84,8 @@ class ToolCall:
 
 
 def _is_object_schema(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return False
-    return value.get("type", "object") == "object" and isinstance(value.get("properties", {}), Mapping)
+    is_object = isinstance(value, Mapping) and value.get("type", "object") == "object"
+    return is_object and isinstance(value.get("properties", {}), Mapping)
 
 
 @attrs.frozen
@@ -372,9 +371,7 @@ def chat_text(content: Any) -> str:
 
 
 def _image_text(part: Any) -> str:
-    if not _is_record(part):
-        return "[image]"
-    return image_label(part.get("width"), part.get("height"), part["sha256"])
+    return image_label(part.get("width"), part.get("height"), part["sha256"]) if _is_record(part) else "[image]"
 
 
 def _call_from_chat(call: Any) -> ToolCall:

@@ -54,9 +54,7 @@ __all__ = [
 _ENVIRONMENT_SECONDS = 30.0
 
 
-def _check_factory(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None and not callable(value):
-        raise ConfigError.of(f"Recipe.{field.name}", value, "an environment class, or a functools.partial of one")
+_check_factory = check("an environment class, or a functools.partial of one", callable, optional=True)
 
 
 def _name_of(function: Any) -> str:
@@ -544,10 +542,11 @@ async def check_environment(recipe: Recipe) -> tuple[Tool, ...]:
         if inspect.isclass(environment) or not isinstance(environment, Environment):
             expected = "an object with tools, start, step and close"
             raise ConfigError.of("Recipe.environment_cls()", environment, expected)
-        tools = sound_tools(environment.tools, f"{name}.tools")
-        if inspect.isawaitable(closing := environment.close()):
-            await closing
-    return tools
+        try:
+            return sound_tools(environment.tools, f"{name}.tools")
+        finally:
+            if inspect.isawaitable(closing := environment.close()):
+                await closing
 
 
 def _of_generate_fn(recipe: Recipe, name: str) -> Callable[..., Awaitable[Any]] | None:

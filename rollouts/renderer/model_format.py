@@ -90,6 +90,7 @@ class ModelFormat:
             dialect = declared
         if special_text not in get_args(SpecialText):
             raise ConfigError.of("special_text", special_text, f"one of {', '.join(get_args(SpecialText))}")
+        added = getattr(tokenizer, "added_tokens_decoder", {}).items()
         return cls(
             template=template,
             codec=codec,
@@ -98,7 +99,7 @@ class ModelFormat:
             declared=declared,
             stop_ids=tuple(stop_ids),
             stops=stops,
-            special_ids=frozenset(stop_ids) | _special_ids(tokenizer),
+            special_ids=frozenset(stop_ids).union(tokenizer.all_special_ids, (i for i, t in added if t.special)),
             images=_image_processor(name if images is True else images, template, codec) if images else None,
             switches=Switches(template, stops),
         )
@@ -195,11 +196,6 @@ def _template_source(tokenizer: Any, chosen: str | Path | None, name: str) -> st
         expected = f"template text, in Jinja; a file is Path({source!r})"
         raise ConfigError.of("chat_template", source, expected)
     return source
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
 
 def _marks_of(tokenizer: Any, source: str, stops: Sequence[str]) -> set[str]:

@@ -26,7 +26,7 @@ import rollouts
 from rollouts.agent import run_agent
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.stalls import StallWatch
-from rollouts.dtypes import MAX_MESSAGE_BYTES, Limits, Message, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import MAX_MESSAGE_BYTES, Limits, Message, Prompt, SamplingParams, StopReason, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.base import (
     TRUNCATED,
@@ -36,6 +36,7 @@ from rollouts.environments.base import (
     is_resumable,
     sound_opening,
     sound_step,
+    sound_tools,
 )
 from rollouts.errors import ConfigError, EnvironmentFailure, shortened, source_line
 from rollouts.renderer import Renderer, renderer_for
@@ -171,11 +172,14 @@ class _Check:
     def _create(self) -> Environment:
         with boundary(EnvironmentFailure, f"{self.name}()"):
             environment: Any = self.factory()
-        if not isinstance(environment, Environment):
-            raise EnvironmentFailure(
-                f"{self.name}(): got {shortened(environment)}; expected an object with tools, start, step and close"
-            )
+            if not isinstance(environment, Environment):
+                expected = "an object with tools, start, step and close"
+                raise EnvironmentFailure(f"{self.name}(): got {shortened(environment)}; expected {expected}")
         return environment
+
+    def _tools_of(self, environment: Environment) -> tuple[Tool, ...]:
+        with boundary(EnvironmentFailure, f"{self.name}.tools"):
+            return sound_tools(environment.tools, f"{self.name}.tools")
 
     async def _play(
         self, prompt: Prompt, seed: int, *, tools: bool = False, replies: Sequence[Message] | None = None
@@ -191,7 +195,7 @@ class _Check:
             if tools:
                 self._tools(environment)
             for turn in range(len(replies) if replies is not None else self.options.turns):
-                reply = replies[turn] if replies is not None else model.reply(tuple(environment.tools))
+                reply = replies[turn] if replies is not None else model.reply(self._tools_of(environment))
                 await self._step(environment, episode, reply)
                 if episode.results[-1].done:
                     break
@@ -215,7 +219,7 @@ class _Check:
     # -- judging --
 
     def _tools(self, environment: Environment) -> None:
-        tools = tuple(environment.tools)
+        tools = self._tools_of(environment)
         if not tools:
             self.add("tools", "note", "none: the model has no tool")
         for tool in tools:
@@ -303,24 +307,27 @@ class _Check:
         environment = self._create()
         began = 0.0
         try:
-            await self._foreign("start", environment.start, self.prompts[0])
-            reply = RandomModel(self.options.seed, calls=1.0).reply(tuple(environment.tools))
-            async with anyio.create_task_group() as tasks:
+            try:
+                await self._foreign("start", environment.start, self.prompts[0])
+                reply = RandomModel(self.options.seed, calls=1.0).reply(self._tools_of(environment))
+                async with anyio.create_task_group() as tasks:
 
-                async def step() -> None:
-                    nonlocal failure
-                    try:
-                        await self._foreign("step, cancelled", environment.step, reply)
-                    except EnvironmentFailure as error:
-                        failure = error
+                    async def step() -> None:
+                        nonlocal failure
+                        try:
+                            await self._foreign("step, cancelled", environment.step, reply)
+                        except EnvironmentFailure as error:
+                            failure = error
 
-                tasks.start_soon(step)
-                await anyio.lowlevel.checkpoint()
-                await anyio.lowlevel.checkpoint()
-                began = time.perf_counter()
-                tasks.cancel_scope.cancel()
-            took = time.perf_counter() - began
-            await self._foreign("close", environment.close)
+                    tasks.start_soon(step)
+                    await anyio.lowlevel.checkpoint()
+                    await anyio.lowlevel.checkpoint()
+                    began = time.perf_counter()
+                    tasks.cancel_scope.cancel()
+                took = time.perf_counter() - began
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._foreign("close", environment.close)
         except EnvironmentFailure as error:
             failure = error
         if failure is not None:

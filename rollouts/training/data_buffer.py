@@ -219,9 +219,7 @@ class DataBuffer:
         self._begin()
         positions = self._replay_draws(draws)
         in_epochs = self._positions_in_epochs()
-        self._leftovers = [
-            (positions[number] if number in positions else in_epochs(number), number) for number in sorted(unsettled)
-        ]
+        self._leftovers = [(positions[n] if n in positions else in_epochs(n), n) for n in sorted(unsettled)]
 
     def _replay_draws(self, draws: Iterable[Draw]) -> dict[int, int]:
         """Give the sampler the draws and rewards of an earlier process; return the positions by group index."""
@@ -292,12 +290,15 @@ class DataBuffer:
     @functools.cached_property
     def fingerprint(self) -> int:
         """Checksum of the seed and the prompts; metadata is included in place of an opening."""
+        from rollouts.base.stable_repr import stable_repr  # here: a run without a journal needs no fingerprint
+
         crc = zlib.crc32(repr(self.seed).encode())
         for prompt in self._prompts:
             texts = [message.to_record() for message in prompt.messages]
             if not prompt.has_opening:
                 crc = zlib.crc32(stable_json(prompt.metadata), crc)
-            crc = zlib.crc32(json.dumps([texts, repr(prompt.label)], sort_keys=True, default=repr).encode(), crc)
+            task = [texts, stable_repr(prompt.label)]
+            crc = zlib.crc32(json.dumps(task, sort_keys=True, default=stable_repr).encode(), crc)
         return crc
 
     @functools.cached_property

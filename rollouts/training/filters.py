@@ -1,7 +1,7 @@
 """Filters that choose the groups to train on.
 
-Invariant: a filter is pure: it reads a group (same prompt, rewards set) and returns True to keep it. Every ``check_*``
-is a ``filter_fn``; thresholds can be bound with ``functools.partial``.
+Invariant: a filter is pure: it reads a group (same prompt, rewards set) and returns True to keep it; it never keeps an
+empty group. Every ``check_*`` is a ``filter_fn``; thresholds can be bound with ``functools.partial``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_response_diversity(samples: Sequence[Sample], min_unique_ratio: float 
 
 def check_reasonable_length(samples: Sequence[Sample], min_tokens: int = 1, max_tokens: int = 32_768) -> bool:
     """Keep if every response has between ``min_tokens`` and ``max_tokens`` tokens, both included."""
-    return all(min_tokens <= sample.response_length <= max_tokens for sample in samples)
+    return bool(samples) and all(min_tokens <= sample.response_length <= max_tokens for sample in samples)
 
 
 def check_any_success(samples: Sequence[Sample]) -> bool:
@@ -95,7 +95,7 @@ def make_threshold_filter(
 
     def check_mean_reward(samples: Sequence[Sample]) -> bool:
         means = [statistics.fmean(_rewards(branches)) for branches in by_rollout(samples)]
-        return min_reward <= statistics.fmean(means) <= max_reward
+        return bool(means) and min_reward <= statistics.fmean(means) <= max_reward
 
     return check_mean_reward
 

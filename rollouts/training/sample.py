@@ -313,7 +313,6 @@ class Sample:
             self._advantages, self._teacher_log_probs = self.advantage_column, self.teacher_column
         numbers = self._step_completions
         if numbers is not None and getattr(numbers, "dtype", None) != np.int32:
-            check_values(self)  # before packing, which takes True for 1
             self._step_completions = pack_column("step_completions", np.int32, numbers)
         if not self._is_unchanged():
             self._tokens, self._loss_mask = self.token_column, self.mask_column

@@ -267,6 +267,32 @@ async def test_a_close_that_fails_costs_no_rollout(renderer: Renderer, ids: Any,
     assert trajectory.metrics["close_failures"] == 1
 
 
+class Shut:
+    """Called as a method, but another object, and an attribute of it cannot be read."""
+
+    def __call__(self) -> None:
+        """Close nothing."""
+
+    @property
+    def __func__(self) -> Any:
+        raise RuntimeError("boom")
+
+
+def unreadable(environment: Any) -> Any:
+    raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize(("close", "failures"), [(property(unreadable), 1), (Shut(), 0)], ids=["property", "object"])
+async def test_a_close_that_cannot_be_read_costs_no_rollout(
+    renderer: Renderer, ids: Any, close: Any, failures: int
+) -> None:
+    """Looking it up is a part of the call."""
+    environment_cls = type("Closing", (CalculatorEnvironment,), {"close": close})
+    trajectory = await play(renderer, [ids("3<|im_end|>")], environment_cls)
+    assert trajectory.stop_reason is StopReason.TASK_COMPLETED
+    assert trajectory.metrics.get("close_failures", 0) == failures
+
+
 async def test_a_cancelled_episode_closes_its_environment(renderer: Renderer) -> None:
     """The environment is closed also when the caller is cancelled."""
     before = Breaking.closed

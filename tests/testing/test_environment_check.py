@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -231,6 +233,46 @@ async def test_an_error_outside_of_the_users_code_names_no_line_of_this_package(
     bad = (await examine(Unstartable, [Prompt("1 + 2?")]))[0]
     assert bad.text.startswith("Unstartable.start raised TypeError: CalculatorEnvironment.restore() missing 1 ")
     assert bad.text.endswith("argument: 'snapshot'")
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (3, "Counted.tools: got 3; expected a sequence of Tools"),
+        ([3], "Counted.tools: got 3; expected Tools"),
+        (property(lambda world: world.read_tools()), "Counted.tools raised ValueError: third"),
+    ],
+    ids=["number", "list", "raises in the third"],
+)
+async def test_an_environment_with_wrong_tools_is_closed(tools: Any, words: str) -> None:
+    """Every created environment is closed, and the tools are a finding."""
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class Counted:
+        def __init__(self) -> None:
+            made.append(self)
+            self.started = False
+
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            self.started = True
+            return prompt.messages
+
+        async def step(self, reply: Message) -> StepResult:
+            return StepResult(done=True)
+
+        async def close(self) -> None:
+            closed.append(self)
+
+        def read_tools(self) -> tuple[Tool, ...]:
+            if self.started and len(made) > 3:  # that whose step is cancelled
+                raise ValueError("third")
+            return ()
+
+    Counted.tools = tools  # type: ignore[attr-defined]
+    found = await examine(Counted, [Prompt("x")])  # type: ignore[arg-type]
+    assert any(words in finding.text for finding in found if finding.verdict == "bad")
+    assert closed == made
 
 
 class Wide(ToolEnvironment):

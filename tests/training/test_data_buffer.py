@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fractions
 import io
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -248,6 +251,31 @@ def test_a_state_fits_its_metadata_only(text: str) -> None:
     circle.append(circle)
     for one, another in ((Opaque(), Opaque()), ({"a", "b"}, {"c"}), ({1: 0, "a": Opaque()}, {1: 0, "a": Opaque()})):
         tasks(one, circle, text=text).load_state(tasks(another, circle, text=text).save_state())
+
+
+def test_ordinary_labels_keep_their_fingerprint() -> None:
+    """The runs that are stored with it stay resumable."""
+    labels: list[Any] = ["4", 4, None, {"x": [1, (2,)], "y": None}, 0.5]
+    rows = [{"prompt": text, "label": label} for text, label in zip("abcde", labels, strict=True)]
+    metadata_only = {"prompt": "", "metadata": {"t": 1}, "label": fractions.Fraction(1, 3)}
+    assert DataBuffer([*rows, metadata_only], seed=3).fingerprint == 4_248_830_738
+
+
+def test_every_process_has_the_same_fingerprint() -> None:
+    """Also of labels that are sets, whose order differs, and of objects, whose address does."""
+    code = (
+        "from rollouts.training import DataBuffer; labels = ({*'abcdefgh'}, object(), [lambda: 0]); "
+        "print(DataBuffer([{'prompt': 'x', 'label': label} for label in labels]).fingerprint)"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+    one, other = ([{"prompt": "x", "label": {"a", end}}] for end in "bc")
+    assert DataBuffer(one).fingerprint != DataBuffer(other).fingerprint
 
 
 def test_a_state_fits_its_data_only() -> None:

@@ -1,0 +1,64 @@
+"""The ``repr`` of a value as every process writes it.
+
+Invariant: it is ``repr(value)`` if the value has neither a set nor the address of an object. This module knows no data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+__all__ = ["stable_repr"]
+
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
+_CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}"}
+
+
+def stable_repr(value: Any, around: tuple[int, ...] = ()) -> str:
+    """Write a value as ``repr`` does, but a set in a fixed order, and an object with an address as its type.
+
+    Args:
+        value: a set is also found in a list, a tuple, a dict, a dataclass, an attrs class and a named tuple.
+        around: the ids of the values around this one.
+    """
+    kind = type(value)
+    if kind in (str, int, float, bool, type(None)):
+        return repr(value)
+    if id(value) in around:
+        return _CONTAINS_ITSELF.get(kind, "...")
+
+    def inside(entry: Any) -> str:
+        return stable_repr(entry, (*around, id(value)))
+
+    if kind is list:
+        return f"[{', '.join(map(inside, value))}]"
+    if kind is tuple:
+        return f"({', '.join(map(inside, value))}{',' * (len(value) == 1)})"
+    if kind is dict:
+        return f"{{{', '.join(f'{inside(key)}: {inside(entry)}' for key, entry in value.items())}}}"
+    if kind in (set, frozenset) and value:
+        entries = f"{{{', '.join(sorted(map(inside, value)))}}}"
+        return entries if kind is set else f"frozenset({entries})"
+    text = repr(value)
+    if not isinstance(value, type) and text == _generated(value, repr):
+        return _generated(value, inside)
+    return text if isinstance(value, str | bytes) else _ADDRESS.sub("", text)
+
+
+def _generated(value: Any, write: Callable[[Any], str]) -> str:
+    """The ``repr`` that is generated for a class with fields; empty for other objects."""
+    kind = type(value)
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind) if field.repr]
+    elif attrs.has(kind):
+        names = [field.name for field in attrs.fields(kind) if field.repr is True]
+    elif isinstance(value, tuple):
+        names = [*getattr(kind, "_fields", ())]
+    else:
+        return ""
+    entries = ", ".join(f"{name}={write(getattr(value, name))}" for name in names)
+    return f"{kind.__name__ if isinstance(value, tuple) else kind.__qualname__}({entries})"
