@@ -92,7 +92,7 @@ class Loader:
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
-        self._future: Future[FastEncoder | None] | None = None
+        self.begun: Future[FastEncoder | None] | None = None
 
     def __call__(self) -> Future[FastEncoder | None]:
         """The encoder, loaded once in a separate thread.
@@ -100,10 +100,10 @@ class Loader:
         It takes one to three seconds of CPU for a vocabulary of 150,000 tokens, most without the interpreter lock.
         """
         with _LOCK:
-            if self._future is None:
-                self._future = Future()
-                threading.Thread(target=_load, args=(self._raw, self._future), name="fastokens").start()
-            return self._future
+            if self.begun is None:
+                self.begun = Future()
+                threading.Thread(target=_load, args=(self._raw, self.begun), name="fastokens").start()
+            return self.begun
 
 
 # The key is the tokenizer of transformers, because objects of the library tokenizers have no weak references before

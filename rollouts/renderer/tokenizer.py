@@ -10,7 +10,6 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +177,8 @@ def _model_file(source: str, name: str) -> dict[str, Any]:
 
 _SHORT_TEXT = 200
 """Characters; encoding a shorter text takes some 10 µs."""
+LOADED_AT = 1 << 17
+"""Tokens encoded before the fast encoder is loaded: its load takes the CPU time of 2 million, which short runs save."""
 
 
 class Codec:
@@ -198,7 +199,6 @@ class Codec:
             if self._raw.padding is not None:
                 self._raw.no_padding()
         self._loader = loader(tokenizer) if self._slow is None else None
-        self._loading: Future[FastEncoder | None] | None = None
         self._fast: FastEncoder | None = None
         self._lock = threading.Lock()
         self.encoded_tokens = 0
@@ -208,7 +208,7 @@ class Codec:
     def encoder(self) -> str:
         """The library that encodes: ``"fastokens"``, ``"tokenizers"``, or ``"transformers"`` for a slow tokenizer.
 
-        Waits until ``fastokens`` is loaded; until then ``tokenizers`` encodes.
+        Loads ``fastokens`` and waits for it; until then ``tokenizers`` encodes.
         """
         if self._loader is None:
             return "transformers"
@@ -222,11 +222,10 @@ class Codec:
             counted: whether the text enters a conversation, and so the counter.
         """
         fast = self._fast
-        if fast is None:
-            if counted and self._loading is None and self._loader is not None:
-                self._loading = self._loader()
-            if self._loading is not None and self._loading.done():
-                fast = self._fast = self._loading.result()
+        if fast is None and self._loader is not None:
+            loading = self._loader.begun or (self._loader() if self.encoded_tokens >= LOADED_AT else None)
+            if loading is not None and loading.done():
+                fast = self._fast = loading.result()
         if fast is not None and fast.lacks_tokens(self._raw):
             fast = None
         ids = None if fast is None else fast.encode(text)

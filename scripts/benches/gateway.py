@@ -2,8 +2,8 @@
 
 256 sessions of 50 turns, whose requests have the whole history, as programs send it. Each server runs in its own
 process and asks a server with one prebuilt reply; all get the same requests of the same client. One more session is
-played before the others: what a server does once for a process, such as imports and first renderings, is in its row by
-itself, and in no call.
+played before the others: what a server does once for a process, such as first renderings, is in its row by itself, and
+in no call. So is the load of our fast encoder, which a long run has: else it would run in a thread during some calls.
 
 ``python -m scripts.benches.gateway reading`` prints what it costs to read a request, by turn, in one process.
 """
@@ -61,15 +61,19 @@ class Server:
     pids: Sequence[int]
     places: Sequence[tuple[str, str]]
     """URL and key of each session."""
+    loading: float = 0.0
+    """CPU seconds before the first call that belong to the warm-up."""
 
 
 # -- our side: run as a child -----------------------------------------------------------------------------------------
 
 
 async def serve_ours(upstream: str, tokenizer: str, sessions: int) -> None:
-    """Serve until standard input ends; prints the places of the sessions."""
+    """Serve until standard input ends; prints the places of the sessions, and what the encoder took."""
     renderer = renderer_for(tokenizer)
-    limits = SessionLimits(max_calls=None)
+    began = time.process_time()
+    assert renderer.encoder  # loads the fast encoder, which takes more CPU than some hundred calls
+    loading, limits = time.process_time() - began, SessionLimits(max_calls=None)
     async with contextlib.AsyncExitStack() as stack:
         policy = await stack.enter_async_context(
             SGLangPolicy(Endpoint(base_url=upstream), vocab_size=renderer.vocab_size)
@@ -80,7 +84,7 @@ async def serve_ours(upstream: str, tokenizer: str, sessions: int) -> None:
             session = ProgramSession(policy, renderer, SamplingParams(max_new_tokens=4096), limits=limits)
             await stack.enter_async_context(session)
             places.append([f"{gateway.open(session)}/v1/chat/completions", session.key])
-        print(json.dumps(places), flush=True)
+        print(json.dumps([places, loading]), flush=True)
         stack.enter_context(calm_collector())
         await anyio.to_thread.run_sync(sys.stdin.read)
 
@@ -166,7 +170,8 @@ def ours(folder: Path, tokenizer: str, sessions: int) -> Iterator[Server]:
             text = process.stdout.readline()
             if not text:
                 raise SystemExit((folder / "ours.log").read_text()[-2000:])
-            yield Server([process.pid], [(url, key) for url, key in json.loads(text)])
+            places, loading = json.loads(text)
+            yield Server([process.pid], [(url, key) for url, key in places], loading)
 
 
 @contextlib.contextmanager
@@ -267,7 +272,8 @@ async def played(server: Server, turns: int, phases: Sequence[int]) -> list[Phas
             return Phase(count * len(numbers), Spent.by(server.pids).since(before).cpu, client)
 
         *others, warming = range(len(server.places))
-        found = [await phase([warming], turns)]
+        warm_up = await phase([warming], turns)
+        found = [attrs.evolve(warm_up, server=warm_up.server + server.loading)]
         for first, last in itertools.pairwise([0, *phases, turns]):
             found.append(await phase(others, last - first))
     return found
@@ -299,6 +305,7 @@ def text(role: str, content: str) -> dict[str, str]:
 def rendering(tokenizer: str, turns: int) -> float:
     """CPU seconds of the renderer for a call: the openings, bridges and replies of one session."""
     renderer = renderer_for(tokenizer)
+    assert renderer.encoder  # loads the fast encoder, as the server does
     ids = renderer.encode(REPLY.strip())
     reply, new = Message("assistant", REPLY.strip()), [Message("user", RESULT)]
 

@@ -86,6 +86,7 @@ class Job:
     def of(cls, folder: str, *, calls: bool = True) -> Job:
         """The job; without ``calls``, two wrong answers in place of them."""
         renderer = renderer_for(folder)
+        assert renderer.encoder  # loads the fast encoder, as a long run does
         words = renderer.encode("One step after the other. " * 200).tolist()
         (mark,) = renderer.encode("§").tolist()[-1:]
         replies = []

@@ -40,5 +40,6 @@ def single(renderer: Renderer, rounds: int) -> Iterator[Line]:
 def run(names: list[str], tokenizer: str | Path, rounds: int) -> Iterator[Line]:
     """The lines of these benchmarks, as they are measured."""
     renderer = renderer_for(tokenizer)
+    assert renderer.encoder  # loads the fast encoder, as a long run does
     for name in names:
         yield from BENCHES[name](renderer, rounds)

@@ -18,7 +18,7 @@ from rollouts.engine import DEMO_MODEL
 from rollouts.renderer import load_tokenizer
 from rollouts.renderer.fast_encoder import FastEncoder, hard_texts
 from rollouts.renderer.template import ChatTemplate
-from rollouts.renderer.tokenizer import Codec
+from rollouts.renderer.tokenizer import LOADED_AT, Codec
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -194,6 +194,25 @@ def test_an_encoder_is_loaded_once_for_a_tokenizer() -> None:
     one, other = Codec(tokenizer), Codec(tokenizer)
     assert one.encoder == other.encoder == "fastokens"
     assert len(one.encode("plums")) == len(other.encode("plums")) == 5
+
+
+def test_an_encoder_is_loaded_once_it_pays() -> None:
+    """Its load takes the CPU time of a million tokens and more. Another codec of the tokenizer uses it at once."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=of_bytes())
+    one, other = Codec(tokenizer), Codec(tokenizer)
+
+    def loads(codec: Codec) -> bool:
+        return codec._loader is not None and codec._loader.begun is not None
+
+    one.encode("a" * (LOADED_AT - 1))
+    one.encode("a")
+    assert not loads(one)
+    one.encode("a")
+    assert loads(one)
+    assert one.encoder == "fastokens"
+    assert other._fast is None
+    other.encode("a")
+    assert other._fast is not None
 
 
 class Unreferable:
