@@ -111,7 +111,7 @@ class SessionOptions(RendererOptions, total=False):
     training: Training | None
     """Which replies are trained where the program has several conversations."""
     history: OnRewrite
-    """What to do where the program changes a reply that it sends back, by default ``"append"``; see
+    """The treatment of a reply that the program changed and sends back, by default ``"append"``; see
     :class:`~rollouts.programs.gateway.session.ProgramSession`."""
     context_window: int | None
     """Tokens of prompt and reply; by default the context of the server."""
