@@ -32,13 +32,11 @@ class GuessEnvironment:
         ConfigError: on ``start``: a prompt without them, or a number that is not between them.
     """
 
+    tools: Sequence[Tool] = ()
+
     def __init__(self) -> None:
         self.secret = self.low = self.high = self.left = 0
         self.bits = 0.0
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return ()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         self._begin(prompt)

@@ -14,8 +14,8 @@ This module does not know samples, rewards or groups. The turns themselves are :
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Required, TypedDict, Unpack
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Required, TypedDict, Unpack
 
 import attrs
 
@@ -25,7 +25,7 @@ from rollouts.agent.prior_turns import PriorTurns
 from rollouts.agent.turn_log import TurnLog
 from rollouts.agent.turn_recorder import TurnRecorder
 from rollouts.concurrency.deadlines import deadline
-from rollouts.dtypes import Limits, OnRewrite, Prompt, SamplingParams, StopReason
+from rollouts.dtypes import Limits, OnRewrite, Prompt, SamplingParams, StopReason, Tool
 from rollouts.dtypes.tools import tools_json
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.errors import (
@@ -155,11 +155,18 @@ async def play_to_end(episode: Episode, environment_cls: EnvironmentFactory) -> 
     finally:
         if episode.environment is not None:
             await episode.environment.close(episode.trajectory)
-    seal(episode)
+    seal(episode, episode.branches, episode.tools, continues=episode.prior is not None)
+
+
+class _End(Protocol):
+    """The end of an episode."""
+
+    stop_reason: StopReason
+    failure: Failure | None
 
 
 @contextlib.contextmanager
-def within(episode: Episode, seconds: float) -> Iterator[deadline]:
+def within(episode: _End, seconds: float) -> Iterator[deadline]:
     """Play a part of the episode inside, for at most ``seconds``; a limit or a failure inside is the episode's end.
 
     Raises:
@@ -178,21 +185,23 @@ def within(episode: Episode, seconds: float) -> Iterator[deadline]:
         episode.stop_reason, episode.failure = StopReason.FAILED, Failure.of(error)
 
 
-def seal(episode: Episode) -> None:
+def seal(
+    end: _End, branches: list[Trajectory], tools: Sequence[Tool] | None = None, *, continues: bool = False
+) -> None:
     """Seal all branches of an ended episode. An episode without a reply failed, unless its prompt was too long.
 
     A last branch without a completion is removed, and its fork does not count; the branch before it gets its messages,
     and its metrics and times since the fork, e.g. of the environment's close.
     """
-    reason, failure = episode.stop_reason, episode.failure
+    reason, failure = end.stop_reason, end.failure
     too_long = reason is StopReason.CONTEXT_OVERFLOW  # of the prompt itself: data, truncated before its reply
-    if failure is None and episode.prior is None and not too_long and not episode.branches[0].completions:
+    if failure is None and not continues and not too_long and not branches[0].completions:
         failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
         reason = StopReason.FAILED
-    *earlier, last = episode.branches
-    if episode.tools is not None:
-        schemas = tools_json(episode.tools)
-        for branch in episode.branches:
+    *earlier, last = branches
+    if tools is not None:
+        schemas = tools_json(tools)
+        for branch in branches:
             branch.tools = schemas
     if earlier and not last.completions:
         *earlier, kept = earlier
@@ -206,4 +215,4 @@ def seal(episode: Episode) -> None:
     for branch in earlier:
         branch.seal(StopReason.FORKED)
     last.seal(reason, failure)
-    episode.branches = [*earlier, last]
+    branches[:] = [*earlier, last]

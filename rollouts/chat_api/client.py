@@ -40,11 +40,11 @@ from rollouts.chat_api.wire import (
 )
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import SamplingParams
-from rollouts.errors import ConfigError, EndpointAway, EndpointError, EndpointUnavailable, without_password
+from rollouts.errors import ConfigError, EndpointAway, EndpointUnavailable, without_password
 from rollouts.http.answers import message_of
 from rollouts.http.client import ConnectFailed, HttpClient
 from rollouts.http.keys import hiding
-from rollouts.http.pacing import RATE_LIMIT, Pacing, is_used_up, seconds_of
+from rollouts.http.pacing import RATE_LIMIT, Failed, Pacing, is_used_up, seconds_of
 
 __all__ = ["ChatClient", "client_of"]
 
@@ -52,16 +52,6 @@ _END = (401, 403, 404)
 
 
 _Error = TypeVar("_Error", bound=Exception)
-
-
-@attrs.frozen
-class _Failed:
-    """A response without a reply."""
-
-    error: EndpointError
-    status: int = 0
-    retry_after: float | None = None
-    """Seconds."""
 
 
 class ChatClient:
@@ -108,20 +98,20 @@ class ChatClient:
                     outcome = await self._sent(payload, account, most)
             finally:
                 self._pacing.release()
-            if not isinstance(outcome, _Failed):
+            if not isinstance(outcome, Failed):
                 self._pacing.recover()
                 return outcome
             if outcome.status == RATE_LIMIT:
-                limited += self._pacing.slow_down(outcome.error, outcome.retry_after, limited)
+                limited += self._pacing.slow_down(outcome, limited)
             else:
                 faults += 1
                 if isinstance(outcome.error, ReplyWithheld) or not isinstance(outcome.error, EndpointUnavailable):
                     raise outcome.error
                 with paused_deadlines():
-                    await self._pacing.after_fault(outcome.error, faults, outcome.retry_after)
+                    await self._pacing.after_fault(outcome, faults)
             account.retries += 1
 
-    async def _sent(self, payload: bytes, account: Account, most: float) -> tuple[Answer, float | None] | _Failed:
+    async def _sent(self, payload: bytes, account: Account, most: float) -> tuple[Answer, float | None] | Failed:
         """Send a request once, and charge its cost, at most ``most`` dollars."""
         endpoint = self._endpoint
         try:
@@ -131,23 +121,23 @@ class ChatClient:
                     retry_after = seconds_of(response.headers.get("Retry-After"))
         except TimeoutError:
             account.charge(None, most)
-            return _Failed(EndpointUnavailable(f"no reply within {endpoint.request_seconds:g} seconds"))
+            return Failed(EndpointUnavailable(f"no reply within {endpoint.request_seconds:g} seconds"))
         except EndpointUnavailable as error:
             account.charge(None, 0.0 if isinstance(error, ConnectFailed) else most)
-            return _Failed(error)
+            return Failed(error)
         except anyio.get_cancelled_exc_class():  # the deadline of an episode, or the end of the run
             account.charge(None, most)
             raise
         if status != 200:
             account.charge(_dollars(usage_of_error(content), account))
             self._end_if_refused(status, content, account)
-            return _Failed(self._without_key(error_of(status, content)), status, retry_after)
+            return Failed(self._without_key(error_of(status, content)), status, retry_after)
         answer, usage = answer_of(content)
         dollars, inside = _dollars(usage, account), 200 if isinstance(answer, Answer) else status_inside(content)
         account.charge(dollars, 0.0 if inside == RATE_LIMIT else most)
         if not isinstance(answer, Answer):
             self._end_if_refused(inside, content, account)
-            return _Failed(self._without_key(answer), inside, retry_after)
+            return Failed(self._without_key(answer), inside, retry_after)
         if dollars is None and account.budget is not None:
             got = None if usage is None else f"{usage.prompt} prompt tokens"
             raise ConfigError.of("usage of a reply", got, "the numbers of its tokens, which --budget counts")

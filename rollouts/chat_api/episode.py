@@ -10,37 +10,27 @@ This module knows no token and no sample.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from rollouts.agent.budget import Budget
 from rollouts.agent.guarded_environment import GuardedEnvironment
+from rollouts.agent.loop import within
 from rollouts.agent.replies import fault_of
 from rollouts.chat_api.account import Account
 from rollouts.chat_api.client import ChatClient
 from rollouts.chat_api.endpoint import ChatEndpoint
 from rollouts.chat_api.wire import Answer, RoomExceeded, Usage, body_of, most_tokens
-from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.times import now
 from rollouts.dtypes import Message, Prompt, StopReason, Tool, ToolCall
 from rollouts.dtypes.messages import REPLIES
 from rollouts.dtypes.tools import tools_json
 from rollouts.environments.base import EnvironmentFactory
-from rollouts.errors import (
-    ConfigError,
-    ContextOverflow,
-    EndpointAway,
-    EndpointError,
-    EnvironmentFailure,
-    Failure,
-    GenerateFailure,
-    without_password,
-)
+from rollouts.errors import ConfigError, Failure, GenerateFailure, without_password
 from rollouts.trajectory import Trajectory
 
 __all__ = ["ChatEpisode"]
@@ -65,6 +55,8 @@ class ChatEpisode:
     fingerprints: dict[str, None] = attrs.field(init=False, factory=dict)
     ids: list[str] = attrs.field(init=False, factory=list)
     """The names of the replies."""
+    stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
+    failure: Failure | None = attrs.field(init=False, default=None)
     first_reply: int = attrs.field(init=False, default=0)
     """The position of the first reply among the messages; their number before it."""
     _length: int = attrs.field(init=False, default=0)
@@ -80,37 +72,30 @@ class ChatEpisode:
             ConfigError: every rollout would fail alike.
             EndpointAway: the run ends, and the rollout is not lost.
         """
-        outcome: list[StopReason | Failure] = []
         with self.account.rollout():
             try:
-                with self._ending(outcome), deadline(self.budget.limits.episode_seconds):
-                    outcome.append(await self._turns(environment_cls))
+                with within(self, self.budget.limits.episode_seconds):
+                    await self._play_turns(environment_cls)
             finally:
                 if self._environment is not None:
                     await self._environment.close(self.trajectory)
-        end = outcome[0] if outcome else StopReason.DEADLINE
-        if isinstance(end, StopReason) and not self._replies and end is not StopReason.CONTEXT_OVERFLOW:
-            end = Failure.of(GenerateFailure(f"the episode ended before the first reply: {end.value}"))
-        if isinstance(end, Failure):
-            self.trajectory.seal(StopReason.FAILED, end)
-        else:
-            self.trajectory.seal(end)
+        too_long = self.stop_reason is StopReason.CONTEXT_OVERFLOW
+        if self.failure is None and not self._replies and not too_long:
+            error = GenerateFailure(f"the episode ended before the first reply: {self.stop_reason.value}")
+            self.stop_reason, self.failure = StopReason.FAILED, Failure.of(error)
+        self.trajectory.seal(self.stop_reason, self.failure)
 
-    @contextlib.contextmanager
-    def _ending(self, outcome: list[StopReason | Failure]) -> Iterator[None]:
-        """Play inside; a limit of the context or a failure is the outcome.
+    async def _play_turns(self, environment_cls: EnvironmentFactory) -> None:
+        """Play until the environment or a limit ends the episode.
 
         An API that adds the limit of the reply to the prompt refuses a first request for its settings: a failure.
         """
         try:
-            yield
-        except ContextOverflow as error:
-            of_settings = isinstance(error, RoomExceeded) and not self._replies
-            outcome.append(Failure.of(error) if of_settings else StopReason.CONTEXT_OVERFLOW)
-        except EndpointAway:
-            raise
-        except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
-            outcome.append(Failure.of(error))
+            self.stop_reason = await self._turns(environment_cls)
+        except RoomExceeded as error:
+            if self._replies:
+                raise
+            self.stop_reason, self.failure = StopReason.FAILED, Failure.of(error)
 
     @property
     def _replies(self) -> int:

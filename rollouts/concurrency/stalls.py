@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 import anyio
@@ -85,9 +85,7 @@ class StallWatch:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._tasks is not None
         self._stop.set()
         self._thread.join()  # it polls every few milliseconds

@@ -27,7 +27,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias
 
 import anyio
@@ -270,9 +269,7 @@ class Dispatcher:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._tasks is not None
         tasks, self._tasks = self._tasks, None
         tasks.cancel_scope.cancel()

@@ -25,7 +25,7 @@ This module does not know tensors.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import anyio.to_thread
 import attrs
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rollouts.engine.answers import Answers
 from rollouts.engine.control import control_routes
@@ -102,9 +103,7 @@ async def running_server(model: Path, host: str, port: int, options: Options) ->
 
 
 @web.middleware
-async def _refusals(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except Refusal as refusal:

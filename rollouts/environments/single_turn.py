@@ -13,12 +13,10 @@ __all__ = ["SingleTurnEnvironment"]
 class SingleTurnEnvironment:
     """Environment that ends at the first reply."""
 
+    tools: Sequence[Tool] = ()
+
     def __init__(self, system_prompt: str = "") -> None:
         self.system_prompt = system_prompt
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return ()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         return with_system_prompt(prompt.messages, self.system_prompt)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
     from aiohttp import web
+    from aiohttp.typedefs import Handler
 
 __all__ = ["guard", "is_loopback"]
 
@@ -46,9 +46,7 @@ def guard(host: str, api_key: str | None, variable: str = "ROLLOUTS_API_KEY") ->
     from aiohttp import web  # here: whether a host is a loopback address is asked without the extras that serve
 
     @web.middleware
-    async def middleware(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = _foreign(request, any_host=api_key is not None)
         if refusal is not None:
             return _refused(403, refusal)

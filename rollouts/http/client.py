@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 
 import anyio
 import anyio.lowlevel
@@ -109,9 +108,7 @@ class _Exchange:
             raise
         return Response(connection.status, _Headers(connection.headers), self)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.release()
 
     async def send(self, *, streamed: bool = False) -> Connection:

@@ -14,12 +14,13 @@ import random
 import time
 
 import anyio
+import attrs
 import msgspec
 
-from rollouts.errors import EndpointAway, EndpointUnavailable
+from rollouts.errors import EndpointAway, EndpointError, EndpointUnavailable
 from rollouts.http.answers import UNREADABLE
 
-__all__ = ["RATE_LIMIT", "Pacing", "code_of", "is_repeated", "is_used_up", "seconds_of"]
+__all__ = ["RATE_LIMIT", "Failed", "Pacing", "code_of", "is_repeated", "is_used_up", "seconds_of"]
 
 RATE_LIMIT = 429
 _NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
@@ -59,6 +60,16 @@ def seconds_of(header: str | None) -> float | None:
 
 def _until(date: str) -> float:
     return max(0.0, email.utils.parsedate_to_datetime(date).timestamp() - time.time())
+
+
+@attrs.frozen
+class Failed:
+    """An attempt without a result: an error response, or no response."""
+
+    error: EndpointError
+    status: int = 0
+    retry_after: float | None = None
+    """Seconds."""
 
 
 class Pacing:
@@ -114,20 +125,20 @@ class Pacing:
         if self._limit.total_tokens < self._at_once:
             self._limit.total_tokens += 1
 
-    async def after_fault(self, error: EndpointUnavailable, faults: int, retry_after: float | None) -> None:
+    async def after_fault(self, failed: Failed, faults: int) -> None:
         """Wait before the next attempt, at least as long as ``Retry-After`` says.
 
         Raises:
             EndpointUnavailable: there is none.
         """
-        least = retry_after or 0.0
+        least = failed.retry_after or 0.0
         if faults > self._retries or least > self._wait_seconds:
             times = f"{faults} attempts" if faults > 1 else "1 attempt"
-            raise EndpointUnavailable(f"no reply in {times}; the last: {error}") from error
+            raise EndpointUnavailable(f"no reply in {times}; the last: {failed.error}") from failed.error
         longest = min(_LONGEST_PAUSE, self._first_pause * 2 ** (faults - 1))
         await anyio.sleep(max(least, self._random.uniform(longest / 2, longest)))
 
-    def slow_down(self, error: Exception, retry_after: float | None, limited: float) -> float:
+    def slow_down(self, failed: Failed, limited: float) -> float:
         """Pause all requests after a 429; returns the seconds.
 
         ``limited``: how long the rate limit has held this request back so far.
@@ -135,10 +146,10 @@ class Pacing:
         Raises:
             EndpointAway: this request would wait too long in all.
         """
-        now, self._limited = anyio.current_time(), str(error)
+        now, self._limited = anyio.current_time(), str(failed.error)
         if now - self._not_before > _LONGEST_PAUSE:
             self._limited_since = now  # the first for a while
-        seconds = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, limited)) if retry_after is None else retry_after
+        seconds = min(_LONGEST_PAUSE, max(_FIRST_PAUSE, limited)) if failed.retry_after is None else failed.retry_after
         self._check_wait(max(limited, now - self._limited_since) + seconds)
         seconds = max(seconds, _SHORTEST_PAUSE) * self._random.uniform(1.0, 1.1)
         self._not_before = max(self._not_before, now + seconds)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import ClassVar, Self, TypeAlias
 from urllib.parse import quote
 
@@ -133,9 +132,7 @@ class ServerPolicy:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -18,19 +18,11 @@ import attrs
 import numpy as np
 
 from rollouts.agent.budget import room_for_reply
+from rollouts.agent.loop import seal, within
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
-from rollouts.concurrency.deadlines import deadline
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
 from rollouts.environments.base import StepResult, bad_step, sound_step
-from rollouts.errors import (
-    ConfigError,
-    ContextOverflow,
-    EndpointAway,
-    EndpointError,
-    EnvironmentFailure,
-    Failure,
-    GenerateFailure,
-)
+from rollouts.errors import ConfigError, EnvironmentFailure, Failure
 from rollouts.inference.base import CompletionRequest, Policy, describe_once
 from rollouts.inference.shared import shared_policy
 from rollouts.training.agent_integration import generate_all, resuming
@@ -112,27 +104,15 @@ async def token_rollout_to_samples(
     continuing = resuming(client, decode, prompt.urgency)
     given = attrs.evolve(prompt, turn_log=None, urgency=None)
     episode = _Episode(given, continuing, decode, sampling or endpoint.sampling, limits, context)
-    name, reason, failure = function_name(environment_cls), StopReason.DEADLINE, None
-    try:
-        with deadline(limits.episode_seconds):
-            with boundary(EnvironmentFailure, f"{name}()"):
-                environment = environment_cls()
-            reason = await episode.play(environment, name)
-    except ContextOverflow:
-        reason = StopReason.CONTEXT_OVERFLOW
-    except EndpointAway:
-        raise
-    except (EnvironmentFailure, EndpointError, GenerateFailure) as error:
-        reason, failure = StopReason.FAILED, Failure.of(error)
-    *earlier, last = episode.branches
-    if failure is None and reason is not StopReason.CONTEXT_OVERFLOW and not episode.branches[0].completions:
-        failure = Failure.of(GenerateFailure(f"the episode ended before the first reply: {reason.value}"))
-        reason = StopReason.FAILED
-    if earlier and not last.completions:
-        last = earlier.pop()
-    for branch in earlier:
-        branch.seal(StopReason.FORKED)
-    return trajectory_to_samples([*earlier, last.seal(reason, failure)], prompt, decode)
+    name = function_name(environment_cls)
+    with within(episode, limits.episode_seconds):
+        with boundary(EnvironmentFailure, f"{name}()"):
+            environment = environment_cls()
+        episode.stop_reason = await episode.play(environment, name)
+    if len(episode.branches) > 1 and not episode.branches[-1].completions:
+        episode.branches.pop()  # its one message is the whole observation, not a turn of the branch before it
+    seal(episode, episode.branches)
+    return trajectory_to_samples(episode.branches, prompt, decode)
 
 
 @attrs.define
@@ -144,6 +124,8 @@ class _Episode:
     limits: Limits
     max_context: int | None
     branches: list[Trajectory] = attrs.field(init=False, factory=lambda: [Trajectory("fork")])
+    stop_reason: StopReason = attrs.field(init=False, default=StopReason.DEADLINE)
+    failure: Failure | None = attrs.field(init=False, default=None)
     session: str = attrs.field(init=False, factory=lambda: uuid.uuid4().hex)
     sampled: int = attrs.field(init=False, default=0)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypeGuard, Unpack, get_args
 
 import anyio
 import attrs
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentFunction",
     "SandboxChoice",
+    "SessionOptions",
     "check_program",
     "chosen_kind",
     "function_rollout_to_samples",
@@ -90,22 +91,40 @@ _ENDS_OF_PROGRAMS = (StopReason.TASK_COMPLETED, StopReason.CONTEXT_OVERFLOW)
 """Why a session is over that has met no limit and no failure."""
 
 
+class SessionOptions(RendererOptions, total=False):
+    """The options of :func:`program_rollout_to_samples` and :func:`function_rollout_to_samples`.
+
+    Those of the renderer are as for :func:`agent_rollout_to_samples`.
+    """
+
+    endpoint: Required[Endpoint]
+    """The inference server and its options."""
+    tokenizer: Required[Any]
+    """A transformers tokenizer, the name or folder of one, or a :class:`Renderer`."""
+    limits: SessionLimits | None
+    """Limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run while
+    deadlines are paused."""
+    sampling: SamplingParams | None
+    """Replaces ``endpoint.sampling``; the parameters of the program are not used."""
+    policy: Policy | None
+    """Replaces the client of ``endpoint``, which all rollouts of one event loop share."""
+    training: Training | None
+    """Which replies are trained where the program has several conversations."""
+    history: OnRewrite
+    """The treatment of a reply that the program changed and sends back, by default ``"append"``; see
+    :class:`~rollouts.programs.gateway.session.ProgramSession`."""
+    context_window: int | None
+    """Tokens of prompt and reply; by default the context of the server."""
+
+
 async def program_rollout_to_samples(
     prompt: Prompt | str | Sequence[Message | dict[str, Any]],
     *,
     program: Program,
     sandbox: SandboxChoice,
-    endpoint: Endpoint,
-    tokenizer: Any,
     gateway: PublicAddress | None = None,
     workspace: Workspace | None = None,
-    limits: SessionLimits | None = None,
-    sampling: SamplingParams | None = None,
-    policy: Policy | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Unpack[RendererOptions],
+    **options: Unpack[SessionOptions],
 ) -> list[Sample]:
     """Run one program in a fresh sandbox, and return the tokens that the model saw and sampled for it as samples.
 
@@ -116,20 +135,10 @@ async def program_rollout_to_samples(
             ``functools.partial(script, path=…)``.
         sandbox: the kind of sandbox, opened once for this rollout, or a function that returns the kind for a prompt,
             e.g. with the image of its task.
-        endpoint: the inference server and its options.
-        tokenizer: a transformers tokenizer, the name or folder of one, or a :class:`Renderer`.
         gateway: where the gateway listens, and the URL at which a program that does not reach this machine's loopback
             reaches it, e.g. in a container with a bridge.
         workspace: fills the workspace before the program starts, and takes metadata out of it afterwards.
-        limits: limits of the session; the program is killed at the first that is reached. ``max_seconds`` does not run
-            while deadlines are paused.
-        sampling: replaces ``endpoint.sampling``; the parameters of the program are not used.
-        policy: replaces the client of ``endpoint``, which all rollouts of one event loop share.
-        training: which replies are trained where the program has several conversations.
-        history: what to do where the program changes a reply that it sends back; see
-            :class:`~rollouts.programs.gateway.session.ProgramSession`.
-        context_window: tokens of prompt and reply; by default the context of the server.
-        **options: options of the renderer, as for :func:`agent_rollout_to_samples`.
+        **options: see :class:`SessionOptions`; ``endpoint`` and ``tokenizer`` are required.
 
     Returns:
         The rollout's branches as samples. The last one has the rollout's counts in ``metrics``, what ``workspace`` took
@@ -144,11 +153,8 @@ async def program_rollout_to_samples(
     """
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     task = task_of(prompt)
-    limits = limits or SessionLimits()
     _check_address(gateway)
-    rollout = await _session(
-        prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
-    )
+    rollout = await _begin(prompt, **options)
     session, name, given = rollout.session, function_name(program), _given(prompt)
 
     async def play(server: Gateway) -> dict[str, Any]:
@@ -163,7 +169,7 @@ async def program_rollout_to_samples(
                     filled = await workspace.fill(given, place)
             with boundary(EnvironmentFailure, f"the listener of {kind}", kind="environment_start"):
                 base_url = await stack.enter_async_context(_reachable(server, session, place, gateway))
-            model = rollout.server(endpoint, base_url, place.home)
+            model = rollout.server(base_url, place.home)
             with boundary(GenerateFailure, f"program {name}"):
                 launch = program(task, model)
             with boundary(EnvironmentFailure, f"program {name}", kind="environment_step", shown="the program"):
@@ -181,22 +187,14 @@ async def program_rollout_to_samples(
                     record |= _returned(dict(await workspace.take(given, place, filled)), what, EnvironmentFailure)
         return record
 
-    return await _samples(prompt, rollout, limits, play, gateway)
+    return await _samples(prompt, rollout, play, gateway)
 
 
 async def function_rollout_to_samples(
     prompt: Prompt | str | Sequence[Message | dict[str, Any]],
     *,
     function: AgentFunction,
-    endpoint: Endpoint,
-    tokenizer: Any,
-    limits: SessionLimits | None = None,
-    sampling: SamplingParams | None = None,
-    policy: Policy | None = None,
-    training: Training | None = None,
-    history: OnRewrite = "append",
-    context_window: int | None = None,
-    **options: Unpack[RendererOptions],
+    **options: Unpack[SessionOptions],
 ) -> list[Sample]:
     """Run one async function in this process, and return the tokens that the model saw and sampled for it as samples.
 
@@ -209,7 +207,7 @@ async def function_rollout_to_samples(
             named ``over`` it gets an ``anyio.Event`` instead, which is set at the limit, and must return soon after it.
             A fourth parameter named ``done`` is a function that ends the session before the agent function returns,
             e.g. before it grades the work: later calls of the model are refused, and no limit applies.
-        limits: this and the other arguments are as for :func:`program_rollout_to_samples`.
+        **options: see :class:`SessionOptions`; ``endpoint`` and ``tokenizer`` are required.
 
     Returns:
         The rollout's branches as samples. An exception of the function is the ``failure`` of the rollout.
@@ -222,14 +220,11 @@ async def function_rollout_to_samples(
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     name = function_name(function)
     wants_client, wants_over, wants_done = _wants_client(function), _wants_over(function), _wants_done(function)
-    limits = limits or SessionLimits()
-    rollout = await _session(
-        prompt, endpoint, tokenizer, limits, sampling, policy, training, history, context_window, options
-    )
+    rollout = await _begin(prompt, **options)
     session, given = rollout.session, _given(prompt)
 
     async def play(gateway: Gateway) -> dict[str, Any]:
-        server = rollout.server(endpoint, gateway.open(session), "/")
+        server = rollout.server(gateway.open(session), "/")
 
         def done() -> None:
             gateway.close(session)
@@ -251,7 +246,7 @@ async def function_rollout_to_samples(
         done()
         return record
 
-    return await _samples(prompt, rollout, limits, play)
+    return await _samples(prompt, rollout, play)
 
 
 async def generate_program_batch(
@@ -380,25 +375,30 @@ class _Rollout:
 
     session: ProgramSession
     renderer: Renderer
+    model: str
     context_window: int
+    max_seconds: float
 
-    def server(self, endpoint: Endpoint, base_url: str, home: str) -> ModelServer:
+    def server(self, base_url: str, home: str) -> ModelServer:
         """The gateway, as the program is given it."""
-        return ModelServer(base_url, self.session.key, endpoint.model, self.context_window, home)
+        return ModelServer(base_url, self.session.key, self.model, self.context_window, home)
 
 
-async def _session(
+async def _begin(
     prompt: Prompt,
+    *,
     endpoint: Endpoint,
     tokenizer: Any,
-    limits: SessionLimits,
-    sampling: SamplingParams | None,
-    policy: Policy | None,
-    training: Training | None,
-    history: OnRewrite,
-    context_window: int | None,
-    options: RendererOptions,
+    limits: SessionLimits | None = None,
+    sampling: SamplingParams | None = None,
+    policy: Policy | None = None,
+    training: Training | None = None,
+    history: OnRewrite = "append",
+    context_window: int | None = None,
+    **options: Unpack[RendererOptions],
 ) -> _Rollout:
+    """The rollout of a prompt, whose session is not open yet; the arguments are :class:`SessionOptions`."""
+    limits = limits or SessionLimits()
     _check_aiohttp()
     if history not in get_args(OnRewrite):
         raise ConfigError.of("history", history, f"one of {get_args(OnRewrite)}")
@@ -418,13 +418,12 @@ async def _session(
         training=training,
         history=history,
     )
-    return _Rollout(session, renderer, window)
+    return _Rollout(session, renderer, endpoint.model, window, limits.max_seconds)
 
 
 async def _samples(
     prompt: Prompt,
     rollout: _Rollout,
-    limits: SessionLimits,
     play: Callable[[Gateway], Awaitable[dict[str, Any]]],
     address: PublicAddress | None = None,
 ) -> list[Sample]:
@@ -435,7 +434,7 @@ async def _samples(
     await _note_start(prompt, session)
     record: dict[str, Any] = {}
     async with shared_gateway(address) as gateway, first_error() as tasks:
-        await tasks.start(_serve, session, limits.max_seconds)
+        await tasks.start(_serve, session, rollout.max_seconds)
         try:
             record = await play(gateway)
         except (GenerateFailure, EnvironmentFailure) as error:

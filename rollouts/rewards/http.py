@@ -29,7 +29,7 @@ from rollouts.errors import (
 from rollouts.http.answers import UNREADABLE, message_of
 from rollouts.http.client import HttpClient
 from rollouts.http.keys import hiding
-from rollouts.http.pacing import RATE_LIMIT, Pacing, is_repeated, is_used_up, seconds_of
+from rollouts.http.pacing import RATE_LIMIT, Failed, Pacing, is_repeated, is_used_up, seconds_of
 
 __all__ = ["Poster"]
 
@@ -39,16 +39,6 @@ class _Answer:
     """A decoded response."""
 
     value: Any
-
-
-@attrs.frozen
-class _Failed:
-    """A response, or none, that another attempt may mend."""
-
-    error: EndpointUnavailable
-    status: int = 0
-    retry_after: float | None = None
-    """Seconds."""
 
 
 class Poster:
@@ -128,18 +118,18 @@ class Poster:
                     answer = await self._post(payload)
                 finally:
                     pacing.release()
-                if not isinstance(answer, _Failed):
+                if not isinstance(answer, Failed):
                     pacing.recover()
                     return answer.value
                 if answer.status == RATE_LIMIT:
-                    limited += pacing.slow_down(answer.error, answer.retry_after, limited)
+                    limited += pacing.slow_down(answer, limited)
                 else:
                     faults += 1
-                    await pacing.after_fault(answer.error, faults, answer.retry_after)
+                    await pacing.after_fault(answer, faults)
         except (EndpointUnavailable, EndpointAway, EndpointRefused) as error:
             raise RewardFailure(f"{what} at {self.place}: {error}") from error
 
-    async def _post(self, payload: bytes) -> _Answer | _Failed:
+    async def _post(self, payload: bytes) -> _Answer | Failed:
         """Send a request once.
 
         Raises:
@@ -151,7 +141,7 @@ class Poster:
                 content, status = await response.read(), response.status
                 retry_after = seconds_of(response.headers.get("Retry-After"))
         except EndpointUnavailable as error:
-            return _Failed(error)
+            return Failed(error)
         problem, repeats = "", is_repeated(status) and not is_used_up(status, content)
         if status == 200:
             try:
@@ -160,7 +150,7 @@ class Poster:
                 problem, repeats = ", but the body is not JSON", self._repeats_unreadable
         text = f"status {status}{problem}: {self._hide(message_of(content))}"
         if repeats:
-            return _Failed(EndpointUnavailable(text), status, retry_after)
+            return Failed(EndpointUnavailable(text), status, retry_after)
         raise EndpointRefused(text)
 
 

@@ -233,7 +233,7 @@ class Chat:
         if episode.environment is not None:
             await episode.environment.close(episode.trajectory)
         episode.stop_reason = self.over or StopReason.TASK_COMPLETED
-        seal(episode)
+        seal(episode, episode.branches, episode.tools)
 
     def samples(self) -> list[Sample]:
         """Its branches as samples; none without a reply."""

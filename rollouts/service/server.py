@@ -30,6 +30,7 @@ import anyio.to_thread
 import attrs
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalError, RolloutsError
@@ -49,7 +50,7 @@ _KEY = "ROLLOUTS_SERVICE_KEY"
 _LONGEST_WAIT = 60.0
 """Most seconds that a request waits for groups; the consumer asks again."""
 
-Route: TypeAlias = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
+Route: TypeAlias = tuple[str, str, Handler]
 """Method, path and handler; the handler bounds the bodies that it reads."""
 Publish: TypeAlias = Callable[[str, str, Any], Awaitable[None]]
 """Lets the inference servers load weights: folder, version, ``while_running``."""
@@ -332,9 +333,7 @@ class _NotReady(Exception):
 
 
 @web.middleware
-async def _cancelled_by_scope(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _cancelled_by_scope(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer in a child task: aiohttp cancels the task of a client that left, and only a scope's cancellation obeys
     shields, which an acknowledgement and the loading of weights need."""
     answers: list[web.StreamResponse] = []
@@ -348,9 +347,7 @@ async def _cancelled_by_scope(
 
 
 @web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except _NotReady:

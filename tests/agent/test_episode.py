@@ -204,7 +204,7 @@ async def test_the_times_of_a_removed_branch_are_kept(qwen3: Renderer) -> None:
     played.completions, played.times = first.completions, first.times
     empty.times.add("environment", "snapshot", 0.0, 2.0)
     episode.branches = [played, empty]
-    seal(episode)
+    seal(episode, episode.branches)
     assert list(played.times) == [*spans, ("environment", "snapshot", 0.0, 2.0)]
 
 

@@ -80,6 +80,15 @@ async def test_a_rewritten_observation_is_a_branch() -> None:
     assert names[0] != names[1]
 
 
+async def test_a_rewritten_observation_without_a_reply_is_not_a_branch() -> None:
+    """The branch before it ends the rollout, with its own messages."""
+    environment = Scripted(Observation([1, 2]), Observation([1, 6, 3], reward=0.5))
+    ((sample,), _) = await play(environment, [5, 6], limits=Limits(max_sampled_tokens=2))
+    assert (sample.tokens, sample.stop_reason, sample.reward) == ([1, 2, 5, 6], StopReason.MAX_TOKENS, 0.5)
+    assert [message["content"] for message in sample.messages] == ["1 2", "5 6"]
+    assert "forks" not in sample.metrics
+
+
 @pytest.mark.parametrize(
     ("limits", "reason", "tokens"),
     [

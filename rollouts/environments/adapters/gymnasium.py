@@ -43,15 +43,13 @@ class GymnasiumEnvironment:
             ``PIL.Image.fromarray(array)``), or a list of these.
     """
 
+    tools: Sequence[Tool] = ()
+
     def __init__(
         self, make: Callable[[], Any], *, action: Callable[[str], Any] = str, observe: Callable[[Any], Any] = _same
     ) -> None:
         self._make, self._action, self._observe = make, action, observe
         self._inner: Any = None
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return ()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         seed = prompt.metadata.get("seed")

@@ -30,13 +30,11 @@ class SkyRLGymEnvironment:
             By default they are messages.
     """
 
+    tools: Sequence[Tool] = ()
+
     def __init__(self, env_id: str, *, config: Any = None, same_turn: bool = False) -> None:
         self.env_id, self.config, self.same_turn = env_id, config, same_turn
         self._inner: Any = None
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return ()
 
     async def start(self, prompt: Prompt) -> Sequence[Message]:
         import skyrl_gym

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any
 
 import attrs
@@ -164,9 +163,7 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

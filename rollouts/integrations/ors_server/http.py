@@ -14,6 +14,7 @@ import anyio
 import attrs
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from rollouts.errors import RolloutsError
 
@@ -64,11 +65,10 @@ class Refused(Exception):
 
 
 @web.middleware
-async def refusals_as_json(request: web.Request, handler: Any) -> web.StreamResponse:
+async def refusals_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Middleware: send a :class:`Refused` that a handler raised as JSON."""
     try:
-        response: web.StreamResponse = await handler(request)
-        return response
+        return await handler(request)
     except Refused as refused:
         return json_answer({"detail": refused.detail}, refused.status, refused.headers)
 

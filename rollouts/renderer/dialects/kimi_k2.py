@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-from rollouts.dtypes import Tool, ToolCall
-from rollouts.renderer.dialects.json import MalformedCallError, checked_arguments, json_value
-from rollouts.renderer.dialects.sections import SectionDialect, section
+from rollouts.renderer.dialects.sections import NumberedCalls, section
 
 __all__ = ["KimiK2"]
 
 _ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+):\d+")
 
 
-class KimiK2(SectionDialect):
+class KimiK2(NumberedCalls):
     """``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``."""
 
     name = "kimi_k2"
@@ -26,15 +23,9 @@ class KimiK2(SectionDialect):
         re.DOTALL,
     )
     closing = "<|tool_call_end|>"
+    about_name = "its id must have the form functions.name:index or name:index"
+    arguments_mark = "<|tool_call_argument_begin|>"
 
     def name_of(self, call: re.Match[str]) -> str:
         match = _ID.fullmatch(call["id"].strip())
         return match["name"] if match else ""
-
-    def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
-        name = self.name_of(call)
-        if not name:
-            raise MalformedCallError("its id must have the form functions.name:index or name:index", "no_name")
-        if call["arguments"] is None:
-            raise MalformedCallError("<|tool_call_argument_begin|> and the arguments are missing", "no_arguments")
-        return ToolCall(name, checked_arguments(json_value(call["arguments"])), id=call["id"].strip(), raw=call[0])

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from rollouts.dtypes import Tool, ToolCall
 from rollouts.renderer.dialects.base import BlockDialect
-from rollouts.renderer.dialects.json import MalformedCallError, unclosed, unreadable
+from rollouts.renderer.dialects.json import MalformedCallError, checked_arguments, json_value, unclosed, unreadable
 
-__all__ = ["SectionDialect", "section", "tagged_arguments"]
+__all__ = ["NumberedCalls", "SectionDialect", "section", "tagged_arguments"]
 
 
 def section(begin: str, end: str, call: str) -> re.Pattern[str]:
@@ -58,6 +58,23 @@ class SectionDialect(BlockDialect):
             except MalformedCallError as error:
                 yield unreadable(call[0], error, self.name_of(call))
         yield from _stray(body[at:])
+
+
+class NumberedCalls(SectionDialect):
+    """A dialect whose calls have an id and JSON arguments: ``call`` has the groups ``id`` and ``arguments``."""
+
+    about_name: ClassVar[str]
+    """The error of a call without a name."""
+    arguments_mark: ClassVar[str]
+    """The mark before the arguments."""
+
+    def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
+        name = self.name_of(call)
+        if not name:
+            raise MalformedCallError(self.about_name, "no_name")
+        if call["arguments"] is None:
+            raise MalformedCallError(f"{self.arguments_mark} and the arguments are missing", "no_arguments")
+        return ToolCall(name, checked_arguments(json_value(call["arguments"])), id=call["id"].strip(), raw=call[0])
 
 
 def _stray(text: str) -> Iterator[ToolCall]:

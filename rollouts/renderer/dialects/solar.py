@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollouts.dtypes import Tool, ToolCall
+from rollouts.dtypes import Tool
 from rollouts.renderer.dialects.base import Reply
-from rollouts.renderer.dialects.json import MalformedCallError, checked_arguments, json_value
-from rollouts.renderer.dialects.sections import SectionDialect, section
+from rollouts.renderer.dialects.sections import NumberedCalls, section
 
 __all__ = ["Solar"]
 
@@ -16,7 +15,7 @@ _BEGIN, _END = "<|tool_call:begin|>", "<|tool_call:end|>"
 _WRAPPING = ("<|begin|>assistant", "<|content|>", "<|end|>")
 
 
-class Solar(SectionDialect):
+class Solar(NumberedCalls):
     """``<|tool_calls|><|tool_call:begin|>id<|tool_call:name|>name<|tool_call:args|>{...}<|tool_call:end|>``.
 
     A thought is a separate message, from ``<|think|>`` to ``<|end|>``.
@@ -31,18 +30,12 @@ class Solar(SectionDialect):
         re.DOTALL,
     )
     closing = _END
+    about_name = "<|tool_call:name|> and the name of a tool are missing"
+    arguments_mark = "<|tool_call:args|>"
     reasoning = ("<|think|>", "<|end|>")
 
     def name_of(self, call: re.Match[str]) -> str:
         return (call["name"] or "").strip()
-
-    def read_call(self, call: re.Match[str], tools: Sequence[Tool]) -> ToolCall:
-        name = self.name_of(call)
-        if not name:
-            raise MalformedCallError("<|tool_call:name|> and the name of a tool are missing", "no_name")
-        if call["arguments"] is None:
-            raise MalformedCallError("<|tool_call:args|> and the arguments are missing", "no_arguments")
-        return ToolCall(name, checked_arguments(json_value(call["arguments"])), id=call["id"].strip(), raw=call[0])
 
     def parse(self, text: str, *, tools: Sequence[Tool] = (), reasoning_open: bool | None = None) -> Reply:
         reply = super().parse(text, tools=tools, reasoning_open=reasoning_open)
