@@ -37,15 +37,16 @@ from rollouts.training import (
     agent_rollout_to_samples,
     generate_rollout_batch,
 )
+from rollouts.training.metrics import batch_metrics
 from tests.programs.gateway.programs import session_of, spoken
 
 TURNS, GROUPS, N = 3, 2, 4
 DEEPEST = 8
 """Levels of the values of a sample, at most."""
-CALLS = {"episode": 1732, "turn": 555, "sample": 1057}
-"""The most function calls of an episode of three turns, of one turn more, and of a sample of one turn from the prompt
-to the batch, manager and reward included: calls of functions of the package, and the calls of functions written in C
-that it makes. The numbers only go down."""
+CALLS = {"episode": 1732, "turn": 555, "sample": 1057, "metrics": 23}
+"""The most function calls of an episode of three turns, of one turn more, of a sample of one turn from the prompt to
+the batch, manager and reward included, and of the metrics of a sample: calls of functions of the package, and the calls
+of functions written in C that it makes. The numbers only go down."""
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,19 @@ async def test_the_calls_of_a_sample(renderer: Renderer) -> None:
         with Counted() as counted:
             await manager.generate_batch()
     assert counted.calls <= 8 * CALLS["sample"]
+
+
+async def test_the_calls_of_the_metrics_of_a_sample(renderer: Renderer) -> None:
+    """A batch is counted in one turn of the event loop, so each sample makes few function calls."""
+    options = answering(renderer, "Yes.")
+    prompts = [Prompt(f"{number}?", index=number) for number in range(24)]
+    samples = await generate_rollout_batch(prompts, environment_cls=SingleTurnEnvironment, **options)
+    calls = []
+    for count in (8, 24):
+        with Counted() as counted:
+            batch_metrics(samples[:count])
+        calls.append(counted.calls)
+    assert calls[1] - calls[0] <= 16 * CALLS["metrics"]
 
 
 async def test_a_finished_sample_is_few_objects(renderer: Renderer, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class CompactRecord:
     """Number of completions."""
     prefix: tuple[int, int]
     """Tokens of their prompts, and how many of them the server had cached."""
-    version_names: Collection[str]
+    weight_versions: Collection[str]
     """The versions, in the order of their first token."""
     _first: int
     _decode: Callable[[TokenColumn], str]

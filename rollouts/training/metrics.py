@@ -16,6 +16,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import attrs
+import numpy as np
 
 from rollouts.dtypes.messages import ENVIRONMENT, REPLIES, Prompt
 from rollouts.errors import TokenMismatchError
@@ -164,35 +165,36 @@ def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         return {}
     rollouts = by_rollout(samples)
     rewards = [reward_of_rollout(branches) or 0.0 for branches in rollouts]
-    tokens = [len(sample) for sample in samples]
-    lengths = [sample.response_length for sample in samples]
-    numbers = {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards),
-        "tokens/mean": fmean(tokens),
-        "response_length/mean": fmean(lengths),
-        "response_length/max": max(lengths),
-        "sampled_tokens/mean": fmean([sum([sample.sampled_tokens for sample in one]) for one in rollouts]),
-        "turns/mean": fmean([_turns(one) for one in rollouts]),
-        "policy_versions": len({version for sample in samples for version in sample.weight_versions}),
-    }
+    tokens = sampled = turns = prompt_tokens = cached = 0
+    lengths, versions = [], set[str]()
+    for sample in samples:  # one pass: a sample is in the cache of the CPU once
+        mask, records = sample.mask_column, sample.compact or sample
+        trained, (prompts, hits) = int(np.count_nonzero(mask)), records.prefix
+        lengths.append(len(mask) - int(mask.argmax()) if trained else 0)
+        tokens, sampled, prompt_tokens = tokens + len(mask), sampled + trained, prompt_tokens + prompts
+        cached, turns = cached + hits, turns + (records.turns or int(sample.metrics.get(REPLIES, 0)))
+        versions.update(records.weight_versions)
+    numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+    numbers |= {"tokens/mean": tokens / len(samples), "response_length/mean": sum(lengths) / len(samples)}
+    numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
+    numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(versions)}
     for status, count in sorted(Counter([one[-1].status.value for one in rollouts]).items()):
         numbers[f"status/{status}"] = count / len(rollouts)
-    prompt_tokens, cached = map(sum, zip(*[sample.prefix for sample in samples], strict=True))
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
     groups = {sample.group_index: sample for sample in reversed(samples)}
     equal = len({repr((sample.prompt, sample.label)) for sample in groups.values()}) < len(groups)
     if equal and (repeated := len(groups) - len({_task_of(sample) for sample in groups.values()})):
         numbers["repeated_prompts"] = repeated
-    counters = [one[0].metrics if len(one) == 1 else _counters(one) for one in rollouts]
-    numbers["forks"] = sum([one.get("forks", 0) for one in counters])
-    duplicated = numbers["duplicated_tokens"] = sum([one.get("duplicated_tokens", 0) for one in counters])
-    numbers["duplicated_tokens/share"] = duplicated / max(sum(tokens), 1)
+    counters: dict[str, list[float]] = {}
+    for one in rollouts:
+        for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
+            counters.setdefault(name, []).append(value)
+    numbers["forks"], duplicated = (sum(counters.get(name, ())) for name in ("forks", "duplicated_tokens"))
+    numbers |= {"duplicated_tokens": duplicated, "duplicated_tokens/share": duplicated / max(tokens, 1)}
     for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
-        numbers[f"resumed/{name}"] = sum([metric in one for one in counters])
-    for name in sorted({name for one in counters for name in one}):
-        numbers[f"episode/{name}"] = math.fsum([one[name] for one in counters if name in one]) / len(rollouts)
+        numbers[f"resumed/{name}"] = len(counters.get(metric, ()))
+    numbers |= {f"episode/{name}": math.fsum(values) / len(rollouts) for name, values in sorted(counters.items())}
     if any(ENVIRONMENT in sample.metadata for sample in samples):
         from rollouts.training.environment_metrics import environment_metrics  # here: most runs have one environment
 

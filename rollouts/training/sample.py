@@ -267,7 +267,7 @@ class Sample:
     def weight_versions(self) -> list[str]:
         """The policy versions of its tokens, in the order of their first token."""
         versions = self._versions
-        return [*(versions.version_names if type(versions) is CompactRecord else {v.version: None for v in versions})]
+        return [*(versions.weight_versions if type(versions) is CompactRecord else {v.version: None for v in versions})]
 
     def read_record(self, name: str) -> Any:
         """Return the response, messages, completions or versions as assigned; a plain copy of packed values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import TokenMismatchError
 from rollouts.training import Accounting, Group, Prompt, Sample
+from rollouts.training.branches import by_rollout
 from rollouts.training.metrics import RunMetrics, batch_metrics
 from rollouts.trajectory import CompletionRecord
 
@@ -51,6 +53,37 @@ def test_a_batch_in_numbers() -> None:
     assert (numbers["status/completed"], numbers["status/truncated"]) == (0.5, 0.5)
     assert numbers["episode/tool_calls"] == 1
     assert batch_metrics([]) == {}
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0, 1]), max_size=5), st.integers(0, 3), st.booleans(), st.sampled_from([0, 1, 8])
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_the_numbers_of_a_batch_are_those_of_its_samples(shapes: list[tuple[list[int], int, bool, int]]) -> None:
+    """Also of samples without tokens, with no sampled token, with columns that are lists, and of forked rollouts."""
+    samples = []
+    for mask, rollout, packs, forks in shapes:
+        metrics = {"forks": forks, "duplicated_tokens": 2 * forks} if forks else {"restarted_at_resume": 1}
+        one = Sample(tokens=[7] * len(mask), loss_mask=mask, rollout_id=rollout, reward=0.1 * forks, metrics=metrics)
+        samples.append(one.pack() if packs else one)
+    rollouts = by_rollout(samples)
+    numbers = batch_metrics(samples)
+    assert {*map(type, numbers.values())} <= {int, float}, "no NumPy scalars, which JSON has not"
+    assert numbers["tokens/mean"] == fmean(map(len, samples))
+    assert numbers["response_length/mean"] == fmean(one.response_length for one in samples)
+    assert numbers["response_length/max"] == max(one.response_length for one in samples)
+    assert numbers["sampled_tokens/mean"] == sum(one.sampled_tokens for one in samples) / len(rollouts)
+    assert numbers["forks"] == sum(one.metrics.get("forks", 0) for one in samples)
+    assert numbers["duplicated_tokens"] == 2 * numbers["forks"]
+    assert numbers.get("episode/forks", 0) == numbers["forks"] / len(rollouts)
+    assert numbers["resumed/restarted"] == sum(
+        any("restarted_at_resume" in one.metrics for one in branches) for branches in rollouts
+    )
 
 
 def test_the_turns_of_a_text_are_its_replies() -> None:
