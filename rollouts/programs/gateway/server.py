@@ -30,7 +30,6 @@ import msgspec
 from rollouts.base.extras import install_command
 from rollouts.concurrency.deadlines import scope_class
 from rollouts.errors import ConfigError
-from rollouts.http.address import url_of
 from rollouts.programs.gateway import chat, messages, responses
 from rollouts.programs.gateway.address import PublicAddress
 from rollouts.programs.gateway.guest_names import GuestNames
@@ -616,4 +615,5 @@ def _family(host: str) -> socket.AddressFamily:
 def _url_of(sock: socket.socket) -> str:
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         raise ConfigError.of("sock", sock.family.name, "a socket of an internet address")
-    return url_of(*sock.getsockname()[:2])
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
