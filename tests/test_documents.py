@@ -29,10 +29,10 @@ from rollouts.commands.check_env import load_environment
 from rollouts.dtypes import Endpoint
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments.calculator import CalculatorEnvironment
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime import close_rollouts
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.settings import load_function
 from rollouts.programs import claude_code, function_recipe
 from rollouts.programs.gateway.session import SessionLimits
 from rollouts.programs.launchers.workspace import RepositoryWorkspace

@@ -8,6 +8,7 @@ This module knows no trainer.
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,12 +22,12 @@ from rollouts.errors import ConfigError, GenerateFailure, RewardFailure
 from rollouts.inference.base import Policy
 from rollouts.recipe import Recipe
 from rollouts.recipe.files import build, load_recipe
-from rollouts.training.agent_integration import agent_rollout_to_samples
+from rollouts.training.agent_integration import agent_rollout_to_samples, check_limits
 from rollouts.training.rows import trimmed
 from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
-__all__ = ["Episodes", "prompt_of", "recipe_of"]
+__all__ = ["Episodes", "load_function", "option_texts", "prompt_of", "recipe_of"]
 
 _REWARD_SECONDS = 300.0
 
@@ -82,9 +83,9 @@ class Episodes:
             built.refuse_sampler("the trainer")
             bound = _of_recipe(built, scored=reward is None)
         else:
-            bound["environment_cls"] = _imported("environment", str(environment))
+            bound["environment_cls"] = load_function(str(environment), "environment")
         if reward is not None:
-            bound["reward_fn"] = _imported("reward", reward)
+            bound["reward_fn"] = load_function(reward, "reward")
         if limits is not None:
             bound["limits"] = Limits(**limits)
         renderer = {**bound.pop("options", {}), **options}
@@ -162,8 +163,7 @@ def recipe_of(recipe: str, options: Mapping[str, Any] | None = None) -> Recipe:
     Raises:
         ConfigError: no such recipe, or an unknown option.
     """
-    texts = {name: _text(value) for name, value in (options or {}).items()}
-    return build(load_recipe(recipe), Endpoint(model="trained"), texts)
+    return build(load_recipe(recipe), Endpoint(model="trained"), option_texts(options or {}))
 
 
 def _of_recipe(recipe: Recipe, *, scored: bool) -> dict[str, Any]:
@@ -171,12 +171,9 @@ def _of_recipe(recipe: Recipe, *, scored: bool) -> dict[str, Any]:
         expected = "False: a trainer that schedules rollouts itself scores one at a time"
         raise ConfigError.of(f"recipe {recipe.name}: group_rm", True, expected)
     bound = recipe.bound
-    turns, limits = bound.get("max_turns"), bound.get("limits")
-    if limits is None:
-        limits = Limits() if turns is None else Limits(max_turns=turns)
     return {
         "environment_cls": recipe.environment_cls,
-        "limits": limits,
+        "limits": check_limits(bound.get("limits"), bound.get("max_turns")),
         "reward_fn": recipe.config.reward_fn,
         "reward_seconds": recipe.config.reward_seconds,
         "max_new_tokens": recipe.endpoint.sampling.max_new_tokens,
@@ -186,12 +183,22 @@ def _of_recipe(recipe: Recipe, *, scored: bool) -> dict[str, Any]:
     }
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def option_texts(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options of a recipe as :func:`rollouts.recipe.files.build` takes them: text, or the JSON of another value."""
+    return {
+        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        for name, value in options.items()
+    }
 
 
-def _imported(what: str, name: str) -> Any:
+def load_function(path: str, what: str = "path of a function") -> Any:
+    """Import the object that a configuration names as ``package.module.function`` or ``module:name``.
+
+    Raises:
+        ConfigError: it cannot be imported; the message begins with ``what``.
+    """
+    module, _, name = path.rpartition(".")
     try:
-        return pkgutil.resolve_name(name)
+        return pkgutil.resolve_name(path) if ":" in path else getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError.of(what, name, f"module:name of something that can be imported ({error})") from error
+        raise ConfigError.of(what, path, f"package.module.function or module:name ({error})") from error

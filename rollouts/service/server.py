@@ -35,6 +35,7 @@ from aiohttp.typedefs import Handler
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import ConfigError, DataExhausted, EndpointError, JournalError, RolloutsError
 from rollouts.http.access import guard
+from rollouts.http.address import url_of
 from rollouts.http.bodies import Bodies
 from rollouts.http.server_log import server_log
 from rollouts.service.fed_buffer import FedBuffer, FedEnded, FedFull, NameTaken
@@ -322,7 +323,7 @@ async def serving(
     await runner.setup()
     try:
         await web.SockSite(runner, listening, backlog=4096).start()
-        yield f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        yield url_of(host, listening.getsockname()[1])
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()

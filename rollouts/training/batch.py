@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rollouts.base.extras import install_command
 from rollouts.errors import ConfigError
 from rollouts.training.branches import rollout_keys
-from rollouts.training.comparisons import Comparison, comparison_keys, conversation_keys
+from rollouts.training.comparisons import Comparison, by_key, comparison_keys, conversation_keys
 from rollouts.training.rows import check_fields, check_has_ids, reward_of_branches
 from rollouts.training.types import Sample, Status
 
@@ -192,12 +192,12 @@ def group_advantages(samples: Sequence[Sample], *, by: Comparison | None = None)
     for number, sample in enumerate(samples):
         _check_scored(sample, f"samples[{number}]")
     rewards = np.array([sample.reward for sample in samples], np.float64)
-    groups = _members(comparison_keys(samples, by))
+    groups = by_key(comparison_keys(samples, by), range(len(samples)))
     conversations = conversation_keys(samples)
     advantages = np.zeros(len(samples))
     for rows in groups.values():
-        branches = _members([conversations[row] for row in rows])
-        each = np.array([reward_of_branches([samples[rows[at]] for at in places]) for places in branches.values()])
+        branches = by_key([conversations[row] for row in rows], [samples[row] for row in rows])
+        each = np.array([*map(reward_of_branches, branches.values())])
         if len(set(each.tolist())) > 1:  # the deviation of equal numbers may be a rounding error instead of 0
             advantages[rows] = (rewards[rows] - each.mean()) / (each.std(ddof=1) + STD_EPSILON)
     return advantages.astype(np.float32)
@@ -212,20 +212,12 @@ def loss_weights(samples: Sequence[Sample]) -> npt.NDArray[np.float32]:
     """
     rollouts = rollout_keys(samples)
     trained = np.array([np.count_nonzero(sample.mask_column) for sample in samples], np.float64)
-    members = _members(rollouts)
+    members = by_key(rollouts, range(len(samples)))
     weights = np.zeros(len(samples))
     for rows in members.values():
         weights[rows] = 1 / max(trained[rows].sum(), 1) / len(members)
     weights *= [sample.loss_multiplier for sample in samples]
     return weights.astype(np.float32)
-
-
-def _members(keys: Sequence[Any]) -> dict[Any, list[int]]:
-    """Row numbers by key, keys in the order of their first row."""
-    members: dict[Any, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
-    return members
 
 
 def _check_torch() -> None:

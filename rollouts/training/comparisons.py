@@ -10,8 +10,8 @@ trainer find the same. This module is loaded on use; the manager does not load i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rollouts.errors import ConfigError
 from rollouts.training.branches import rollout_keys
@@ -24,12 +24,15 @@ __all__ = [
     "Comparison",
     "by_comparison",
     "by_conversation",
+    "by_key",
     "comparison_keys",
     "comparison_name",
     "comparison_of",
     "conversation_keys",
     "seat_of",
 ]
+
+T = TypeVar("T")
 
 COMPARISON = "seat_comparison"
 """The entry of the metadata of a sample with a seat that says with which rewards its own is compared: ``"seat"``,
@@ -44,19 +47,20 @@ says."""
 
 def by_conversation(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The branches of each conversation, in order of its first; without seats, those of each rollout."""
-    return _by(conversation_keys(samples), samples)
+    return list(by_key(conversation_keys(samples), samples).values())
 
 
 def by_comparison(samples: Sequence[Sample], by: Comparison | None = None) -> list[list[Sample]]:
     """The samples whose rewards are compared with each other, in order of the first of each comparison."""
-    return _by(comparison_keys(samples, by), samples)
+    return list(by_key(comparison_keys(samples, by), samples).values())
 
 
-def _by(keys: Sequence[Hashable], samples: Sequence[Sample]) -> list[list[Sample]]:
-    members: dict[Hashable, list[Sample]] = {}
-    for key, sample in zip(keys, samples, strict=True):
-        members.setdefault(key, []).append(sample)
-    return list(members.values())
+def by_key(keys: Sequence[Any], values: Sequence[T]) -> dict[Any, list[T]]:
+    """The values of each key, in order of the first of each."""
+    members: dict[Any, list[T]] = {}
+    for key, value in zip(keys, values, strict=True):
+        members.setdefault(key, []).append(value)
+    return members
 
 
 def conversation_keys(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:

@@ -36,7 +36,7 @@ from rollouts.training.sample_validator import copied, pack_or_fail, unchanged
 from rollouts.training.scoring import score
 from rollouts.training.types import Sample, Status
 
-__all__ = ["attempt", "ends", "is_lost", "number_sample", "share_rewards", "without_own_cancellation"]
+__all__ = ["attempt", "ends", "is_lost", "number_sample", "score_branches", "share_rewards", "without_own_cancellation"]
 
 _CLEANING_SECONDS = 300.0
 """Grace period after the deadline of a generate function, for shielded cleanup such as closing environments."""
@@ -69,7 +69,7 @@ async def attempt(config: RolloutConfig, request: Prompt) -> list[Sample]:
             samples = _listed(returned, name)
             _check(samples, request, name)
             if not config.group_rm and not is_lost(samples):
-                await _score(samples, config)
+                await score_branches(samples, config)
     except (TokenMismatchError, ConfigError, EndpointAway):
         raise
     except RolloutsError as error:
@@ -107,7 +107,7 @@ class without_own_cancellation(contextlib.AbstractAsyncContextManager[Any]):  # 
             error = None  # its traceback refers to this frame: a cycle that only the collector would free
 
 
-async def _score(samples: Sequence[Sample], config: RolloutConfig) -> None:
+async def score_branches(samples: Sequence[Sample], config: RolloutConfig) -> None:
     """Score the samples of a rollout one by one, and check what the reward function may have changed."""
     name, no_code = f"reward {function_name(config.reward_fn)}", config.reward_fn is None
     with contextlib.nullcontext() if no_code else unchanged(samples, RewardFailure, name):

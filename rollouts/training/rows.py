@@ -33,6 +33,7 @@ __all__ = [
     "check_has_ids",
     "check_one_branch",
     "check_temperature",
+    "check_trained",
     "image_column",
     "int_version",
     "reward_of",
@@ -121,13 +122,25 @@ def _checked(sample: Sample) -> tuple[Columns, int]:
     if sample.status in (Status.FAILED, Status.ABORTED):
         raise ConfigError.of(f"{sample!r}.status", sample.status.value, "a rollout that ended; leave this one out")
     tokens, mask, logprobs = sample.columns
+    start, stop = check_trained(sample)
+    assert logprobs is not None  # just checked
+    return Columns(tokens[:stop], mask[:stop], logprobs[:stop]), start
+
+
+def check_trained(sample: Sample, *, needs_logprobs: bool = True) -> tuple[int, int]:
+    """Check that a trainer can train on a sample; return the position of its first sampled token, and after the last.
+
+    Raises:
+        ConfigError: no sampled token, no prompt token, or logprobs that are missing and needed, or not finite.
+    """
     start, stop = _trained_range(sample)
     if not start:
         raise ConfigError.of(f"{sample!r}.tokens", "a sampled token first", "at least one prompt token before it")
-    if logprobs is None or not np.isfinite(logprobs).all():
+    logprobs = sample.logprob_column
+    if (logprobs is None and needs_logprobs) or (logprobs is not None and not np.isfinite(logprobs).all()):
         got = None if logprobs is None else "not all finite"
-        raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a logprob for each sampled token")
-    return Columns(tokens[:stop], mask[:stop], logprobs[:stop]), start
+        raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a finite logprob for each sampled token")
+    return start, stop
 
 
 def trimmed(sample: Sample) -> Sample:

@@ -87,7 +87,7 @@ def test_a_row_splits_at_its_first_sampled_token() -> None:
     [
         ({"status": "failed"}, r"status.*expected a rollout that ended"),
         ({"status": "aborted"}, r"status.*expected a rollout that ended"),
-        ({"rollout_log_probs": None}, r"rollout_log_probs.*expected a logprob for each sampled token"),
+        ({"rollout_log_probs": None}, r"rollout_log_probs.*expected a finite logprob for each sampled token"),
         ({"loss_mask": [1, 1, 1, 1, 1, 1], "versions": []}, r"tokens.*at least one prompt token"),
     ],
 )

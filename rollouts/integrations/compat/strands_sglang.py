@@ -20,6 +20,7 @@ from rollouts.agent.budget import Budget
 from rollouts.agent.episode import Episode
 from rollouts.dtypes import Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, ToolCall
 from rollouts.errors import ConfigError, ContextOverflow, EndpointError, EndpointRefused, EndpointUnavailable
+from rollouts.http.address import url_of
 from rollouts.inference.base import Policy
 from rollouts.inference.shared import shared_policy
 from rollouts.integrations.compat.strands_limiter import (
@@ -127,7 +128,7 @@ class SGLangClient:
 
     @classmethod
     def from_slime_args(cls, args: Any, **options: Any) -> SGLangClient:
-        return cls(f"http://{args.sglang_router_ip}:{args.sglang_router_port}", **options)
+        return cls(url_of(args.sglang_router_ip, args.sglang_router_port), **options)
 
     @property
     def base_url(self) -> str:
@@ -172,7 +173,7 @@ get_client = functools.cache(SGLangClient)
 
 def get_client_from_slime_args(args: Any, **options: Any) -> SGLangClient:
     """The shared client of slime's router."""
-    return get_client(f"http://{args.sglang_router_ip}:{args.sglang_router_port}", **options)
+    return get_client(url_of(args.sglang_router_ip, args.sglang_router_port), **options)
 
 
 get_tokenizer = functools.cache(load_tokenizer)

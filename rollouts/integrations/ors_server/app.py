@@ -27,6 +27,7 @@ from rollouts.environments.ors.environment import CONTINUES
 from rollouts.environments.ors.wire import ORSError, blocks_of, messages_of
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.http.access import guard
+from rollouts.http.address import url_of
 from rollouts.http.server_log import server_log
 from rollouts.integrations.ors_server.episode import HostedEpisode, HostedStep, sample_of
 from rollouts.integrations.ors_server.http import (
@@ -81,7 +82,6 @@ async def environment_server(
         listening = socket.create_server((host, port), family=family, backlog=4096)
     except OSError as error:
         raise ConfigError.of("host:port", f"{host}:{port}", f"an address to listen on ({error})") from None
-    url_host = f"[{host}]" if ":" in host else host
     async with anyio.create_task_group() as tasks:
         server = _Server(recipe, split, limits or Limits(), tasks)
         options: dict[str, Any] = {"access_log": None, "logger": server_log(), "handler_cancellation": True}
@@ -90,7 +90,7 @@ async def environment_server(
         try:
             await web.SockSite(runner, listening, backlog=4096).start()
             tasks.start_soon(server.expire_sessions)
-            yield f"http://{url_host}:{listening.getsockname()[1]}"
+            yield url_of(host, listening.getsockname()[1])
         finally:
             with anyio.CancelScope(shield=True):
                 await runner.cleanup()

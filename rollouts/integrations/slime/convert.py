@@ -25,7 +25,7 @@ from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.settings import NEEDS_ADVANTAGES
 from rollouts.rewards.teacher_top import SCORED_BY, check_without_top, reverse_kl, top_of
 from rollouts.training.comparisons import COMPARISON, comparison_of
-from rollouts.training.rows import check_fields, check_has_ids, reward_of
+from rollouts.training.rows import check_fields, check_has_ids, check_trained, reward_of
 from rollouts.training.sample_validator import copied
 from rollouts.training.types import Sample, Status
 
@@ -158,7 +158,7 @@ def to_slime(
     return record
 
 
-def add_teacher(record: Any, sample: Sample, kl_weights: Any) -> None:
+def add_teacher(record: Any, sample: Sample, kl_weights: Any = "student_p") -> None:
     """Set the columns of slime's sample that a teacher's scores make; raises as :func:`to_slime`."""
     teacher = sample.teacher_column
     if teacher is None:
@@ -167,8 +167,7 @@ def add_teacher(record: Any, sample: Sample, kl_weights: Any) -> None:
 
     if not family().takes_divergences:
         check_without_top(sample, "slime")
-    first = len(sample) - sample.response_length
-    there = slice(first, first + record.response_length)
+    there = slice(len(record.tokens) - record.response_length, len(record.tokens))
     record.teacher_log_probs = torch.from_numpy(teacher[there].copy())
     if (top := top_of(sample)) is not None:
         divergences = np.zeros(len(sample), np.float32)
@@ -198,24 +197,13 @@ def check_trainable(sample: Sample, *, needs_logprobs: bool = True) -> None:
     """
     sample.check()
     check_has_ids(sample)
-    width = sample.response_length
-    if not width:
-        raise ConfigError.of(f"{sample!r}.loss_mask", "no 1", "at least one sampled token")
-    if width == len(sample):
-        raise ConfigError.of(f"{sample!r}.tokens", width, "at least one prompt token before the first sampled one")
-    logprobs = sample.logprob_column
-    if logprobs is None and not needs_logprobs:
-        return
-    if logprobs is None or not np.isfinite(logprobs).all():
-        got = None if logprobs is None else "not all finite"
-        raise ConfigError.of(f"{sample!r}.rollout_log_probs", got, "a finite logprob for each sampled token")
+    check_trained(sample, needs_logprobs=needs_logprobs)
 
 
 def from_slime(sample: Any, request: Any = None, *, trained: bool = True, tokens: Any = None) -> Sample:
     """Convert slime's sample to ours: its response columns are extended over the prompt.
 
     Args:
-        sample: slime's sample.
         request: the prompt of its rollout, with ``group_index`` and ``index``: a function may change the sample's.
         trained: whether a token of it is trained; else the result has no columns but ``tokens``.
         tokens: if they are not the sample's.
@@ -271,20 +259,16 @@ def leaves(groups: Any) -> Iterator[Any]:
         yield groups
 
 
-def check_training_batch(
-    groups: Sequence[Any],
-    *,
-    groups_wanted: int,
-    rollouts_in_group: int,
-    reading: Reading = Reading(),
-    replay: Replay = _NO_REPLAY,
-) -> None:
+def check_training_batch(groups: Sequence[Any], shape: tuple[int, int], reading: Reading, replay: Replay) -> None:
     """Check the assumptions about a batch of slime's samples that slime itself does not check.
+
+    ``shape`` is the number of groups, and that of the rollouts in each.
 
     Raises:
         ConfigError: a wrong number of groups, a group of another size, groups of different nesting, a rollout id of two
             rollouts, or a sample that cannot be trained.
     """
+    groups_wanted, rollouts_in_group = shape
     if len(groups) != groups_wanted:
         raise ConfigError.of("batch", f"{len(groups)} groups", f"{groups_wanted} groups")
     seen: set[Any] = set()

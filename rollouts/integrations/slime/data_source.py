@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime import filters
 from rollouts.integrations.slime.convert import leaves
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.saved_values import SAFE, check_plain, only_plain, restored, stored
-from rollouts.integrations.slime.settings import load_function
 from rollouts.runs.export import replacing
 
 __all__ = ["CheckpointedDataSource"]

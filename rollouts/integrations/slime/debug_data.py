@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.base.extras import install_command
+from rollouts.base.extras import imported
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import to_slime
 from rollouts.runs.export import replacing
@@ -29,10 +29,8 @@ def export_run(
     """Write the batches of a run; return the paths of the files.
 
     Args:
-        run: the run's folder.
         out: the file. With ``{rollout_id}`` in it, one file per batch, and one batch at a time in memory; else one file
             with all batches, all in memory.
-        overwrite: replace existing files.
         temperature: slime's ``--rollout-temperature``, by which its trainer divides logits.
 
     Raises:
@@ -63,10 +61,7 @@ def write_debug_data(
     """
     for sample in samples:
         check_temperature(sample, "slime", temperature)
-    try:
-        import torch
-    except ImportError:
-        raise ConfigError.of("export", "no torch", f"torch installed: {install_command('engine')}") from None
+    torch = imported("torch", "torch", "engine")
     rows: list[dict[str, Any]] = [to_slime(sample).to_dict() for sample in samples]
     with replacing(path) as temporary:
         torch.save({"rollout_id": rollout_id, "samples": rows}, temporary)

@@ -48,10 +48,6 @@ def args(data_source: Any) -> Namespace:
     return Namespace(
         rollout_batch_size=_GROUPS,
         n_samples_per_prompt=int(getattr(data_source, "n_samples_per_prompt", 2)),
-        over_sampling_batch_size=_GROUPS,
-        rollout_temperature=1.0,
-        rollout_top_p=1.0,
-        rollout_top_k=-1,
         rollout_max_response_len=_REPLY,
         hf_checkpoint=str(DEMO_MODEL),
         sglang_router_ip=url.hostname,

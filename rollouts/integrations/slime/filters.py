@@ -35,41 +35,36 @@ check_response_diversity = as_slime_filter(ours.check_response_diversity)
 check_reward_nonzero_std = as_slime_filter(ours.check_reward_nonzero_std)
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """Take the groups that have waited longest."""
-    return _pop(buffer, num_samples, lambda group: 0)
+def _lowest_first(key: Callable[[Any, list[Any]], float]) -> Callable[..., list[list[Any]]]:
+    """A buffer filter that takes the groups with the lowest key, of those with the same the first."""
+
+    def pop(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
+        chosen = sorted(range(len(buffer)), key=lambda position: (key(args, buffer[position]), position))[:num_samples]
+        groups = [buffer[position] for position in chosen]
+        for position in sorted(chosen, reverse=True):
+            del buffer[position]
+        return groups
+
+    return pop
 
 
-def pop_stalest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """Take the groups that started in the earliest call, so that they are used before they are too old."""
-    return _pop(buffer, num_samples, _begun)
-
-
-def pop_most_advanced(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """Take the groups with the most response tokens: they cost the least to finish."""
-    return _pop(buffer, num_samples, lambda group: -sum(sample.response_length for sample in leaves(group)))
-
-
-def pop_hardest(args: Any, rollout_id: int | None, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
-    """Take the groups with the lowest mean reward; unscored groups count 1 minus ``metadata["difficulty"]``."""
-
-    def ease(group: list[Any]) -> float:
-        rewards = [plain_reward(sample, args) for sample in leaves(group) if sample.reward is not None]
-        if rewards:
-            return statistics.fmean(rewards)
-        return 1.0 - float((next(leaves(group)).metadata or {}).get("difficulty", 0.0))
-
-    return _pop(buffer, num_samples, ease)
-
-
-def _begun(group: list[Any]) -> float:
+def _begun(args: Any, group: list[Any]) -> float:
     begun = [(sample.metadata or {}).get("start_rollout_id") for sample in leaves(group)]
     return min((number for number in begun if number is not None), default=float("inf"))
 
 
-def _pop(buffer: list[list[Any]], count: int, key: Callable[[list[Any]], float]) -> list[list[Any]]:
-    chosen = sorted(range(len(buffer)), key=lambda position: (key(buffer[position]), position))[:count]
-    groups = [buffer[position] for position in chosen]
-    for position in sorted(chosen, reverse=True):
-        del buffer[position]
-    return groups
+def _ease(args: Any, group: list[Any]) -> float:
+    rewards = [plain_reward(sample, args) for sample in leaves(group) if sample.reward is not None]
+    if rewards:
+        return statistics.fmean(rewards)
+    return 1.0 - float((next(leaves(group)).metadata or {}).get("difficulty", 0.0))
+
+
+pop_first = _lowest_first(lambda args, group: 0)
+"""Take the groups that have waited longest."""
+pop_stalest = _lowest_first(_begun)
+"""Take the groups that started in the earliest call, so that they are used before they are too old."""
+pop_most_advanced = _lowest_first(lambda args, group: -sum(sample.response_length for sample in leaves(group)))
+"""Take the groups with the most response tokens: they cost the least to finish."""
+pop_hardest = _lowest_first(_ease)
+"""Take the groups with the lowest mean reward; unscored groups count 1 minus ``metadata["difficulty"]``."""

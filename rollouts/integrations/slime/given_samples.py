@@ -103,9 +103,8 @@ def check_given(record: Any, *, recipe: bool) -> None:
         raise ConfigError.of(f"{place}.multimodal_inputs", media, expected)
     if images and recipe is isinstance(record.prompt, str):
         expected = "messages with its images: a recipe renders them" if recipe else "text, of --apply-chat-template"
-        raise ConfigError.of(
-            f"{place}.prompt", record.prompt[:80] if recipe else type(record.prompt).__name__, expected
-        )
+        got = record.prompt[:80] if recipe else type(record.prompt).__name__
+        raise ConfigError.of(f"{place}.prompt", got, expected)
     brought, expected = _brought(record), None
     if brought and recipe:
         expected = "nothing with a recipe, which renders the prompt itself"

@@ -16,7 +16,7 @@ from typing import Any
 from rollouts.base.validators import is_int
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.integrations.leases import LeasedBatch
-from rollouts.integrations.slime.convert import Reading, check_trainable, check_training_batch, to_slime
+from rollouts.integrations.slime.convert import Reading, check_training_batch, to_slime
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.settings import ADVANTAGES
@@ -65,9 +65,8 @@ class LeasedRollout:
             self.trained()
             raise DataExhausted("every group of the service is acknowledged or dropped")
         groups = _groups(leased.samples, args)
-        sizes = {"groups_wanted": args.rollout_batch_size, "rollouts_in_group": args.n_samples_per_prompt}
         reading = Reading(reward_key=getattr(args, "reward_key", None))
-        check_training_batch(groups, **sizes, reading=reading, replay=Replay.of(args))
+        check_training_batch(groups, (args.rollout_batch_size, args.n_samples_per_prompt), reading, Replay.of(args))
         self._untrained.append((rollout_id, leased))  # now: a batch that is refused is not trained
         return records().train_output(samples=groups, metrics={})
 
@@ -87,10 +86,9 @@ def _groups(samples: Sequence[Sample], args: Any) -> list[list[Any]]:
     replay = Replay.of(args)
     groups: dict[int | None, dict[int | None, list[Any]]] = {}
     for sample in samples:
-        check_trainable(sample)
         check_temperature(sample, "slime", getattr(args, "rollout_temperature", None))
         kl_weights = getattr(args, "opd_reward_weight_mode", None) or "student_p"
-        record = to_slime(sample, replay=replay, checked=True, kl_weights=kl_weights)
+        record = to_slime(sample, replay=replay, kl_weights=kl_weights)
         if (key := getattr(args, "reward_key", None)) is not None:
             record.reward = {key: sample.reward}
         rollout = sample.index if sample.rollout_id is None else sample.rollout_id

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime.rollout import generate_rollout_batch
 from rollouts.integrations.slime.scoring import plain_reward
-from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES, load_function
-from rollouts.training.comparisons import comparison_keys, seat_of
+from rollouts.integrations.slime.settings import ADVANTAGES, NEEDS_ADVANTAGES
+from rollouts.training.comparisons import by_key, comparison_keys, conversation_keys
 
 __all__ = ["normalise_rewards", "sample_advantages"]
 
@@ -48,17 +49,10 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if len(indices) == 2:
         raise ConfigError.of("group_index", "None on some samples", "a number on every sample, or on none")
     scale = estimator in _SCALED and getattr(args, "grpo_std_normalization", True)
-    groups: dict[Any, list[int]] = {}
-    for position, key in enumerate(comparison_keys(samples)):
-        groups.setdefault(key, []).append(position)
-    rewards = [0.0] * len(raw)
-    for positions in groups.values():
-        rollouts: dict[Any, list[float]] = {}
-        for position in positions:
-            sample = samples[position]
-            if not sample.remove_sample:
-                key = ("alone", position) if sample.rollout_id is None else (sample.rollout_id, *seat_of(sample))
-                rollouts.setdefault(key, []).append(raw[position])
+    rewards, rollout_keys = [0.0] * len(raw), conversation_keys(samples)
+    for positions in by_key(comparison_keys(samples), range(len(samples))).values():
+        counted = [position for position in positions if not samples[position].remove_sample]
+        rollouts = by_key([rollout_keys[position] for position in counted], [raw[position] for position in counted])
         for rollout, of_one in rollouts.items():
             if scale and len(set(of_one)) > 1:
                 expected = (
@@ -66,7 +60,7 @@ def normalise_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
                     " with unlike rewards, without a seat, need --disable-grpo-std-normalization, or another reward"
                     " post-processing"
                 )
-                raise ConfigError.of(f"rollout_id {rollout[0]}: rewards", of_one, expected)
+                raise ConfigError.of(f"rollout_id {rollout[1]}: rewards", of_one, expected)
         means = np.array([float(np.mean(of_one)) for of_one in rollouts.values()] or [0.0], np.float32)
         spread = means.std(ddof=1, dtype=np.float32) if len(means) > 1 else np.float32(1.0)
         divisor = spread + np.float32(_EPSILON) if scale else np.float32(1.0)

@@ -22,15 +22,14 @@ from typing import Any, Literal, TypeGuard
 import anyio
 import anyio.to_thread
 import attrs
-import msgspec
 
 from rollouts.concurrency.boundary import function_name
-from rollouts.dtypes import Limits, Prompt, SamplingParams, packed_tokens
+from rollouts.dtypes import Prompt, SamplingParams, packed_tokens
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, shortened
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.generate_wire import MissingField
-from rollouts.inference.policy import ServerPolicy
-from rollouts.inference.resumable import ResumablePolicy, SessionRecorder
+from rollouts.inference.resumable import InterruptiblePolicy, ResumablePolicy, SessionRecorder
+from rollouts.integrations.episodes import load_function, option_texts
 from rollouts.integrations.slime.buffer import Taken
 from rollouts.integrations.slime.convert import Reading, add_teacher, check_trainable, to_slime
 from rollouts.integrations.slime.custom_calls import CustomCalls
@@ -38,12 +37,13 @@ from rollouts.integrations.slime.given_samples import check_given, check_prompt_
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import SlimeRecord, hooked, slime_sample_of
 from rollouts.integrations.slime.scoring import SlimeFilter, SlimeReward, refuse_groups_of_one, score_by
-from rollouts.integrations.slime.settings import EvalSet, Settings, load_function, stop_ids_of_params
+from rollouts.integrations.slime.settings import EvalSet, Settings, stop_ids_of_params
 from rollouts.integrations.slime.single_turn import codec_of, generate_single_turn, generate_with_slime
 from rollouts.programs.generate import generate_function_batch, generate_program_batch
 from rollouts.recipe import Recipe, check_recipe
 from rollouts.recipe.files import build, built_in, load_recipe
 from rollouts.rewards.teachers import Teacher
+from rollouts.training.agent_integration import check_limits
 from rollouts.training.config import RolloutConfig
 from rollouts.training.rows import check_temperature
 from rollouts.training.types import GenerateFn, GroupRewardFn, RewardFn, Sample, Status
@@ -73,11 +73,7 @@ def find_recipe(settings: Settings) -> Recipe | None:
     if not callable(make):
         expected = "the name of a built-in recipe, file.py, file.py:function or package.module.function"
         raise ConfigError.of("rollouts_recipe", settings.recipe, expected)
-    texts = {
-        name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        for name, value in settings.recipe_options.items()
-    }
-    recipe = build(make, settings.endpoint, texts, settings.endpoints)
+    recipe = build(make, settings.endpoint, option_texts(settings.recipe_options), settings.endpoints)
     recipe.refuse_sampler("slime's data source")
     if not settings.template_kwargs:
         return recipe
@@ -100,18 +96,17 @@ def generator_of(
         if generate_fn.func in (generate_program_batch, generate_function_batch):
             window = min(context, bound.get("context_window") or context)
             return functools.partial(generate_fn, **options, context_window=window)
-        turns = bound.get("max_turns")
-        limits = bound.get("limits") or (Limits() if turns is None else Limits(max_turns=turns))
+        limits = check_limits(bound.get("limits"), bound.get("max_turns"))
         options["limits"] = attrs.evolve(limits, max_tokens=min(context, limits.max_tokens or context))
     return functools.partial(generate_fn, **options)
 
 
-def policy_of_launch(settings: Settings, client: ServerPolicy) -> ResumablePolicy:
-    """The policy of the rollouts of a launch, over a client of its router."""
+def policy_of_launch(settings: Settings, client: InterruptiblePolicy, limiter: Any = None) -> ResumablePolicy:
+    """The policy of the rollouts of a launch, over a client of its router; ``limiter`` is that of another policy."""
     return ResumablePolicy(
         client,
         decode=lambda ids: codec_of(settings.endpoint.model)[0].decode(ids),
-        at_most=settings.at_most,
+        at_most=limiter or settings.at_most,
         stop_token_ids=stop_ids_of_params(settings.params),
         extras=settings.replay.request(),
     )
@@ -151,9 +146,8 @@ class Pipeline:
         """Finds the taken group of a group index."""
         self._checking, self._checked = anyio.Lock(), False
         if self.recipe is not None and settings.apply_chat_template:
-            raise ConfigError.of(
-                "args.apply_chat_template", True, "off with a recipe: its prompts are rendered with their tools, once"
-            )
+            expected = "off with a recipe: its prompts are rendered with their tools, once"
+            raise ConfigError.of("args.apply_chat_template", True, expected)
         if self.recipe is not None and settings.custom_generate is not None:
             expected = "none with a recipe, which plays every prompt"
             raise ConfigError.of("args.custom_generate_function_path", settings.custom_generate, expected)
@@ -201,13 +195,8 @@ class Pipeline:
         other.params, other.sampling, other.teacher = data.params, data.sampling, None
         other.replay = self.replay.in_evaluation()
         other.reading = Reading(reward_key=self.settings.eval_reward_key, evaluation=True)
-        other.policy = ResumablePolicy(
-            policy.inner,
-            decode=policy.decode,
-            at_most=policy.limiter,
-            stop_token_ids=stop_ids_of_params(data.params),
-            extras=other.replay.request(),
-        )
+        settings = attrs.evolve(self.settings, params=data.params, replay=other.replay)
+        other.policy = policy_of_launch(settings, policy.inner, policy.limiter)
         return other
 
     def training(self) -> RolloutConfig:
@@ -319,8 +308,7 @@ class Pipeline:
             policy=self.policy,
             reading=self.reading,
             on_abort="resume" if resumes and (path or not images) else on_abort,
-            mask_earlier=resumes and settings.mask_earlier_versions,
-            keeps_session=settings.keeps_session,
+            settings=settings,
         )
         if images and not path:
             # slime sends such a prompt as text: the server expands its images, and slime's processor makes the ids

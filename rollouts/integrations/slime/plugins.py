@@ -26,10 +26,10 @@ from rollouts.integrations.slime.custom_calls import CustomCalls
 from rollouts.integrations.slime.given_samples import check_given, shown_prompt
 from rollouts.integrations.slime.pipeline import Pipeline, generator_of, policy_of_launch
 from rollouts.integrations.slime.records import records
-from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, sampling_of
+from rollouts.integrations.slime.settings import RECIPE_VARIABLE, Settings, VocabSizeOf, sampling_of
 from rollouts.recipe import Recipe
 from rollouts.rewards import score, score_group
-from rollouts.training.rollout_attempt import ends, share_rewards
+from rollouts.training.rollout_attempt import score_branches
 from rollouts.training.rows import check_fields, reward_of
 from rollouts.training.types import Status
 
@@ -41,7 +41,7 @@ _ATTEMPTS = 2
 def policy_for(args: Any) -> ServerPolicy:
     """The client of slime's router, shared by every rollout of the running event loop."""
     settings = Settings.from_args(args)
-    return shared_policy(settings.endpoint, settings.vocab_size)
+    return shared_policy(settings.endpoint, VocabSizeOf(settings.endpoint.model))
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -79,9 +79,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
                 check_trainable(entry)
                 check_fields(entry, "slime", "advantages")
             if config.reward_fn is not None and not config.group_rm:
-                for entry in ends(samples):
-                    await score(entry, config.reward_fn, seconds=config.reward_seconds)
-                share_rewards(samples)
+                await score_branches(samples, config)
             replay = pipeline.replay.in_evaluation() if evaluation else pipeline.replay
             made = [to_slime(entry, template=sample, scored=False, replay=replay) for entry in samples]
             if (key := pipeline.settings.reward_key) is not None:
@@ -130,7 +128,7 @@ def _pipeline(args: Any) -> tuple[Pipeline, Recipe]:
     pipelines = _PIPELINES.setdefault(get_running_loop(), [])
     pipeline = next((made for made in pipelines if made.settings == settings), None)
     if pipeline is None:
-        client = shared_policy(settings.endpoint, settings.vocab_size)
+        client = policy_for(args)
         policy, no_groups = policy_of_launch(settings, client), dict[int, Taken]().__getitem__
         pipeline = Pipeline(args, settings, policy, CustomCalls(client.abort_all), no_groups)
         pipelines.append(pipeline)

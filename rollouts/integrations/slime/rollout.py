@@ -23,13 +23,9 @@ _kept: tuple[Any, list[list[Any]]] = (None, [])
 
 
 def generate_rollout_batch(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """Fill one batch for slime, or play its evaluation.
+    """Fill one batch for slime, or play its evaluation; the parameters are slime's.
 
-    Args:
-        args: slime's namespace; ``None`` plays the demo model on the embedded engine, for contract tests.
-        rollout_id: slime's number of the call.
-        data_source: slime's data source.
-        evaluation: whether to play the evaluation's data sets instead.
+    ``args=None`` plays the demo model on the embedded engine, for contract tests.
 
     Returns:
         ``RolloutFnTrainOutput`` with ``rollout_batch_size`` groups of ``n_samples_per_prompt`` rollouts, in order; or

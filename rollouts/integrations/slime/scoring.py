@@ -15,14 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.concurrency.gathered import gather
 from rollouts.errors import ConfigError, RewardFailure, shortened
-from rollouts.integrations.slime.convert import Reading, leaves
+from rollouts.integrations.episodes import load_function
+from rollouts.integrations.slime.convert import Reading, add_teacher, leaves
 from rollouts.integrations.slime.given_samples import has_images
 from rollouts.integrations.slime.records import family, records
-from rollouts.integrations.slime.settings import load_function
 from rollouts.rewards.teachers import Teacher
 from rollouts.training.types import Sample, Status
 
@@ -148,10 +147,9 @@ async def score_by(teacher: Teacher, sample: Sample, record: Any) -> None:
         expected = "none for samples with images: its requests have token ids only"
         raise ConfigError.of("args.rollouts_teacher_url", repr(teacher), expected)
     await teacher.score(sample)
-    column = sample.teacher_column
-    # A sample that trains no token has no scores; slime's batch has a column of every sample, or of none.
-    scores = np.zeros(record.response_length, np.float32) if column is None else column[-record.response_length :]
-    record.teacher_log_probs = torch.from_numpy(scores.copy())
+    add_teacher(record, sample)
+    if sample.teacher_column is None:  # it trains no token; slime's batch has a column of every sample, or of none
+        record.teacher_log_probs = torch.zeros(record.response_length, dtype=torch.float32)
 
 
 def _traced(samples: Any, name: str) -> AbstractContextManager[Any]:
@@ -188,9 +186,8 @@ def refuse_groups_of_one(name: str, size: int | None) -> None:
         ConfigError: the filter needs a spread.
     """
     if size == 1 and ("nonzero_std" in name or name == "check_quality_and_diversity"):
-        raise ConfigError.of(
-            "args.n_samples_per_prompt", 1, f"at least 2 with the filter {name}: one reward has no spread"
-        )
+        expected = f"at least 2 with the filter {name}: one reward has no spread"
+        raise ConfigError.of("args.n_samples_per_prompt", 1, expected)
 
 
 def plain_reward(sample: Any, args: Any) -> Any:

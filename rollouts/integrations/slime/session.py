@@ -28,6 +28,7 @@ from rollouts.concurrency.gc_pauses import calm_collector
 from rollouts.errors import ConfigError, EndpointError, at
 from rollouts.inference.resumable import ResumablePolicy
 from rollouts.inference.shared import policy_of
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime.buffer import Taken, TrainerBuffer
 from rollouts.integrations.slime.convert import check_training_batch, leaves, set_advantages
 from rollouts.integrations.slime.custom_calls import CustomCalls
@@ -38,7 +39,8 @@ from rollouts.integrations.slime.given_samples import is_begun
 from rollouts.integrations.slime.pipeline import Pipeline, policy_of_launch
 from rollouts.integrations.slime.records import DynamicFilterOutput, family, records
 from rollouts.integrations.slime.returned_samples import slime_sample_of, versions_of, view
-from rollouts.integrations.slime.settings import ADVANTAGES, Settings, load_function
+from rollouts.integrations.slime.settings import ADVANTAGES, Settings, VocabSizeOf
+from rollouts.training.comparisons import by_key
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.rows import check_fields
 from rollouts.training.staleness import Staleness
@@ -85,9 +87,8 @@ class _Ages:
         settings = self._settings
         if not (settings.mask_earlier_versions and settings.carry_over) or settings.fully_async:
             return False
-        return (
-            self.observe([span.version for span in sample.versions[-1:]] or map(str, record.weight_versions[-1:])) > 0
-        )
+        last = [span.version for span in sample.versions[-1:]]
+        return self.observe(last or map(str, record.weight_versions[-1:])) > 0
 
 
 class TrainerRollouts:
@@ -122,7 +123,7 @@ class TrainerRollouts:
 
     async def _build(self) -> tuple[ResumablePolicy, Pipeline, AsyncRolloutManager]:
         settings = self.settings
-        client = policy_of(settings.endpoint, settings.vocab_size)
+        client = policy_of(settings.endpoint, VocabSizeOf(settings.endpoint.model))
         self._stack.callback(self._portal.call, client.aclose)
         policy = policy_of_launch(settings, client)
         self._calls = CustomCalls(client.abort_all)
@@ -296,10 +297,7 @@ class TrainerRollouts:
     def _assemble(self, samples: list[Sample]) -> list[Any]:
         """The batch in slime's shape: groups of samples, or groups of rollouts of samples if any rollout forks."""
         size = self.settings.n_samples_per_prompt
-        by_group: dict[int, list[Sample]] = {}
-        for sample in samples:
-            assert sample.group_index is not None  # the manager numbers them
-            by_group.setdefault(sample.group_index, []).append(sample)
+        by_group = by_key([sample.group_index for sample in samples], samples)
         lists = [sample for sample in samples if getattr(sample.trainer_record, "rollout", None) is not None]
         fans_out = len(samples) != len(by_group) * size or bool(lists)
         groups = [self._played(self.buffer.pop(index), by_group[index], fans_out=fans_out) for index in by_group]
@@ -311,13 +309,7 @@ class TrainerRollouts:
         if any(sample.rollout_log_probs is None for sample in leaves(groups)):
             for sample in leaves(groups):  # the trainer takes those of all samples, or computes its own
                 sample.rollout_log_probs = None
-        check_training_batch(
-            groups,
-            groups_wanted=self.settings.batch_size,
-            rollouts_in_group=size,
-            reading=self.pipeline.reading,
-            replay=self.settings.replay,
-        )
+        check_training_batch(groups, (self.settings.batch_size, size), self.pipeline.reading, self.settings.replay)
         return groups
 
     def _played(self, taken: Taken, samples: Sequence[Sample], *, fans_out: bool) -> list[Any]:
@@ -459,7 +451,4 @@ def _is_unchanged(group: list[Any], before: list[dict[str, Any]]) -> bool:
 
 def _by_number(samples: Any, size: int) -> dict[int, list[Sample]]:
     """The samples of a group, by the position of their rollout in the group."""
-    rollouts: dict[int, list[Sample]] = {}
-    for sample in samples:
-        rollouts.setdefault(sample.index % size, []).append(sample)
-    return rollouts
+    return by_key([sample.index % size for sample in samples], samples)

@@ -9,7 +9,6 @@ Our own keys come through slime's ``--custom-config-path``; :data:`OWN_KEYS` lis
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ import attrs
 from rollouts.base.validators import is_int, is_number
 from rollouts.dtypes import Endpoint, SamplingParams, json_object
 from rollouts.errors import ConfigError
+from rollouts.http.address import url_of
 from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import family
 from rollouts.renderer.tokenizer import declared_vocab_size, load_tokenizer, vocab_size_of
@@ -31,7 +31,7 @@ __all__ = [
     "RECIPE_VARIABLE",
     "EvalSet",
     "Settings",
-    "load_function",
+    "VocabSizeOf",
     "sampling_of",
     "stop_ids_of_params",
 ]
@@ -183,6 +183,14 @@ def _integer(least: int) -> tuple[str, Callable[[Any], bool]]:
     return f"an integer >= {least}", lambda value: value is None or is_int(value, least)
 
 
+def _template_kwargs(value: Any) -> Mapping[str, Any]:
+    """slime parses the flag; a value of the YAML may be JSON text."""
+    mapping = json_object(value) if isinstance(value, str) else value
+    if not isinstance(mapping, Mapping):
+        raise ConfigError.of("args.apply_chat_template_kwargs", value, "a mapping of variables of the chat template")
+    return mapping
+
+
 @attrs.frozen(kw_only=True)
 class Settings:
     """The settings of the rollouts of one trainer; ``None`` leaves a number to the recipe."""
@@ -200,7 +208,7 @@ class Settings:
     recipe_options: Mapping[str, Any] = _flag("rollouts_recipe_options", {}, converter=dict)
     custom_generate: str | None = _flag("custom_generate_function_path")
     apply_chat_template: bool = _flag("apply_chat_template", False)
-    template_kwargs: Mapping[str, Any]
+    template_kwargs: Mapping[str, Any] = _flag("apply_chat_template_kwargs", {}, converter=_template_kwargs)
     """``--apply-chat-template-kwargs``: variables of the chat template."""
     params: Mapping[str, Any]
     """slime's sampling parameters, as a custom generate function gets them."""
@@ -250,11 +258,6 @@ class Settings:
     whole_prompts: bool = _flag("log_passrate", False)
     """Whether an evaluation leaves out all rollouts of a prompt of which one failed."""
 
-    @property
-    def vocab_size(self) -> VocabSizeOf:
-        """The vocabulary of the launch's model, for its policy."""
-        return VocabSizeOf(self.endpoint.model)
-
     @classmethod
     def from_args(cls, args: Any) -> Settings:
         """Parse slime's namespace.
@@ -285,7 +288,7 @@ class Settings:
         request_seconds = _Flag("rollouts_request_seconds", max(3600.0, longest / _SLOWEST), *_SECONDS).read(args)
         endpoint = Endpoint(
             model=str(_Flag("hf_checkpoint", None, *_REQUIRED).read(args)),
-            base_url=_url(*(_Flag(f"sglang_router_{part}", None, *_REQUIRED).read(args) for part in ("ip", "port"))),
+            base_url=url_of(*(_Flag(f"sglang_router_{part}", None, *_REQUIRED).read(args) for part in ("ip", "port"))),
             sampling=sampling,
             request_seconds=request_seconds,
         )
@@ -299,7 +302,6 @@ class Settings:
             endpoint=endpoint,
             at_most=get("sglang_server_concurrency", 512) * _engines(get),
             recipe=recipe,
-            template_kwargs=_template_kwargs(get("apply_chat_template_kwargs", {})),
             params=params,
             keeps_session=(flag := family().router_policy) is None or get(flag) in ("consistent_hashing", "manual"),
             max_context=get("rollout_max_context_len") if family().bounds_single_turns else None,
@@ -313,19 +315,6 @@ class Settings:
             eval_sets=eval_sets,
             eval_reward_key=get("eval_reward_key") or get("reward_key"),
         )
-
-
-def load_function(path: str) -> Any:
-    """Import the object at a dotted path, as slime names its plug-ins.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError.of("path of a function", path, f"package.module.function ({error})") from error
 
 
 def sampling_of(params: Mapping[str, Any]) -> SamplingParams:
@@ -392,24 +381,10 @@ def _refuse(args: Any, get: Any) -> None:
             raise ConfigError.of(f"args.{name}", getattr(args, name), expected)
 
 
-def _template_kwargs(value: Any) -> Mapping[str, Any]:
-    """slime parses the flag; a value of the YAML may be JSON text."""
-    mapping = json_object(value) if isinstance(value, str) else value
-    if not isinstance(mapping, Mapping):
-        raise ConfigError.of("args.apply_chat_template_kwargs", value, "a mapping of variables of the chat template")
-    return mapping
-
-
-def _url(host: Any, port: Any) -> str:
-    name = str(host)
-    name = f"[{name}]" if ":" in name and not name.startswith("[") else name
-    return f"http://{name}:{port}"
-
-
 def _endpoints(routers: Any) -> Mapping[str, Endpoint]:
     """An endpoint for each router that the launch names."""
     try:
-        return {str(name): Endpoint(model=str(name), base_url=_url(*place)) for name, place in routers.items()}
+        return {str(name): Endpoint(model=str(name), base_url=url_of(*place)) for name, place in routers.items()}
     except (AttributeError, TypeError) as error:
         raise ConfigError.of("args.sglang_model_routers", routers, f"host and port of each name ({error})") from error
 

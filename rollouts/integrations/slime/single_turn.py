@@ -26,11 +26,12 @@ from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError, ContextOverflow, GenerateFailure
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.resumable import ResumablePolicy
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime.convert import Reading
 from rollouts.integrations.slime.custom_calls import CustomCalls, Stopped, ends_its_requests
 from rollouts.integrations.slime.records import family, records
 from rollouts.integrations.slime.returned_samples import views_of_rollout
-from rollouts.integrations.slime.settings import load_function
+from rollouts.integrations.slime.settings import Settings
 from rollouts.renderer.tokenizer import Codec, load_tokenizer, stop_ids_of
 from rollouts.training.agent_integration import agent_rollout_to_sample
 from rollouts.training.samples import trajectory_to_sample
@@ -116,9 +117,8 @@ async def generate_with_slime(
     calls: CustomCalls,
     policy: ResumablePolicy,
     reading: Reading,
-    on_abort: Literal["fail", "resume", "restart"] = "fail",
-    mask_earlier: bool = False,
-    keeps_session: bool = True,
+    settings: Settings,
+    on_abort: Literal["fail", "resume", "restart"],
 ) -> list[Sample]:
     """Call a custom generate function as slime does: ``(args, sample, sampling_params[, evaluation])``.
 
@@ -127,25 +127,22 @@ async def generate_with_slime(
 
     Args:
         argument: slime's sample of the rollout, which stays unchanged: the function gets a copy.
-        params: slime's sampling parameters, passed to the function.
         policy: the policy whose pauses and limit hold for the function, too.
-        reading: the requirements for the samples.
         on_abort: what follows a sample that the function returned as aborted: ``"fail"`` loses the attempt,
             ``"resume"`` calls the function again with the sample, as with partial rollouts, ``"restart"`` begins again.
-        mask_earlier: train only the tokens that the function adds to such a sample.
-        keeps_session: whether samples get a routing key in training.
+            With ``mask_earlier_versions``, a resumed call trains only the tokens that the function adds.
 
     Raises:
         GenerateFailure: slime could not use the returned samples.
     """
     function = load_function(path)
     ends_requests, call_of = ends_its_requests(function), _calling(function, args, reading.evaluation)
-    begun = functools.partial(_begun, argument, reading.evaluation, keeps_session)
+    begun = functools.partial(_begun, argument, reading.evaluation, settings.keeps_session)
     aborted = records().sample.Status.ABORTED
     returned, empty = begun(), 0
     while True:
         before = returned.response_length
-        if mask_earlier and before:
+        if on_abort == "resume" and settings.mask_earlier_versions and before:
             returned.loss_mask = [0] * before
         try:
             call = functools.partial(call_of, returned, dict(params))
@@ -178,8 +175,7 @@ def _calling(function: Any, args: Any, evaluation: bool) -> Callable[[Any, dict[
     if next(iter(parameters), "input") == "input":
         return functools.partial(_call_with_input, function, args, evaluation)
     extra = {"evaluation": evaluation} if "evaluation" in parameters else {}
-    call: Callable[..., Awaitable[Any]] = functools.partial(function, args, **extra)
-    return call
+    return functools.partial(function, args, **extra)
 
 
 async def _call_with_input(function: Any, args: Any, evaluation: bool, sample: Any, params: dict[str, Any]) -> Any:

@@ -11,11 +11,13 @@ import pytest
 from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.convert import (
+    Reading,
     check_training_batch,
     from_slime,
     leaves,
     to_slime,
 )
+from rollouts.integrations.slime.extras import Replay
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import versions_of
 from rollouts.training import Prompt, Sample, Status
@@ -170,10 +172,10 @@ def _no_logprobs(groups: list[list[Any]]) -> None:
 def test_a_damaged_batch_is_refused(harm: Callable[[list[list[Any]]], None]) -> None:
     """Each of these is a crash in slime, or a silent error."""
     groups = [[to_slime(placed(index=i, rollout_id=i)) for i in (2 * group, 2 * group + 1)] for group in range(2)]
-    check_training_batch(groups, groups_wanted=2, rollouts_in_group=2)
+    check_training_batch(groups, (2, 2), Reading(), Replay())
     harm(groups)
     with pytest.raises(ConfigError):
-        check_training_batch(groups, groups_wanted=2, rollouts_in_group=2)
+        check_training_batch(groups, (2, 2), Reading(), Replay())
 
 
 # -- what slime's trainer makes of a batch, derived from the contract -------------------------------------------------

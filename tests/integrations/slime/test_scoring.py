@@ -9,7 +9,7 @@ import pytest
 
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.integrations.slime import generate_rollout_batch
-from rollouts.integrations.slime.convert import Reading, leaves
+from rollouts.integrations.slime.convert import Reading, add_teacher, leaves
 from rollouts.integrations.slime.records import records
 from rollouts.integrations.slime.returned_samples import view
 from rollouts.integrations.slime.scoring import score_by
@@ -120,3 +120,20 @@ async def test_a_refusal_of_images_does_not_show_the_password_of_a_teacher() -> 
     with pytest.raises(ConfigError, match="none for samples with images") as refused:
         await score_by(client, Sample(prompt="asked", response="", tokens=[]), record)
     assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "mask", [[0, 0, 1, 1], [0, 1, 1, 0]], ids=["an unsampled token first", "a record cut at its end"]
+)
+async def test_the_column_is_that_of_the_records_response(serve: Serve, mask: list[int]) -> None:
+    """Whether ours has a shorter response, or the record ends before it, as with routed experts."""
+    pytest.importorskip("torch")
+    judge = serve(reply=teacher())
+    tokens = [1, 2, 3, 4] if mask[-1] else [1, 2, 3]
+    record = records().sample(tokens=tokens, response_length=len(tokens) - 1)
+    ours = Sample(prompt="", response="", tokens=[1, 2, 3, 4], loss_mask=mask, rollout_log_probs=[0.0] * 4)
+    expected = [-token / 1024 * bit for token, bit in zip(tokens, mask, strict=False)][1:]
+    await score_by(Teacher(f"{judge.url}/generate"), ours, record)
+    assert record.teacher_log_probs.tolist() == expected
+    add_teacher(record, ours)
+    assert record.teacher_log_probs.tolist() == expected

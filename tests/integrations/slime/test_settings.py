@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rollouts.errors import ConfigError
+from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime.pipeline import find_recipe
 from rollouts.integrations.slime.records import use_family
-from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings, load_function
+from rollouts.integrations.slime.settings import OWN_KEYS, RECIPE_VARIABLE, Settings
 from tests.integrations.slime.launches import DEFAULT, Launch
 
 
@@ -145,9 +146,9 @@ def test_images_of_an_evaluation_are_refused_with_miles() -> None:
 
 
 def test_a_path_that_leads_nowhere_is_named() -> None:
-    """As ``package.module.function``."""
-    assert load_function("math.sqrt")(4) == 2.0
-    for path in ("nowhere.at.all", "math.nothing", "justaname"):
+    """As ``package.module.function`` or ``module:name``."""
+    assert load_function("math.sqrt")(4) == load_function("math:sqrt")(4) == 2.0
+    for path in ("nowhere.at.all", "math.nothing", "math:nothing", "justaname"):
         with pytest.raises(ConfigError, match=path):
             load_function(path)
 
