@@ -47,6 +47,9 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
+_MISSING = object()
+
+
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same.
 
@@ -72,21 +75,29 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if kind in _SAFE and attribute in _SAFE[kind]:
             return getattr(obj, attribute)  # public, and changes nothing
         if kind is jinja2.utils.Namespace and attribute[:1] != "_":
-            value = getattr(obj, attribute, _MISSING)
-            if value is not _MISSING:
-                return value
+            values = object.__getattribute__(obj, "_Namespace__attrs")  # its own lookup is two Python functions
+            if attribute in values:
+                return values[attribute]
         return super().getattr(obj, attribute)
 
-    def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
+    def call(
+        self,
+        context: jinja2.runtime.Context,
+        obj: Any,
+        /,
+        *arguments: Any,
+        _loop_vars: Any = _MISSING,
+        _block_vars: Any = _MISSING,
+        **options: Any,
+    ) -> Any:
         of_text = type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__[:6] != "format"
         if of_text or obj is jinja2.utils.Namespace:  # until 3.1.5, Jinja checks the fields of a format at its call
-            options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
-            options.pop("_block_vars", None)
-            return obj(*arguments, **options)
+            return obj(*arguments, **options)  # the two are only for functions that take the context
+        scopes = {"_loop_vars": _loop_vars, "_block_vars": _block_vars}
+        options |= {name: variables for name, variables in scopes.items() if variables is not _MISSING}
         return super().call(context, obj, *arguments, **options)
 
 
-_MISSING = object()
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _SAFE = {
     jinja2.runtime.LoopContext: frozenset({"first", "last", "index", "index0", "previtem", "nextitem"}),

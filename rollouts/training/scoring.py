@@ -27,11 +27,13 @@ async def score(sample: Sample, reward_fn: Callable[..., Any] | None, *, seconds
     if reward_fn is None:
         sample.reward = _finite(sample.reward, "the rollout itself (no reward_fn is set)")
         return
+    name = function_name(reward_fn)
     began, times = now(), sample.times  # user code may replace it
     try:
-        sample.reward = await reward_of(sample, reward_fn, seconds=seconds)
+        answer = await call_foreign(RewardFailure, f"reward {name}", reward_fn, sample, seconds=seconds)
+        sample.reward = _finite(answer, name)
     finally:
-        times.add("reward", function_name(reward_fn), began, now() - began)
+        times.add("reward", name, began, now() - began)
 
 
 async def score_group(samples: Sequence[Sample], reward_fn: Callable[..., Any], *, seconds: float) -> None:
