@@ -332,11 +332,8 @@ async def call_foreign(
 
 def function_name(function: Any) -> str:
     """A name for messages: of the function, of a partial's function, or of an object's class."""
-    name = getattr(function, "__name__", None)
-    if name is None:
-        function = _unwrapped(function)
-        name = getattr(function, "__name__", None)
-    return name or type(function).__name__
+    name = getattr(function, "__name__", None) or getattr(_unwrapped(function), "__name__", None)
+    return name or type(_unwrapped(function)).__name__
 
 
 def _unwrapped(function: Any) -> Any:

@@ -50,16 +50,14 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
     def __init__(self, seconds: float | None, *, armed: bool = True, shield: bool = False) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
-        self._pauses, self._left = 0, 0.0
+        self._pauses, self._left, self.ends = 0, 0.0, math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scope: anyio.CancelScope | None = None
-        if seconds is None:
-            self.ends = math.inf
-            if armed and not shield:  # nothing is to cancel the code inside
-                return
-        else:
+        if seconds is not None:
             self._loop = asyncio.get_running_loop()
             self.ends = self._loop.time() + seconds
+        elif armed and not shield:  # nothing is to cancel the code inside
+            return
         self.scope = scope_class()(deadline=self.ends if armed else math.inf, shield=shield)
 
     def __enter__(self) -> Self:

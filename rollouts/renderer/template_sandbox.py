@@ -47,9 +47,6 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-_MISSING = object()
-
-
 class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The sandbox of transformers, with fast paths for the most frequent lookups; the results are the same.
 
@@ -80,21 +77,12 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 return values[attribute]
         return super().getattr(obj, attribute)
 
-    def call(
-        self,
-        context: jinja2.runtime.Context,
-        obj: Any,
-        /,
-        *arguments: Any,
-        _loop_vars: Any = _MISSING,
-        _block_vars: Any = _MISSING,
-        **options: Any,
-    ) -> Any:
+    def call(self, context: jinja2.runtime.Context, obj: Any, /, *arguments: Any, **options: Any) -> Any:
         of_text = type(obj) is BuiltinMethodType and type(obj.__self__) is str and obj.__name__[:6] != "format"
         if of_text or obj is jinja2.utils.Namespace:  # until 3.1.5, Jinja checks the fields of a format at its call
-            return obj(*arguments, **options)  # the two are only for functions that take the context
-        scopes = {"_loop_vars": _loop_vars, "_block_vars": _block_vars}
-        options |= {name: variables for name, variables in scopes.items() if variables is not _MISSING}
+            options.pop("_loop_vars", None)  # jinja passes these two only to functions that take the context
+            options.pop("_block_vars", None)
+            return obj(*arguments, **options)
         return super().call(context, obj, *arguments, **options)
 
 

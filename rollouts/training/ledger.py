@@ -53,8 +53,7 @@ class Ledger:
             return None
         self.accounting.taken += 1
         self.accounting.in_flight += 1
-        index = group_index(prompt)
-        self.started[index] = version
+        self.started[index := group_index(prompt)] = version
         if index in self.finished_rollouts:
             self.restarted.add(index)
         return prompt
@@ -104,8 +103,7 @@ class Ledger:
 
     def landed(self, prompt: Prompt) -> None:
         """Forget a group whose task has ended; it is accounted for, or its prompt was put back."""
-        index = group_index(prompt)
-        self.restarted.discard(index)
+        self.restarted.discard(index := group_index(prompt))
         del self.started[index]
 
     def drop_ready(self, groups: Collection[Group], reason: str) -> None:
