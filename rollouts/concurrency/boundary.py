@@ -169,7 +169,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         return CancellationGuard(awaitable, self, self._what, self._place, grace=grace)
 
     def __enter__(self) -> Self:
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task(self._loop)
         self._before = 0 if self._task is None else self._task.cancelling()
         self._place = current_place()
         self._since = time.monotonic()
@@ -332,9 +332,8 @@ async def call_foreign(
 
 def function_name(function: Any) -> str:
     """A name for messages: of the function, of a partial's function, or of an object's class."""
-    if not hasattr(function, "__name__"):
-        function = _unwrapped(function)
-    return getattr(function, "__name__", None) or type(function).__name__
+    name = getattr(function, "__name__", None) or getattr(_unwrapped(function), "__name__", None)
+    return name or type(_unwrapped(function)).__name__
 
 
 def _unwrapped(function: Any) -> Any:

@@ -45,19 +45,19 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
         shield: whether cancellations from outside wait until the code inside has ended.
     """
 
-    __slots__ = ("_armed", "_left", "_pauses", "_token", "ends", "scope")
+    __slots__ = ("_armed", "_left", "_loop", "_pauses", "_token", "ends", "scope")
 
     def __init__(self, seconds: float | None, *, armed: bool = True, shield: bool = False) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
-        self._pauses, self._left = 0, 0.0
+        self._pauses, self._left, self.ends = 0, 0.0, math.inf
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.scope: anyio.CancelScope | None = None
-        if seconds is None:
-            self.ends = math.inf
-            if armed and not shield:  # nothing is to cancel the code inside
-                return
-        else:
-            self.ends = asyncio.get_running_loop().time() + seconds
+        if seconds is not None:
+            self._loop = asyncio.get_running_loop()
+            self.ends = self._loop.time() + seconds
+        elif armed and not shield:  # nothing is to cancel the code inside
+            return
         self.scope = scope_class()(deadline=self.ends if armed else math.inf, shield=shield)
 
     def __enter__(self) -> Self:

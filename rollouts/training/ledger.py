@@ -53,9 +53,9 @@ class Ledger:
             return None
         self.accounting.taken += 1
         self.accounting.in_flight += 1
-        self.started[group_index(prompt)] = version
-        if group_index(prompt) in self.finished_rollouts:
-            self.restarted.add(group_index(prompt))
+        self.started[index := group_index(prompt)] = version
+        if index in self.finished_rollouts:
+            self.restarted.add(index)
         return prompt
 
     def account_for(self, group: Group) -> None:
@@ -103,8 +103,8 @@ class Ledger:
 
     def landed(self, prompt: Prompt) -> None:
         """Forget a group whose task has ended; it is accounted for, or its prompt was put back."""
-        self.restarted.discard(group_index(prompt))
-        del self.started[group_index(prompt)]
+        self.restarted.discard(index := group_index(prompt))
+        del self.started[index]
 
     def drop_ready(self, groups: Collection[Group], reason: str) -> None:
         """Count ready groups as dropped."""

@@ -5,6 +5,7 @@ Invariant: a group is listed from its start until its prompt is accounted for. T
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Set
 
 import anyio
@@ -24,7 +25,7 @@ class RunningGroups:
 
     def __init__(self) -> None:
         self._scopes: dict[int, anyio.CancelScope] = {}
-        self._ended = anyio.Event()
+        self._ended = asyncio.Event()
         self._is_starting = False
         self._start_lock = anyio.Lock(fast_acquire=True)
 
@@ -50,7 +51,7 @@ class RunningGroups:
     async def next_end(self) -> None:
         """Wait until a further group has ended, or :meth:`wake` is called."""
         if self._ended.is_set():
-            self._ended = anyio.Event()
+            self._ended = asyncio.Event()
         await self._ended.wait()
 
     async def cancel(self, indices: Set[int]) -> None:

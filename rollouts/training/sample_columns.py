@@ -7,7 +7,6 @@ only the names of its slots.
 
 from __future__ import annotations
 
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -81,9 +80,8 @@ def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
             raise TypeError(f"got values of {plain.dtype}")
         packed = frozen(plain.astype(dtype))
         exact = len(plain) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == plain).all())
-        if exact and dtype is not np.bool_:  # numpy reads True as 1
-            suspects = () if plain is value else compress(value, (packed == packed.astype(np.bool_)).tobytes())
-            exact = plain.dtype != np.bool_ and {bool, np.bool_}.isdisjoint(map(type, suspects))
+        types = {plain.dtype.type} if plain is value else {plain.dtype.type, *map(type, value)}
+        exact = exact and (dtype is np.bool_ or types.isdisjoint({bool, np.bool_}))  # numpy reads True as 1
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
     if not exact or packed.ndim != 1:
