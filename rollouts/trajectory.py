@@ -192,8 +192,6 @@ class Trajectory:
 
     def add_rewards(self, rewards: Sequence[float]) -> None:
         """Append rewards of the environment's step that answered the last completion."""
-        if self.stop_reason is not None:
-            self._check_not_sealed()
         self.step_rewards += rewards
         self.step_completions += [len(self.completions) - 1] * len(rewards)
 
@@ -236,8 +234,6 @@ class Trajectory:
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add to one of the episode's metrics."""
-        if self.stop_reason is not None:  # here: the usual count makes no call
-            self._check_not_sealed()
         self.metrics[name] = self.metrics[name] + amount if name in self.metrics else amount  # `get` would be a call
 
     def seal(self, stop_reason: StopReason, failure: Failure | None = None) -> Trajectory:
