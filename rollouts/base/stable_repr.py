@@ -18,13 +18,20 @@ _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
 _CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}"}
 
 
-def stable_repr(value: Any, around: tuple[int, ...] = ()) -> str:
+def stable_repr(value: Any) -> str:
     """Write a value as ``repr`` does, but a set in a fixed order, and an object with an address as its type.
 
-    Args:
-        value: a set is also found in a list, a tuple, a dict, a dataclass, an attrs class and a named tuple.
-        around: the ids of the values around this one.
+    A set is also found in a list, a tuple, a dict, a dataclass, an attrs class and a named tuple, but not below some
+    hundred levels: a value with more of them is written by ``repr``.
     """
+    try:
+        return _written(value, ())
+    except RecursionError:
+        return repr(value)
+
+
+def _written(value: Any, around: tuple[int, ...]) -> str:
+    """``around`` has the ids of the values around this one."""
     kind = type(value)
     if kind in (str, int, float, bool, type(None)):
         return repr(value)
@@ -32,7 +39,7 @@ def stable_repr(value: Any, around: tuple[int, ...] = ()) -> str:
         return _CONTAINS_ITSELF.get(kind, "...")
 
     def inside(entry: Any) -> str:
-        return stable_repr(entry, (*around, id(value)))
+        return _written(entry, (*around, id(value)))
 
     if kind is list:
         return f"[{', '.join(map(inside, value))}]"

@@ -51,6 +51,13 @@ class Opaque:
     """Its ``repr`` has its address."""
 
 
+def nested(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 def inside_itself() -> list[Any]:
     value: list[Any] = [1]
     value.append({"a": (value,)})
@@ -63,6 +70,7 @@ def inside_itself() -> list[Any]:
         *("4", "it's <x at 0x7f12>", b"<x at 0x7f12>", 4, 2**70, 0.5, float("nan"), None, True, [], (), {}),
         *(set(), frozenset(), {3}, frozenset({"a"})),
         [1, ("a",), ("a", 2), {"b": [None], 3: {}}],
+        nested(600),
         inside_itself(),
         *(Graded([1, "<x at 0x7f12>"]), Answer({"a": 1}), Pair(1, ["b"]), Shown()),
         *(fractions.Fraction(1, 3), np.arange(3), Path("a"), collections.OrderedDict(a=1), int, Graded),

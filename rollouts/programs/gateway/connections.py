@@ -191,6 +191,12 @@ class Listener(socket.socket):
         self._given.close()
         super().close()
 
+    def detach(self) -> int:
+        """Give up its own descriptor, and close the others: uvloop ends a server so, and closes its own itself."""
+        self._give_up_spare()
+        self._given.close()
+        return super().detach()
+
     def _close_next(self) -> None:
         self._give_up_spare()
         with contextlib.suppress(OSError):

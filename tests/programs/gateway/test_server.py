@@ -599,6 +599,20 @@ async def test_a_session_has_a_part_of_the_connections() -> None:
         assert statuses == [200, 200]
 
 
+@pytest.mark.parametrize("end", [Listener.close, Listener.detach])  # asyncio and uvloop end a server by one each
+def test_an_ended_listener_keeps_no_descriptor(end: Callable[[Listener], object]) -> None:
+    given = socket.create_server(("127.0.0.1", 0))
+    listener = Listener(given)
+    own, spare = listener.fileno(), listener._spare
+    assert spare is not None
+    if end(listener) is not None:
+        os.close(own)  # it was given up
+    assert given.fileno() == listener.fileno() == -1
+    for descriptor in (own, spare):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 def test_a_listener_without_file_descriptors_closes_what_it_cannot_accept() -> None:
     """It says that nothing waits, so that an event loop neither logs an error nor asks at once again."""
     listener = Listener(socket.create_server(("127.0.0.1", 0)))
