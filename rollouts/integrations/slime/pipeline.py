@@ -379,7 +379,8 @@ class Pipeline:
             link.sample.reward, link.owns_reward = link.unfiltered, False
         record = self.finished(sample)
         reward = record.reward
-        sample.trainer_record.unfiltered = dict(reward) if isinstance(reward, dict) else reward
+        link = sample.trainer_record
+        link.unfiltered, link.owns_reward = dict(reward) if isinstance(reward, dict) else reward, True
         return record
 
     def read_reward(self, sample: Sample) -> None:
@@ -389,7 +390,6 @@ class Pipeline:
             FilterFailure: it is not a finite number.
         """
         link = sample.trainer_record
-        link.owns_reward = True
         reward, reading = link.sample.reward, self.reading
         number, key = reading.number(reward), reading.reward_key
         if number is None or (key is not None and not reading.any_reward and not isinstance(reward, dict)):
@@ -400,9 +400,8 @@ class Pipeline:
 
     def returned(self, sample: Sample, taken: Taken) -> Any:
         """slime's sample of ours for its data source, from which it meets the filter again."""
-        record, link = self.finished(sample, taken), sample.trainer_record
-        if link.owns_reward:
-            record = copy.copy(record)  # ours may be in a batch before the process ends
+        record, link = copy.copy(self.finished(sample, taken)), sample.trainer_record
+        if link.owns_reward:  # also while the filter runs, or ours is in a batch before the process ends
             record.reward = link.unfiltered
         return record
 

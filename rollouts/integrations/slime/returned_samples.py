@@ -39,7 +39,7 @@ class SlimeRecord:
     rollout: list[Any] | None = None
     """All samples of its rollout, if a generate function of slime returned a list."""
     owns_reward: bool = False
-    """Whether a filter of slime has had the reward: from then on ours is read from slime's sample."""
+    """Whether a filter of slime has or had the reward: from then on ours is read from slime's sample."""
     unfiltered: Any = None
     """The reward before that, for a group that meets the filter again after a restart."""
 

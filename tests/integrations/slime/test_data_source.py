@@ -110,6 +110,31 @@ def test_a_filter_changes_a_reward_once_over_a_checkpoint(tmp_path: Path) -> Non
     assert {sample.reward for sample in (*before, *after)} == {-0.25, 0.75}
 
 
+SAVING: list[CheckpointedDataSource] = []
+
+
+def saves(args: Any, group: list[Any], **_: Any) -> bool:
+    """A filter that changes the rewards, during which the trainer saves once."""
+    penalises(args, group)
+    while SAVING:
+        SAVING.pop().save(1)
+    return True
+
+
+def test_a_group_that_is_being_filtered_is_saved_with_its_rewards_before(tmp_path: Path) -> None:
+    """The filter meets it again after a restart; what it changed here is not lost either."""
+    launch = Launch(batch_size=1, n=2, over_sampling_factor=1.0)
+    args = with_source(launch, tmp_path, dynamic_sampling_filter_path=f"{__name__}.saves")
+    source = CheckpointedDataSource(args)
+    SAVING.append(source)
+    batch = generate_rollout_batch(args, 0, source).samples
+    close_rollouts()
+    again = CheckpointedDataSource(args)
+    again.load(1)
+    assert {sample.reward for sample in leaves(batch)} == {-0.25, 0.75}
+    assert {sample.reward for sample in leaves(again.buffer)} == {0.0, 1.0}
+
+
 def test_finished_rollouts_of_groups_under_way_are_saved(tmp_path: Path) -> None:
     """A group with a finished rollout and a hanging rollout: the restored group plays only the unfinished rollout."""
     hung, scored, patient = set(), set(), {0}
