@@ -192,7 +192,7 @@ class Listener(socket.socket):
         super().close()
 
     def detach(self) -> int:
-        """Give up its own descriptor, and close the others: uvloop ends a server so, and closes its own itself."""
+        """Release its descriptor without closing it, and close the others: uvloop ends a server by this call."""
         self._give_up_spare()
         self._given.close()
         return super().detach()
