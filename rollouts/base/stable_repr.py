@@ -1,21 +1,45 @@
-"""The ``repr`` of a value as every process writes it.
+"""The ``repr`` of a value, and a key of a value, as every process writes them.
 
-Invariant: it is ``repr(value)`` if the value has neither a set nor the address of an object. This module knows no data.
+Invariant: the former is ``repr(value)`` if the value has neither a set nor the address of an object, the latter is JSON
+if the value has a form in JSON. This module knows no data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+import msgspec
 
-__all__ = ["stable_repr"]
+__all__ = ["stable_key", "stable_repr"]
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
 _CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}"}
+
+
+def stable_key(value: Any) -> str:
+    """Write a value as JSON with sorted keys; what JSON lacks is written as in a stored run, but sets in a fixed order.
+
+    A value without such a form, e.g. with keys of several types, is written by :func:`stable_repr`.
+    """
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return json.dumps(value, sort_keys=True, default=_as_stored)
+    return stable_repr(value)
+
+
+def _as_stored(value: Any) -> Any:
+    with contextlib.suppress(TypeError):  # a set has no order if its entries have several types
+        return msgspec.to_builtins(value, order="deterministic", enc_hook=_foreign)
+    return stable_repr(value)
+
+
+def _foreign(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else stable_repr(value)
 
 
 def stable_repr(value: Any) -> str:

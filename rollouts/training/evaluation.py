@@ -10,13 +10,13 @@ This module does not know files or the display.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
+from rollouts.base.stable_repr import stable_key
 from rollouts.dtypes import Message, Prompt, as_messages, chat_text
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.inference.priorities import behind_training
@@ -133,7 +133,7 @@ def _estimate(values: Sequence[float]) -> Estimate:
 def task_key(prompt: object, label: object) -> str:
     """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
     messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is not a prompt
-    text = json.dumps([[message.to_record() for message in messages], label], sort_keys=True, default=repr)
+    text = stable_key([[message.to_record() for message in messages], label])
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
 
 

@@ -1,4 +1,4 @@
-"""The ``repr`` of labels: equal in every process, and that of Python where Python's is."""
+"""The ``repr`` and the key of labels: equal in every process, and that of Python where Python's is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import fractions
 import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.base.stable_repr import stable_repr
+from rollouts.base.stable_repr import stable_key, stable_repr
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,7 +104,7 @@ def test_sets_and_addresses_are_written_alike(value: Any, text: str) -> None:
 
 def test_each_process_writes_the_same() -> None:
     """With other hashes of strings and other addresses."""
-    code = "from rollouts.base.stable_repr import stable_repr as r; print(r([{*'abcdefgh'}, object(), r]))"
+    code = "from rollouts.base.stable_repr import stable_key, stable_repr as r; print(r([{*'abcdefgh'}, object(), r]))"
     texts = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
@@ -112,3 +113,51 @@ def test_each_process_writes_the_same() -> None:
         for seed in ("1", "2", "3")
     ]  # fmt: skip
     assert set(texts) == {"[{'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h'}, <object object>, <function stable_repr>]\n"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["4", 4, 2**70, 0.5, float("nan"), None, True, [], {}, [1, ("a", 2), {"b": [None], "a": {10: 1, 9: 2}}], "\ud800"],
+    ids=ascii,
+)
+def test_the_key_of_a_plain_value_is_its_json(value: Any) -> None:
+    """The keys of tasks in stored runs stay valid."""
+    assert stable_key(value) == json.dumps(value, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"b", "a"}, '["a", "b"]'),
+        ({"b", 1}, "\"{'b', 1}\""),
+        ([np.int64(3), np.arange(2)], "[3, [0, 1]]"),
+        (Graded({"b", "a"}), '{"value": ["a", "b"], "weight": 0}'),
+        (Opaque(), f'"<{__name__}.Opaque object>"'),
+        ({1: "a", "b": {"c"}}, "{1: 'a', 'b': {'c'}}"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (inside_itself(), "[1, {'a': ([...],)}]"),
+    ],
+    ids=repr,
+)
+def test_the_key_of_another_value(value: Any, text: str) -> None:
+    """What a stored run has as a plain value has the key of that value; keys of several types raise nothing."""
+    assert stable_key(value) == text
+
+
+def test_each_process_writes_the_same_keys() -> None:
+    """Of tasks, and of duplicates in the data, with sets and with objects in the label."""
+    code = (
+        "from rollouts.training.data_buffer import DataBuffer\n"
+        "from rollouts.training.evaluation import task_key\n"
+        "labels = [{*'abcdefgh'}, [frozenset('xyz')], object()]\n"
+        "print([task_key('a', label) for label in labels])\n"
+        "print([len(DataBuffer([{'prompt': 'a', 'label': label}] * 3 + ['b']).hold_out(1)) for label in labels])\n"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len(set(texts)) == 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from rollouts.base.storable import to_msgpack
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.training import Prompt, RolloutConfig, Sample
 from rollouts.training.evaluation import (
@@ -86,6 +90,15 @@ def test_a_task_key_identifies_prompt_and_label() -> None:
     """The same messages and label are the same task in every run; another label is another."""
     assert task_key("What?", 1) == task_key([{"role": "user", "content": "What?"}], 1)
     assert task_key("What?", 1) != task_key("What?", 2)
+
+
+@pytest.mark.parametrize(
+    "label", [np.int64(3), np.array([1.5, 2]), {1: "a", "b": 2}, datetime.date(2026, 1, 1), ("a",)]
+)
+def test_the_task_key_of_a_label_is_that_of_its_stored_form(label: Any) -> None:
+    """So that an evaluation that continues does not repeat its rollouts, and a sampler knows the prompts of a run."""
+    stored = msgspec.msgpack.decode(to_msgpack(label))
+    assert task_key("What?", label) == task_key("What?", stored)
 
 
 def test_scores_are_counted_by_rollout_of_a_task() -> None:
