@@ -9,7 +9,7 @@ This module does not know tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -53,21 +53,22 @@ class GuardedEnvironment:
         name = function_name(environment_cls)
         with boundary(EnvironmentFailure, f"{name}()"):
             environment = environment_cls()
-        return cls(environment, name, limits, environment if is_resumable(environment) else None)
+            resumable = environment if is_resumable(environment) else None
+        return cls(environment, name, limits, resumable)
 
     async def open(self, prompt: Prompt, trajectory: Trajectory) -> tuple[Message, ...]:
         """Start with the prompt; return the opening messages."""
-        opening = await self._call(trajectory, "start", self.environment.start, prompt)
+        opening = await self._call(trajectory, "start", prompt)
         return sound_opening(opening, f"{self.name}.start")
 
     async def start(self, prompt: Prompt, trajectory: Trajectory) -> None:
         """Start with prior turns as the prompt; the messages that the environment returns are ignored."""
-        await self._call(trajectory, "start", self.environment.start, prompt)
+        await self._call(trajectory, "start", prompt)
 
     async def restore(self, prompt: Prompt, snapshot: Any, trajectory: Trajectory) -> None:
         """Start from a snapshot."""
         assert self.resumable is not None, "only a resumable environment has snapshots"
-        await self._call(trajectory, "restore", self.resumable.restore, prompt, snapshot)
+        await self._call(trajectory, "restore", prompt, snapshot)
 
     async def snapshot(self, trajectory: Trajectory) -> Any:
         """The state of a resumable environment.
@@ -76,7 +77,7 @@ class GuardedEnvironment:
             EnvironmentFailure: it failed, or the state cannot be stored and read again.
         """
         assert self.resumable is not None, "only a resumable environment has snapshots"
-        state = await self._call(trajectory, "snapshot", self.resumable.snapshot, kind="environment_step")
+        state = await self._call(trajectory, "snapshot", kind="environment_step")
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(state, enc_hook=lambda value: value.tolist()))
         except Exception as error:
@@ -122,14 +123,13 @@ class GuardedEnvironment:
         """Step with the calls that can run; each other call gets an error message in its place among the results."""
         what = f"{self.name}.step"
         valid = [call for call in reply.tool_calls if call.error is None]
-        all_valid = len(valid) == len(reply.tool_calls)
+        all_valid = valid == [*reply.tool_calls]
         if reply.tool_calls and not valid:
             step = StepResult()
         else:
             request = reply if all_valid else attrs.evolve(reply, tool_calls=valid)
             shown = f"tool {', '.join(dict.fromkeys([call.name for call in valid]))}" if has_tools and valid else ""
-            function = self.environment.step
-            answer = await self._call(trajectory, "step", function, request, shown=shown, kind="environment_step")
+            answer = await self._call(trajectory, "step", request, shown=shown, kind="environment_step")
             step = sound_step(answer, what, max_bytes=self.limits.max_message_bytes)
             if not step.done and not step.messages and not step.continuation:
                 raise bad_step(what, "no messages and not done; expected one or the other")
@@ -144,17 +144,16 @@ class GuardedEnvironment:
         return attrs.evolve(step, messages=_merged(reply.tool_calls, step.messages, has_tools=has_tools))
 
     async def _call(
-        self,
-        trajectory: Trajectory,
-        method: str,
-        function: Callable[..., Any],
-        *arguments: object,
-        shown: str = "",
-        kind: Kind = "environment_start",
+        self, trajectory: Trajectory, method: str, *arguments: object, shown: str = "", kind: Kind = "environment_start"
     ) -> Any:
         """Call a method of the environment inside a boundary, and add up its wall time."""
         what, began = f"{self.name}.{method}", now()
         try:
+            try:
+                function = getattr(self.environment, method)
+            except BaseException:  # of a property; most need no boundary here
+                with boundary(EnvironmentFailure, what, kind=kind):
+                    raise
             seconds = self.limits.step_seconds
             return await call_foreign(
                 EnvironmentFailure, what, function, *arguments, seconds=seconds, shown=shown, kind=kind

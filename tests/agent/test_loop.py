@@ -20,7 +20,7 @@ from rollouts.concurrency.times import now
 from rollouts.dtypes import Image, Limits, Message, Prompt, SamplingParams, StopReason, Tool
 from rollouts.engine import DEMO_MODEL
 from rollouts.environments import CalculatorEnvironment, SingleTurnEnvironment, StepResult, ToolEnvironment, tool
-from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable
+from rollouts.errors import ConfigError, ContextOverflow, EndpointUnavailable, TokenMismatchError
 from rollouts.inference.base import CompletionRequest
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 from rollouts.testing.policy import Reply, ScriptedPolicy
@@ -265,6 +265,24 @@ async def test_a_close_that_fails_costs_no_rollout(renderer: Renderer, ids: Any,
     trajectory = await play(renderer, [ids("3<|im_end|>")], partial(Breaking, "close", error), limits=limits)
     assert trajectory.stop_reason is StopReason.TASK_COMPLETED
     assert trajectory.metrics["close_failures"] == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), ConfigError("field"), TokenMismatchError("ids")])
+@pytest.mark.parametrize("where", ["snapshot", "start", "step"])
+async def test_a_method_that_cannot_be_read_is_data(renderer: Renderer, ids: Any, where: str, error: Exception) -> None:
+    """Looking it up is a part of the call, so that no error of a property ends a run, nor loses the tokens."""
+
+    def broken(environment: Any) -> Any:
+        raise error
+
+    environment_cls = type("Broken", (CalculatorEnvironment,), {where: property(broken)})
+    trajectory = await play(renderer, [ids("3<|im_end|>")], environment_cls)
+    assert trajectory.stop_reason is StopReason.FAILED
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind == "EnvironmentFailure"
+    what = "Broken()" if where == "snapshot" else f"Broken.{where}"
+    assert trajectory.failure.message.startswith(f"{what} raised {type(error).__name__}: {error}")
+    assert len(trajectory.completions) == (where == "step")
 
 
 class Shut:
