@@ -9,6 +9,7 @@ import argparse
 import keyword
 import re
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rollouts.base.terminal import say
@@ -232,5 +233,5 @@ def add(verbs: Any) -> None:
 def _new_env(args: argparse.Namespace) -> int:
     for path in new_environment(args.name, args.into):
         say(path)
-    say(f"next: rollouts check-env {args.into / args.name / 'recipe.py'}")
+    say(f"next: rollouts check-env {quote(str(args.into / args.name / 'recipe.py'))}")
     return 0

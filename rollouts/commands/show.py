@@ -9,6 +9,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -91,7 +92,7 @@ def _groups(path: Path, group: int | None, outcome: Which) -> Iterator[list[Row]
         groups = (rows for rows in groups if rows[0].data.get("group_index") == group)
         members = next(groups, None)
         if members is None:
-            raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {path} lists them)")
+            raise ConfigError.of("--group", group, f"a group of {path} (rollouts show {quote(str(path))} lists them)")
         groups = iter([members])
     return groups
 
@@ -106,7 +107,9 @@ def _transcript(
     except ConfigError as error:
         yield Text(visible(f"messages instead of tokens: {error}"), "yellow")
     yield transcript(sample, decode)
-    yield _dim(f"rollouts view {path} shows it at {path.name}.html#group={sample.group_index}&sample={position}")
+    yield _dim(
+        f"rollouts view {quote(str(path))} shows it at {path.name}.html#group={sample.group_index}&sample={position}"
+    )
 
 
 def _tables(
@@ -126,7 +129,7 @@ def _tables(
         yield _dim(f"... and {more} more: --limit")
     failed = next((rows for rows in listed if any(row.data.get("failure") for row in rows)), None)
     if failed is not None:
-        yield _dim(f"next: rollouts show {path} --failures")
+        yield _dim(f"next: rollouts show {quote(str(path))} --failures")
     yield _next(path, failed or listed[0])
 
 
@@ -141,13 +144,13 @@ def _failures(path: Path, groups: Iterator[list[Row]]) -> Iterator[RenderableTyp
     place = f"group {first.group}, sample {first.sample}"
     yield Text(visible(f"\n{place}:\n{first.failure.traceback.rstrip()}"), "red")
     for kind in kinds:
-        yield _dim(f"next: rollouts show {path} --group {kind.group} --sample {kind.sample}")
+        yield _dim(f"next: rollouts show {quote(str(path))} --group {kind.group} --sample {kind.sample}")
 
 
 def _next(path: Path, rows: Sequence[Row]) -> Text:
     """The command that shows the first failed sample of a group, else the first."""
     group = rows[0].data.get("group_index")
-    return _dim(f"next: rollouts show {path} --group {group} --sample {first_failed(rows)}")
+    return _dim(f"next: rollouts show {quote(str(path))} --group {group} --sample {first_failed(rows)}")
 
 
 def _dim(text: str) -> Text:

@@ -144,13 +144,16 @@ async def test_a_run_of_prompts_with_tags_is_shown(tmp_path: Path, capsys: pytes
         assert await anyio.to_thread.run_sync(main, ["show", str(path), *options]) == 0
     out = capsys.readouterr().out
     assert "[/INST] [x] :smile: 0" in out
-    assert f"next: rollouts show {path} --group 0 --sample 0" in out
+    assert f"next: rollouts show '{path}' --group 0 --sample 0" in out
     assert "messages instead of tokens: " in out
 
 
 async def test_failures_are_shown_with_their_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every form of the command leads to the failed sample: its cause, its message, and where it was raised."""
-    path = tmp_path / "run"
+    """Every form of the command leads to the failed sample: its cause, its message, and where it was raised.
+
+    A folder with a space is quoted for the shell.
+    """
+    path = tmp_path / "a run"
     await store_run(path)
 
     async def show(*options: str) -> str:
@@ -159,12 +162,12 @@ async def test_failures_are_shown_with_their_traceback(tmp_path: Path, capsys: p
 
     for options in ([], ["--outcome", "failed"]):
         out = await show(*options)
-        assert f"next: rollouts show {path} --failures\n" in out
-        assert f"next: rollouts show {path} --group 3 --sample 0\n" in out
+        assert f"next: rollouts show '{path}' --failures\n" in out
+        assert f"next: rollouts show '{path}' --group 3 --sample 0\n" in out
     out = await show("--failures")
     assert "1  generate  group 3, sample 0  the world ended" in out
     assert 'stored_runs.py", line ' in out
-    assert f"next: rollouts show {path} --group 3 --sample 0\n" in out
+    assert f"next: rollouts show '{path}' --group 3 --sample 0\n" in out
     assert "contains no failure" in await show("--failures", "--group", "0")
     out = await show("--group", "3", "--sample", "0")
     assert ": the world ended\n" in out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from shlex import quote
 
 import anyio
 import attrs
@@ -265,9 +266,10 @@ def summary(result: RunResult, writer: RunWriter) -> Text:
         text.append(f"{result.unbatched} accepted groups fill no batch; their prompts count as returned: ")
         text.append(visible(f"{writer.path / 'unbatched.jsonl'}\n"))
     text.append(visible(f"files: {writer.path}\n"))
-    then = [f"rollouts {verb} {writer.path}" for verb in ("show", "view", "check-run")]
-    then = [f"rollouts show {writer.path} --failures", *then] if result.accounting.failed else then
-    then = then if result.status == "finished" else [f"rollouts run --resume {writer.path}", *then]
+    path = quote(str(writer.path))
+    then = [f"rollouts {verb} {path}" for verb in ("show", "view", "check-run")]
+    then = [f"rollouts show {path} --failures", *then] if result.accounting.failed else then
+    then = then if result.status == "finished" else [f"rollouts run --resume {path}", *then]
     text.append(visible("next:  " + "\n       ".join(then)))
     return text
 

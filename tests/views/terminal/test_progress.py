@@ -116,11 +116,11 @@ async def test_the_summary_adds_up_and_names_the_next_commands(tmp_path: Path) -
 async def test_the_summary_of_a_run_that_did_not_finish_has_the_command_that_resumes_it(
     status: RunStatus, tmp_path: Path
 ) -> None:
-    """It is the first of the next commands."""
+    """It is the first of the next commands; a folder with a space is quoted for the shell."""
     recipe = a_recipe()
-    writer = RunWriter(tmp_path / "run", recipe.describe())
+    writer = RunWriter(tmp_path / "a run", recipe.describe())
     result = attrs.evolve(await run(recipe, writer), status=status)
-    assert f"next:  rollouts run --resume {writer.path}\n" in summary(result, writer).plain
+    assert f"next:  rollouts run --resume '{writer.path}'\n" in summary(result, writer).plain
 
 
 async def test_each_batch_has_a_line_that_stays(tmp_path: Path) -> None:
