@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from rollouts.base.storable import stable_json
+from rollouts.base.storable import check_readable, stable_json
 from rollouts.base.validators import is_int
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
@@ -326,6 +326,7 @@ def _key(prompt: Prompt) -> str:
 def read_prompt(row: Any, place: str) -> Prompt:
     """Read a row: text, messages, a prompt, or an object with ``prompt``, ``label`` and ``metadata``."""
     prompt = _to_prompt(row, place)
+    check_readable(f"{place}: label", prompt.label)
     if not prompt.metadata and not prompt.has_opening:  # from metadata the environment may write the opening
         opening = prompt.prompt
         got = opening if isinstance(opening, str) else [message.to_record() for message in opening]

@@ -378,6 +378,26 @@ def test_bad_data_is_refused_with_its_position(prompts: Any, options: dict[str, 
     assert words in str(caught.value)
 
 
+def test_a_label_that_cannot_be_stored_is_refused_before_work() -> None:
+    """A list that contains itself ended the run at its group, and one nested too deep failed each of its rollouts."""
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    for label in (endless, deep, {"a": endless}):
+        with pytest.raises(ConfigError, match=r"^prompts\[1\]: label: nested deeper than 100 levels, or in itself$"):
+            DataBuffer(["a", {"prompt": "b", "label": label}])
+
+
+def test_a_label_of_keys_of_several_types_is_held_out() -> None:
+    """Duplicates are found by their labels, whatever their keys."""
+    rows = [{"prompt": "a", "label": {1: "x", "b": {"y"}, (1, 2): 0}}]
+    buffer = DataBuffer(["b", *rows, *rows])
+    assert [prompt.prompt for prompt in buffer.hold_out(1)] == ["a"]
+    assert len(buffer) == 1
+
+
 def test_a_table_of_arrow_is_refused() -> None:
     """By the name of its class; iterating it yields columns."""
     arrow: Any = pytest.importorskip("pyarrow")
