@@ -140,7 +140,7 @@ def test_the_key_of_a_plain_value_is_its_json(value: Any) -> None:
     ids=repr,
 )
 def test_the_key_of_another_value(value: Any, text: str) -> None:
-    """What a stored run has as a plain value has the key of that value; keys of several types raise nothing."""
+    """A value that is stored as a plain one has the key of the plain one; keys of several types raise nothing."""
     assert stable_key(value) == text
 
 
