@@ -76,10 +76,10 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:
     """Whether a column is known as immutable: neither it nor the array or bytes that it is a view of is writeable."""
+    if column.flags.writeable:
+        return False
     base: object = column.base
-    if column.flags.writeable or base is None:
-        return not column.flags.writeable
-    return not base.flags.writeable if type(base) is np.ndarray else type(base) is bytes
+    return base is None or (not base.flags.writeable if type(base) is np.ndarray else type(base) is bytes)
 
 
 def frozen(column: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

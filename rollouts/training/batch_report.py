@@ -49,19 +49,19 @@ class BatchReport:
         return LengthBias()
 
     def of_samples(self, samples: Sequence[Sample], waited: float | None) -> dict[str, float]:
-        """Return the numbers of a batch, and the idle seconds of a stream.
+        """Check and pack the samples of a batch; return its numbers, and the idle seconds of a stream.
 
         Args:
             samples: the batch.
             waited: seconds that the caller of a stream waited for it; ``None`` without a stream.
 
         Raises:
-            ConfigError: a token has a version that was never announced.
+            ConfigError: a sample does not pack, or a token has a version that was never announced.
         """
         collects = gc.isenabled()
         gc.disable()  # a burst of objects that are freed at once would start a collection of all young ones
         try:
-            numbers = batch_metrics(samples) | self.staleness.metrics(samples)
+            numbers = batch_metrics(map(Sample.pack, samples)) | self.staleness.metrics(samples)
         finally:
             if collects:
                 gc.enable()

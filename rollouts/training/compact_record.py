@@ -15,12 +15,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from rollouts.dtypes import ChatDict, Extras, TokenColumn, VersionSpan
 from rollouts.training.read_only import recently
 from rollouts.trajectory import CompletionRecord
 
-__all__ = ["CompactRecord", "prefix_of"]
+__all__ = ["CompactRecord", "prefix_of", "sizes_of"]
 
 _SHORT = 32
 """Strings with fewer characters are stored in full."""
@@ -33,6 +35,8 @@ class CompactRecord:
 
     columns: tuple[Any, Any, Any]
     """The sample's read-only tokens, mask and logprobs; a sample that still has these objects has them unchanged."""
+    sizes: tuple[int, int, int]
+    """As :func:`sizes_of` counts them in the mask."""
     turns: int
     """Number of completions."""
     prefix: tuple[int, int]
@@ -94,9 +98,10 @@ class CompactRecord:
             return None
         compact = cls(
             columns,
+            sizes_of(columns[1]),
             len(completions),
             prefix_of(completions),
-            {span.version: None for span in versions},
+            (*{span.version: None for span in versions},),
             first,
             decode,
             tuple(others),
@@ -137,6 +142,12 @@ class CompactRecord:
     def versions(self) -> list[VersionSpan]:
         """Policy versions of the sampled tokens."""
         return [VersionSpan(*span) for span in pickle.loads(self._versions)]
+
+
+def sizes_of(mask: npt.NDArray[np.bool_]) -> tuple[int, int, int]:
+    """The number of all tokens, of the sampled ones, and of those from the first sampled one on."""
+    sampled = int(np.count_nonzero(mask))
+    return mask.size, sampled, mask.size - int(mask.argmax()) if sampled else 0
 
 
 def prefix_of(completions: Sequence[CompletionRecord]) -> tuple[int, int]:

@@ -317,7 +317,7 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 
 def _key(prompt: Prompt) -> str:
     """Equal for duplicates: the text and label of a prompt; without an opening, the metadata in place of the text."""
-    from rollouts.base.stable_repr import stable_key
+    from rollouts.base.stable_repr import stable_key  # here: most runs compare no prompts
 
     task = [message.to_record() for message in prompt.messages] if prompt.has_opening else prompt.metadata
     return stable_key([task, prompt.label])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import re
-import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -125,6 +124,6 @@ class FailureStats:
             if columns[False]:
                 for sound, what in ((True, "sound"), (False, "lost")):
                     if columns[sound]:
-                        numbers[f"{name}/{what}"] = statistics.fmean(columns[sound])
+                        numbers[f"{name}/{what}"] = sum(columns[sound]) / len(columns[sound])
             columns[True], columns[False] = [], []
         return numbers

@@ -319,8 +319,8 @@ class AsyncRolloutManager:
     def _seal_batch(self, seconds: float) -> list[Sample]:
         groups = self._choose_groups()
         assert groups is not None, "a batch is sealed when it is ready"
-        samples = [sample.pack() for group in groups for sample in group.samples]
-        # Each of these may raise, e.g. a sampler or a full disk: the groups then stay ready.
+        samples = [sample for group in groups for sample in group.samples]
+        # Each of these may raise, e.g. a sample, a sampler or a full disk: the groups then stay ready.
         numbers = self._report.of_samples(samples, seconds if self._streaming else None)
         counts = self.accounting
         counts = attrs.evolve(counts, ready=counts.ready - len(groups), in_batch=counts.in_batch + len(groups))

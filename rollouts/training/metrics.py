@@ -8,18 +8,18 @@ This module only counts; it schedules nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from statistics import fmean, pstdev
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes.messages import ENVIRONMENT, REPLIES, Prompt
-from rollouts.errors import TokenMismatchError
+from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 
 __all__ = ["Accounting", "IdleClock", "RunMetrics", "batch_metrics"]
@@ -124,9 +124,9 @@ class RunMetrics:
     def take_lengths(self) -> dict[str, float]:
         """Return the mean sampled tokens of a rollout by outcome since the last call; they show a bias in length."""
         lengths, self._lengths = self._lengths, {}
-        means = {f"sampled_tokens/{outcome}": fmean(values) for outcome, values in sorted(lengths.items())}
-        total = [length for values in lengths.values() for length in values]
-        return {**means, "sampled_tokens/all": fmean(total)} if total else means
+        means = {f"sampled_tokens/{outcome}": sum(counts) / len(counts) for outcome, counts in sorted(lengths.items())}
+        total = [length for counts in lengths.values() for length in counts]
+        return {**means, "sampled_tokens/all": sum(total) / len(total)} if total else means
 
 
 class IdleClock:
@@ -155,54 +155,68 @@ class IdleClock:
         return seconds
 
 
-def batch_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation of a population; 0 if all values are equal, at any magnitude."""
+    shifted = [value - values[0] for value in values]
+    mean = sum(shifted) / len(shifted)
+    return math.hypot(*[value - mean for value in shifted]) / math.sqrt(len(shifted))
+
+
+def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Compute means over a batch: reward, lengths, the counters of the episodes, and the same by environment.
 
     Rewards, statuses, turns, sampled tokens and counters are those of rollouts, however many branches they have;
-    lengths of sequences are those of samples.
+    lengths of sequences are those of samples, whose groups follow each other. A reward that is not finite is refused.
     """
-    if not samples:
+    rollouts, groups = list[list[Sample]](), dict[int | None, Sample]()
+    rewards, statuses, lengths, versions = list[float](), list[str](), list[int](), set[str]()
+    counters = defaultdict[str, list[float]](list)
+    tokens = sampled = turns = prompt_tokens = cached = has_environments = has_seats = 0
+    for index, members in itertools.groupby(samples, operator.attrgetter("group_index")):
+        rollouts += (those_of_group := by_rollout([*members]))
+        groups.setdefault(index, those_of_group[0][0])
+        for one in those_of_group:  # a group is in the CPU's cache once
+            rewards.append((one[0].reward if len(one) == 1 else reward_of_rollout(one)) or 0.0)
+            statuses.append(one[-1]._status._value_)
+            for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
+                counters[name].append(value)
+            for sample in one:
+                records, (length, trained, response) = sample.compact or sample, sample.sizes
+                lengths.append(response)
+                tokens, sampled, cached = tokens + length, sampled + trained, cached + records.prefix[1]
+                prompt_tokens += records.prefix[0]
+                turns += records.turns or int(sample.metrics.get(REPLIES, 0))
+                versions.update(records.weight_versions)
+                has_environments |= ENVIRONMENT in sample.metadata
+                has_seats |= bool(sample.seat)
+    if not rollouts:
         return {}
-    rollouts = by_rollout(samples)
-    rewards = [reward_of_rollout(branches) or 0.0 for branches in rollouts]
-    tokens = sampled = turns = prompt_tokens = cached = 0
-    lengths, versions = [], set[str]()
-    for sample in samples:  # one pass: a sample is in the cache of the CPU once
-        mask, records = sample.mask_column, sample.compact or sample
-        trained, (prompts, hits) = int(np.count_nonzero(mask)), records.prefix
-        lengths.append(len(mask) - int(mask.argmax()) if trained else 0)
-        tokens, sampled, prompt_tokens = tokens + len(mask), sampled + trained, prompt_tokens + prompts
-        cached, turns = cached + hits, turns + (records.turns or int(sample.metrics.get(REPLIES, 0)))
-        versions.update(records.weight_versions)
-    numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-    numbers |= {"tokens/mean": tokens / len(samples), "response_length/mean": sum(lengths) / len(samples)}
+    if not math.isfinite(mean := math.fsum(rewards) / len(rewards)):
+        raise ConfigError.of("Sample.reward", mean, "finite rewards")
+    numbers = {"reward/mean": mean, "reward/std": deviation(rewards)}
+    numbers |= {"tokens/mean": tokens / len(lengths), "response_length/mean": sum(lengths) / len(lengths)}
     numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
     numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(versions)}
-    for status, count in sorted(Counter([one[-1].status.value for one in rollouts]).items()):
+    for status, count in sorted(Counter(statuses).items()):
         numbers[f"status/{status}"] = count / len(rollouts)
     if prompt_tokens:
         numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
-    groups = {sample.group_index: sample for sample in reversed(samples)}
     equal = len({repr((sample.prompt, sample.label)) for sample in groups.values()}) < len(groups)
     if equal and (repeated := len(groups) - len({_task_of(sample) for sample in groups.values()})):
         numbers["repeated_prompts"] = repeated
-    counters: dict[str, list[float]] = {}
-    for one in rollouts:
-        for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
-            counters.setdefault(name, []).append(value)
     numbers["forks"], duplicated = (sum(counters.get(name, ())) for name in ("forks", "duplicated_tokens"))
     numbers |= {"duplicated_tokens": duplicated, "duplicated_tokens/share": duplicated / max(tokens, 1)}
     for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
         numbers[f"resumed/{name}"] = len(counters.get(metric, ()))
     numbers |= {f"episode/{name}": math.fsum(values) / len(rollouts) for name, values in sorted(counters.items())}
-    if any(ENVIRONMENT in sample.metadata for sample in samples):
+    if has_environments:
         from rollouts.training.environment_metrics import environment_metrics  # here: most runs have one environment
 
         numbers |= environment_metrics(rollouts, _turns)
-    if any(sample.seat for sample in samples):
+    if has_seats:
         from rollouts.training.seat_metrics import seat_metrics  # here: most runs have one agent
 
-        numbers |= seat_metrics(samples)
+        numbers |= seat_metrics([sample for one in rollouts for sample in one])
     return numbers
 
 

@@ -27,9 +27,9 @@ from rollouts.dtypes import (
     is_frozen,
 )
 from rollouts.errors import ConfigError, Failure
-from rollouts.training.compact_record import CompactRecord, prefix_of
+from rollouts.training.compact_record import CompactRecord, prefix_of, sizes_of
 from rollouts.training.sample_columns import as_column, column, pack_column, record
-from rollouts.training.sample_fields import RECORDED, check_values, cover_the_mask, fields_to_dict, values_of
+from rollouts.training.sample_fields import RECORDED, check_values, cover_the_mask, fields_to_dict
 from rollouts.training.status import Status
 
 __all__ = ["ImageInputs", "Sample"]
@@ -236,14 +236,18 @@ class Sample:
     @property
     def response_length(self) -> int:
         """Tokens from the first sampled one to the end."""
-        mask = self.mask_column
-        first = int(mask.argmax()) if len(mask) else 0
-        return len(mask) - first if len(mask) and mask[first] else 0
+        return self.sizes[2]
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the policy sampled, which are trained."""
-        return int(np.count_nonzero(self.mask_column))
+        return self.sizes[1]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Number of all its tokens, ``sampled_tokens`` and ``response_length``."""
+        known, mask = self._compact, self._loss_mask
+        return known.sizes if known and mask is known.columns[1] and is_frozen(mask) else sizes_of(self.mask_column)
 
     @property
     def turns(self) -> int:
@@ -282,7 +286,7 @@ class Sample:
             decode: deterministic, from ids to text.
         """
         columns = (self._tokens, self._loss_mask, self._rollout_log_probs)
-        if all(isinstance(column, np.ndarray) for column in columns):
+        if all([isinstance(column, np.ndarray) for column in columns]):  # noqa: C419 - a generator makes more calls
             self._compact = CompactRecord.of(columns, first, decode, *map(self.read_record, RECORDED))
             if self._compact is not None:
                 self._response = self._messages = self._completions = self._versions = self._compact
@@ -373,5 +377,6 @@ class Sample:
             ConfigError: an unknown field, a value that :meth:`to_dict` does not write, or there are images and no
                 ``load_image``.
         """
-        names = {field.alias for field in attrs.fields(cls) if field.init}
-        return cls(**values_of(data, names, load_image))
+        from rollouts.training.stored_fields import values_of  # here: most runs read no stored sample
+
+        return cls(**values_of(data, {field.alias for field in attrs.fields(cls) if field.init}, load_image))

@@ -1,11 +1,12 @@
 """The fields of a sample as a table: what each may contain, and how it is written as plain data and read again.
 
-Invariant: :func:`values_of` returns the arguments of the sample whose fields :func:`fields_to_dict` wrote. This module
-creates no sample, and does not know how one stores its columns.
+Invariant: ``values_of`` of :mod:`rollouts.training.stored_fields` returns the arguments of the sample whose fields
+:func:`fields_to_dict` wrote. This module creates no sample, and does not know how one stores its columns.
 """
 
 from __future__ import annotations
 
+import functools
 import numbers
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,20 +19,17 @@ from rollouts.base.validators import is_int, is_number
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
     ImageSpan,
-    LoadImage,
     Message,
     OnRewrite,
     StopReason,
     VersionSpan,
     as_record,
-    hashes_in,
-    with_images,
 )
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.trajectory import CompletionRecord
 
-__all__ = ["RECORDED", "check_values", "cover_the_mask", "fields_to_dict", "values_of", "with_current_names"]
+__all__ = ["FIELDS", "RECORDED", "check_values", "cover_the_mask", "fields_to_dict", "with_current_names"]
 
 RECORDED = ("response", "messages", "completions", "versions")
 """The fields that a :class:`CompactRecord` stores."""
@@ -42,17 +40,17 @@ def _is(kind: Any) -> Callable[[Any], bool]:
 
 
 def _all_are(kind: Any) -> Callable[[Any], bool]:
-    return lambda values: isinstance(values, list | tuple) and (not values or all(isinstance(v, kind) for v in values))
+    return lambda values: isinstance(values, _LISTS) and (not values or all(isinstance(v, kind) for v in values))
 
 
 def _are_numbers(values: Collection[Any]) -> bool:
     return _NUMBERS.issuperset(map(type, values)) or all(isinstance(value, numbers.Real) for value in values)
 
 
-_NUMBERS = {int, float}
+_LISTS, _NUMBERS = (list, tuple), {int, float}
 _HISTORIES = get_args(OnRewrite)
 _are_messages = _all_are(Message | Mapping)
-_FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
+FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
     ("prompt", lambda value: isinstance(value, str) or _are_messages(value), "a string, or messages", None),
     ("metadata", _is(dict | Mapping), "a dict", None),
     ("metrics", lambda value: isinstance(value, dict) and _are_numbers(value.values()), "a dict of numbers", None),
@@ -77,7 +75,7 @@ _FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | Non
     ("versions", _all_are(VersionSpan), "a list of VersionSpan", lambda spans: [VersionSpan(*span) for span in spans]),
 )
 """Of each field that user code may have assigned, or that has another form as plain data: its name, whether a value is
-valid, what is expected, and the function that reads its plain data. Images are read by :func:`_restore_images`."""
+valid, what is expected, and the function that reads its plain data. Images are read apart."""
 _SOUND_TYPES: dict[str, set[type]] = {
     "prompt": {str},
     "metadata": {dict},
@@ -95,8 +93,14 @@ _SOUND_TYPES: dict[str, set[type]] = {
     "versions": {CompactRecord},
 }
 """The types whose values are valid, whatever they contain; values of other types are looked at."""
-_slots_of = operator.attrgetter(*(f"_{name}" if name in RECORDED else name for name, *_ in _FIELDS))
-_CHECKS = [(name, _SOUND_TYPES.get(name, set()), good, expected) for name, good, expected, _ in _FIELDS]
+_slots_of = operator.attrgetter(*(f"_{name}" if name in RECORDED else name for name, *_ in FIELDS))
+
+
+@functools.lru_cache(maxsize=256)
+def _checks_of(types: tuple[type, ...]) -> list[tuple[int, str, Callable[[Any], bool], str]]:
+    """The fields whose values must be looked at, if the fields have these types: position, name, check, content."""
+    fields = [(position, *field[:3]) for position, field in enumerate(FIELDS)]
+    return [field for field in fields if types[field[0]] not in _SOUND_TYPES.get(field[1], ())]
 
 
 def check_values(sample: Any) -> None:
@@ -105,15 +109,17 @@ def check_values(sample: Any) -> None:
     Raises:
         ConfigError: a field has a wrong type or length.
     """
-    for value, (name, sound_types, good, expected) in zip(_slots_of(sample), _CHECKS, strict=True):
-        if type(value) not in sound_types and not good(value):
-            raise ConfigError.of(f"Sample.{name}", value, expected)
+    values = _slots_of(sample)
+    for position, name, good, expected in _checks_of((*map(type, values),)):
+        if not good(values[position]):
+            raise ConfigError.of(f"Sample.{name}", values[position], expected)
     for name, value in (("conversation", sample.conversation), ("shared", sample.shared)):
         if (type(value) is not int or value < 0) and not is_int(value, 0):
             raise ConfigError.of(f"Sample.{name}", value, "an integer >= 0")
-    for name, column in (("advantages", sample._advantages), ("teacher_log_probs", sample._teacher_log_probs)):
-        if column is not None and len(column) != len(sample):
-            raise ConfigError.of("Sample", {"tokens": len(sample), name: len(column)}, "columns of one length")
+    if sample._advantages is not None or sample._teacher_log_probs is not None:
+        for name, column in (("advantages", sample._advantages), ("teacher_log_probs", sample._teacher_log_probs)):
+            if column is not None and len(column) != len(sample):
+                raise ConfigError.of("Sample", {"tokens": len(sample), name: len(column)}, "columns of one length")
     if sample._step_completions is not None and not _answer_completions(sample, sample._step_completions):
         expected = f"empty, or for each of the {len(sample.step_rewards)} step rewards one of the {sample.turns}"
         raise ConfigError.of("Sample.step_completions", sample.step_completions, f"{expected} completions or -1")
@@ -140,7 +146,7 @@ def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
 
 def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
     """The fields of a sample as plain data, without its columns."""
-    prompt, read = sample.prompt, sample.read_record if records else _nothing
+    prompt, read = sample.prompt, sample.read_record if records else lambda name: ()
     return {
         "prompt": prompt if isinstance(prompt, str) else [as_record(entry) for entry in prompt],
         "response": read("response"),
@@ -172,44 +178,6 @@ def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
         "parent": sample.parent,
         "shared": sample.shared,
     }
-
-
-def values_of(data: Mapping[str, Any], names: Collection[str], load_image: LoadImage | None) -> dict[str, Any]:
-    """The arguments of a sample with the fields ``names``; raises as ``Sample.from_dict``."""
-    values = {key: value for key, value in with_current_names(data).items() if key != "response_length"}
-    unknown = values.keys() - names
-    if unknown:
-        raise ConfigError.of("Sample", sorted(unknown), "fields of a sample")
-    for name, _, _, read in _FIELDS:
-        if read is not None and (value := values.get(name)) is not None:
-            try:
-                values[name] = read(value)
-            except (TypeError, ValueError):
-                raise ConfigError.of(f"Sample.{name}", value, "what to_dict wrote") from None
-    _restore_images(values, load_image)
-    return values
-
-
-def _restore_images(values: dict[str, Any], load_image: LoadImage | None) -> None:
-    """Load the images that fields of a stored sample name."""
-    spans, prompt = values.get("images") or (), values.get("prompt") or ""
-    chats = [*(() if isinstance(prompt, str) else prompt), *(values.get("messages") or ())]
-    hashes = dict.fromkeys([*hashes_in(chats), *(sha256 for sha256, _, _ in spans)])
-    if not hashes:
-        values["images"] = ()
-        return
-    if load_image is None:
-        expected = "load_image, which returns an image by its hash"
-        raise ConfigError.of("Sample.from_dict(load_image)", None, f"{expected}: the sample has images")
-    loaded = {sha256: load_image(sha256) for sha256 in hashes}
-    values["named_images"] = loaded
-    values["images"] = [ImageSpan(loaded[sha256], start, stop) for sha256, start, stop in spans]
-    if not isinstance(prompt, str):
-        values["prompt"] = with_images(prompt, loaded.__getitem__)
-
-
-def _nothing(name: str) -> tuple[()]:
-    return ()
 
 
 _FORMER_NAMES = {"calls": "completions"}

@@ -102,6 +102,9 @@ class Staleness:
         if not self._numbers:
             return tokens
         for sample in samples:
+            if len(names := sample.weight_versions) == 1:  # of all its sampled tokens
+                tokens[self._age(names[0])] += sample.sampled_tokens
+                continue
             for span in sample.read_record("versions"):
                 tokens[self._age(span.version)] += span.stop - span.start
         return tokens
@@ -123,7 +126,7 @@ class Staleness:
 
     def age(self, group: Group) -> int:
         """Staleness of the group's oldest token."""
-        return self.age_of(span.version for sample in group.samples for span in sample.read_record("versions"))
+        return self.age_of(version for sample in group.samples for version in sample.weight_versions)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Mean and maximum staleness of sampled tokens, and the share of each value."""

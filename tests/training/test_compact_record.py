@@ -206,3 +206,19 @@ def test_a_finished_sample_is_few_objects() -> None:
     samples = [sample_of(trajectory).pack() for trajectory in trajectories]
     gc.collect()
     assert (len(gc.get_objects()) - before) / len(samples) <= 8
+
+
+def test_the_counts_of_a_mask_are_those_of_its_values() -> None:
+    """The stored counts hold for the mask that they were counted in; a mask that was edited is counted again."""
+    sample = sample_of(played([("one", "1"), ("two", "2")]))
+    plain = Sample(tokens=sample.tokens, loss_mask=sample.loss_mask)
+    assert sample.sizes == plain.sizes == (len(sample), sample.sampled_tokens, sample.response_length)
+    assert sample.sampled_tokens == sum(sample.loss_mask)
+    mask = sample.mask_column
+    owner = mask if mask.base is None else mask.base
+    owner.flags.writeable = True
+    owner[int(mask.argmax())] = False
+    assert sample.sampled_tokens == plain.sampled_tokens - 1
+    assert sample.response_length == plain.response_length - 1
+    sample.loss_mask = [0] * len(sample)
+    assert sample.sizes == (len(sample), 0, 0)

@@ -406,3 +406,35 @@ async def test_a_prompt_says_how_many_rollouts_of_its_group_have_finished() -> N
     async with AsyncRolloutManager(config, DataBuffer(["a"], epochs=1)) as manager:
         await manager.generate_batch()
     assert (found[0][0], found[3][-1]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metrics", {"turns": "two"}),
+        ("loss_mask", [0, 1, 1]),
+        ("loss_multiplier", float("nan")),
+        ("history", "rewrite"),
+        ("completions", ["a reply"]),
+        ("shared", -1),
+        ("conversation", True),
+        ("advantages", [0.5]),
+        ("reward", float("inf")),
+    ],
+)
+async def test_a_ready_sample_is_checked_again_when_its_batch_is_sealed(field: str, value: Any) -> None:
+    """A batch with a sample that was edited after its group settled is refused; mended, it is the next batch."""
+    manager = AsyncRolloutManager(plain(over_sampling_factor=3.0), DataBuffer(["a", "b"]))
+    async with manager:
+        await manager.generate_batch()
+        while manager.accounting.in_flight:
+            await checkpoint()
+        counts = attrs.evolve(manager.accounting)
+        edited = manager.ready_groups[0].samples[-1]
+        sound = getattr(edited, field)
+        setattr(edited, field, value)
+        with pytest.raises(ConfigError, match=r"Sample"):
+            await manager.generate_batch()
+        assert (manager.accounting, manager.batches) == (counts, 1)
+        setattr(edited, field, sound)
+        assert edited in await manager.generate_batch()
