@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
-from rollouts.base.storable import stable_json
+from rollouts.base.storable import stable_json, to_json
 from rollouts.base.validators import is_int
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, DataExhausted
@@ -318,7 +318,7 @@ def shuffled(size: int, seed: int | None, epoch: int) -> list[int]:
 def _key(prompt: Prompt) -> str:
     """Equal for duplicates: the text and label of a prompt; without an opening, the metadata in place of the text."""
     task = [message.to_record() for message in prompt.messages] if prompt.has_opening else prompt.metadata
-    return json.dumps([task, prompt.label], sort_keys=True, default=repr)
+    return json.dumps(json.loads(to_json([task, prompt.label])), sort_keys=True)
 
 
 def read_prompt(row: Any, place: str) -> Prompt:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
+from rollouts.base.storable import to_json
 from rollouts.dtypes import Message, Prompt, as_messages, chat_text
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.inference.priorities import behind_training
@@ -131,10 +132,10 @@ def _estimate(values: Sequence[float]) -> Estimate:
 
 
 def task_key(prompt: object, label: object) -> str:
-    """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
+    """Identify a task across runs: 12 hex digits of a hash of its messages and its label, as they are stored."""
     messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is not a prompt
-    text = json.dumps([[message.to_record() for message in messages], label], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+    stored = json.loads(to_json([[message.to_record() for message in messages], label]))
+    return hashlib.sha256(json.dumps(stored, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def task_scores(samples: Iterable[Sample], *, threshold: float = 1.0) -> list[TaskScore]:

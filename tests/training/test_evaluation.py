@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import random
 from collections.abc import Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from rollouts.base.storable import to_json, to_msgpack
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.training import Prompt, RolloutConfig, Sample
 from rollouts.training.evaluation import (
@@ -86,6 +93,30 @@ def test_a_task_key_identifies_prompt_and_label() -> None:
     """The same messages and label are the same task in every run; another label is another."""
     assert task_key("What?", 1) == task_key([{"role": "user", "content": "What?"}], 1)
     assert task_key("What?", 1) != task_key("What?", 2)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        np.int64(8),
+        np.float32(0.1),
+        np.array([1, 2]),
+        {1: "a", "b": 2},
+        {(1, 2): 3},
+        Decimal("1.5"),
+        date(2026, 1, 2),
+        math.nan,
+        b"x",
+        2**70,
+        "\ud800",
+    ],
+    ids=repr,
+)
+def test_a_task_has_one_key_live_and_stored(label: Any) -> None:
+    """Whatever a label is: an evaluation finds its rollouts again in its file, and a sampler those of earlier runs."""
+    live = task_key("\ud800", label)
+    assert live == task_key(*json.loads(to_json(["\ud800", label])))
+    assert live == task_key(*msgspec.msgpack.decode(to_msgpack(["\ud800", label])))
 
 
 def test_scores_are_counted_by_rollout_of_a_task() -> None:
