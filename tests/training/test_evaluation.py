@@ -11,6 +11,7 @@ from datetime import date
 from decimal import Decimal
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
@@ -186,6 +187,15 @@ async def test_existing_rollouts_are_not_repeated() -> None:
     samples = await run_evaluation(config(echo), PROMPTS[:3], 2, done=done)
     assert [sample.prompt for sample in samples] == ["c", "c"]
     assert await run_evaluation(config(echo), PROMPTS[:2], 2, done=done) == []
+
+
+async def test_tasks_that_only_their_metadata_tells_apart_are_refused() -> None:
+    """They would be counted as one task with many rollouts; a label of its own makes each a task."""
+    rows = [Prompt("", metadata={"task": number}) for number in (1, 1, 2)]
+    with pytest.raises(ConfigError, match=r"prompts\[2\]\.label: got None; expected one of its own"):
+        await run_evaluation(config(echo), rows, 2)
+    labelled = [attrs.evolve(prompt, label=prompt.metadata["task"]) for prompt in rows]
+    assert len(task_scores(await run_evaluation(config(echo), labelled, 2))) == 2
 
 
 async def test_a_rollout_that_failed_counts_and_costs_no_sibling() -> None:
