@@ -379,6 +379,9 @@ async def test_a_version_with_a_path_is_loaded_by_the_servers(tmp_path: Path) ->
             request = {"name": "a", "path": "/weights", "while_running": "in_place"}
             assert [(await asked(url, "/v1/versions", request))[0] for _ in range(2)] == [502, 200]
             assert loaded == [("/weights", "a", "in_place")] * 2
+            status, body = await asked(url, "/v1/versions", {"name": "b", "path": "/weights", "while_running": "run"})
+            assert (status, b"while_running: got 'run'; expected one of ('retract'," in body) == (422, True)
+            assert leases.version == "a"  # a request that is refused announces nothing
         async with serving(Service(leases)) as url:
             assert (await asked(url, "/v1/versions", request))[0] == 422
 
