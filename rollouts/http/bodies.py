@@ -56,7 +56,7 @@ class Bodies:
 
         Raises:
             aiohttp.web.HTTPException: 413 if it is longer; 408 if it does not arrive in time; 503 without room for it;
-                400 for nobody if the client left.
+                400 if the client left.
         """
         from aiohttp import web  # here: a part of an extra
 

@@ -261,7 +261,7 @@ def _wanted(prompts: Iterable[Prompt], rollouts: int, done: Mapping[str, int]) -
     for number, prompt in enumerate(prompts):
         key = task_key(prompt.prompt, prompt.label)
         if not prompt.has_opening and unseen.setdefault(key, shown := stable_json(prompt.metadata)) != shown:
-            expected = "one of its own: without a text, tasks are told apart by their labels"
+            expected = "another label for each task: these prompts have no text"
             raise ConfigError.of(f"prompts[{number}].label", prompt.label, expected)
         skipped = min(left.get(key, 0), rollouts)
         left[key] = left.get(key, 0) - skipped

@@ -118,7 +118,7 @@ def test_an_instruction_that_is_a_link_out_of_the_task_is_refused(tmp_path: Path
 
 
 def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
-    """As one that leads nowhere; the suite is loaded."""
+    """It is skipped, as a dead link is; the task is loaded."""
     folder = write_task(tmp_path / "task")
     (folder / "tests" / "loop").symlink_to("loop")
     assert [file.path for file in load_task(folder).tests()] == ["test.sh"]

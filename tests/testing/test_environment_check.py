@@ -277,7 +277,7 @@ async def test_an_environment_with_wrong_tools_is_closed(tools: Any, words: str)
 
 @pytest.mark.parametrize("lacks_step", [True, False], ids=["a method is missing", "tools raises before start"])
 async def test_an_object_that_is_no_environment_is_closed(lacks_step: bool) -> None:
-    """What the check refuses has opened its resources, too."""
+    """It has opened its resources, too."""
     made: list[Any] = []
     closed: list[Any] = []
 

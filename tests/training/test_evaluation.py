@@ -190,9 +190,9 @@ async def test_existing_rollouts_are_not_repeated() -> None:
 
 
 async def test_tasks_that_only_their_metadata_tells_apart_are_refused() -> None:
-    """They would be counted as one task with many rollouts; a label of its own makes each a task."""
+    """They would be counted as one task with many rollouts; with different labels they are different tasks."""
     rows = [Prompt("", metadata={"task": number}) for number in (1, 1, 2)]
-    with pytest.raises(ConfigError, match=r"prompts\[2\]\.label: got None; expected one of its own"):
+    with pytest.raises(ConfigError, match=r"prompts\[2\]\.label: got None; expected another label for each task"):
         await run_evaluation(config(echo), rows, 2)
     labelled = [attrs.evolve(prompt, label=prompt.metadata["task"]) for prompt in rows]
     assert len(task_scores(await run_evaluation(config(echo), labelled, 2))) == 2

@@ -318,7 +318,7 @@ def test_a_group_that_the_buffer_filter_leaves_waits() -> None:
 
 
 def test_a_returned_group_says_in_which_call_it_began() -> None:
-    """The finished rollout of a group that is unfinished at the end has the ``start_rollout_id`` of its own call."""
+    """The finished rollout of a group that is unfinished at the end has the number of that call."""
     launch = Unequal(batch_size=2, n=2)
     launch.play, launch.slow = launch.made, frozenset({5})
     args, source = launch.args(**DEFAULT, over_sampling_batch_size=4, partial_rollout=True), launch.source()
