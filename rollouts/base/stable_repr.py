@@ -1,7 +1,7 @@
 """The ``repr`` of a value, and a key of a value, as every process writes them.
 
-Invariant: the former is ``repr(value)`` if the value has neither a set nor the address of an object, the latter is JSON
-if the value has a form in JSON. This module knows no data.
+Invariant: the former is ``repr(value)`` if the value has neither a set nor the address of an object; the latter is then
+equal for the value and for what a stored run has of it. This module knows no data.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import attrs
 import msgspec
 
+from rollouts.base.storable import to_json
+
 __all__ = ["stable_key", "stable_repr"]
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
@@ -23,19 +25,13 @@ _CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}
 
 
 def stable_key(value: Any) -> str:
-    """Write a value as JSON with sorted keys; what JSON lacks is written as in a stored run, but sets in a fixed order.
+    """Write a value as JSON with sorted keys, as it is read from a stored run; sets are in order.
 
-    A value without such a form, e.g. with keys of several types, is written by :func:`stable_repr`.
+    Sets, and keys of dicts, have no order if they have several types; they then stand as they are stored.
     """
     with contextlib.suppress(TypeError, ValueError, RecursionError):
-        return json.dumps(value, sort_keys=True, default=_as_stored)
-    return stable_repr(value)
-
-
-def _as_stored(value: Any) -> Any:
-    with contextlib.suppress(TypeError):  # a set has no order if its entries have several types
-        return msgspec.to_builtins(value, order="deterministic", enc_hook=_foreign)
-    return stable_repr(value)
+        value = msgspec.to_builtins(value, order="deterministic", enc_hook=_foreign)
+    return json.dumps(json.loads(to_json(value)), sort_keys=True)
 
 
 def _foreign(value: Any) -> Any:

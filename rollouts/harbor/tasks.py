@@ -9,6 +9,7 @@ It needs neither Harbor nor Python 3.12, and knows no sandbox and no agent.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -177,7 +178,7 @@ def _loaded(folder: Path) -> HarborTask:
     if not file.is_file():
         raise ConfigError.of("folder", str(folder), "a folder with task.toml")
     try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
+        data = tomllib.loads(_text_of(file))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"task.toml: {error}") from None
     config = read_config(data)
@@ -242,12 +243,13 @@ def _need(task: HarborTask, path: str) -> Path:
     file = task.folder / path
     if not file.is_file():
         raise ConfigError.of(path, None, "a file")
+    _check_inside(file, task.folder)
     return file
 
 
 def _instruction(task: HarborTask, path: str) -> str:
     """The instruction without leading canary lines, which mark a file as no training data and are not for the agent."""
-    lines = _need(task, path).read_text(encoding="utf-8").split("\n")
+    lines = _text_of(_need(task, path)).split("\n")
     start = 0
     while start < len(lines) and _CANARY.fullmatch(lines[start].strip()):
         start += 1
@@ -267,11 +269,23 @@ def _inside(root: Path, folder: Path) -> list[Path]:
     """
     found = []
     for path in sorted(root.rglob("*")) if root.is_dir() else []:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError.of(path.relative_to(folder).as_posix(), str(path.resolve()), "a file inside the task")
+        _check_inside(path, folder)
         if path.is_file():
             found.append(path)
     return found
+
+
+def _check_inside(path: Path, folder: Path) -> None:
+    place = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for links that name each other
+    if not place.is_relative_to(folder.resolve()):
+        raise ConfigError.of(path.relative_to(folder).as_posix(), str(place), "a file inside the task")
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file.name}: expected text in UTF-8 ({error})") from None
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ class Bodies:
             most: most bytes of this body.
 
         Raises:
-            aiohttp.web.HTTPException: 413 if it is longer; 408 if it does not arrive in time; 503 without room for it.
+            aiohttp.web.HTTPException: 413 if it is longer; 408 if it does not arrive in time; 503 without room for it;
+                400 if the client left.
         """
         from aiohttp import web  # here: a part of an extra
 
@@ -75,6 +76,9 @@ class Bodies:
         except TimeoutError:
             self.held -= len(body)
             raise web.HTTPRequestTimeout(text=f"the body did not arrive within {self._seconds:g} s") from None
+        except ConnectionResetError:
+            self.held -= len(body)
+            raise web.HTTPBadRequest(text="the client left before its body was complete") from None
         except BaseException:
             self.held -= len(body)
             raise

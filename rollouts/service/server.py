@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +38,7 @@ from rollouts.http.access import guard
 from rollouts.http.address import url_of
 from rollouts.http.bodies import Bodies
 from rollouts.http.server_log import server_log
+from rollouts.inference.weights import WhileRunning
 from rollouts.service.fed_buffer import FedBuffer, FedEnded, FedFull, NameTaken
 from rollouts.service.leases import Lease, LeaseLost, Leases
 from rollouts.service.wire import MEDIA_TYPE, lease_bytes
@@ -226,6 +227,8 @@ class Service:
     async def _announced(self, leases: Leases, body: _Version) -> web.Response:
         if body.path is None and body.while_running is not None:
             raise ConfigError.of("while_running", body.while_running, "none without a path")
+        if body.while_running not in (None, *get_args(WhileRunning)):  # before the version is announced
+            raise ConfigError.of("while_running", body.while_running, f"one of {get_args(WhileRunning)}")
         if body.path is not None and self.publish is None:
             raise ConfigError.of("path", body.path, "none: this service has no servers that load weights")
         async with self._publishing:

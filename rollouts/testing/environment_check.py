@@ -142,7 +142,7 @@ class _Check:
     async def warm_up(self) -> None:
         """Create and close an environment once, so that one-time costs are not measured; :meth:`run` reports errors."""
         with contextlib.suppress(EnvironmentFailure):
-            await self._foreign("close", self._create().close)
+            await self._foreign("close", (await self._create()).close)
 
     async def run(self) -> list[_Episode]:
         """Run all checks; return the episodes, an empty list if the environment fails."""
@@ -169,12 +169,18 @@ class _Check:
         seconds = self.options.step_seconds
         return await call_foreign(EnvironmentFailure, f"{self.name}.{what}", method, *arguments, seconds=seconds)
 
-    def _create(self) -> Environment:
-        with boundary(EnvironmentFailure, f"{self.name}()"):
-            environment: Any = self.factory()
-            if not isinstance(environment, Environment):
-                expected = "an object with tools, start, step and close"
-                raise EnvironmentFailure(f"{self.name}(): got {shortened(environment)}; expected {expected}")
+    async def _create(self) -> Environment:
+        environment: Any = None
+        try:
+            with boundary(EnvironmentFailure, f"{self.name}()"):
+                environment = self.factory()
+                if not isinstance(environment, Environment):  # this reads its attributes
+                    expected = "an object with tools, start, step and close"
+                    raise EnvironmentFailure(f"{self.name}(): got {shortened(environment)}; expected {expected}")
+        except EnvironmentFailure:
+            with contextlib.suppress(EnvironmentFailure):
+                await self._foreign("close", getattr(environment, "close", lambda: None))
+            raise
         return environment
 
     def _tools_of(self, environment: Environment) -> tuple[Tool, ...]:
@@ -186,7 +192,7 @@ class _Check:
     ) -> _Episode:
         """Play one episode, with these replies or random ones."""
         episode, model = _Episode(), RandomModel(seed)
-        environment = self._create()
+        environment = await self._create()
         try:
             began = time.perf_counter()
             opening = await self._foreign("start", environment.start, prompt)
@@ -285,7 +291,7 @@ class _Check:
             return f"{shortened(snapshot)} is not plain data ({error})"
         rest = _Episode()
         try:
-            environment: Any = self._create()
+            environment: Any = await self._create()
             try:
                 await self._foreign("restore", environment.restore, prompt, decoded)
                 for reply in episode.replies[step:]:
@@ -304,7 +310,7 @@ class _Check:
         """Check that a cancelled step ends at once, that close works after it, and that no task is left."""
         before = asyncio.all_tasks()
         failure: EnvironmentFailure | None = None
-        environment = self._create()
+        environment = await self._create()
         began = 0.0
         try:
             try:

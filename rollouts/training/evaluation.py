@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from rollouts.base.stable_repr import stable_key
+from rollouts.base.storable import stable_json
 from rollouts.dtypes import Message, Prompt, as_messages, chat_text
 from rollouts.errors import ConfigError, DataExhausted
 from rollouts.inference.priorities import behind_training
@@ -219,6 +220,7 @@ async def run_evaluation(
         The new rollouts, including failed ones, in the order of the tasks.
 
     Raises:
+        ConfigError: prompts without a text and with other metadata have equal labels, so that they would be one task.
         GenerateFailure: too many consecutive rollouts failed.
     """
     wanted = [attrs.evolve(one, urgency=behind_training) for one in _wanted(prompts, rollouts, done or {})]
@@ -255,8 +257,12 @@ def _wanted(prompts: Iterable[Prompt], rollouts: int, done: Mapping[str, int]) -
     """The prompt of each rollout that is missing."""
     left = dict(done)
     wanted: list[Prompt] = []
-    for prompt in prompts:
+    unseen: dict[str, bytes] = {}
+    for number, prompt in enumerate(prompts):
         key = task_key(prompt.prompt, prompt.label)
+        if not prompt.has_opening and unseen.setdefault(key, shown := stable_json(prompt.metadata)) != shown:
+            expected = "another label for each task: these prompts have no text"
+            raise ConfigError.of(f"prompts[{number}].label", prompt.label, expected)
         skipped = min(left.get(key, 0), rollouts)
         left[key] = left.get(key, 0) - skipped
         wanted += [prompt] * (rollouts - skipped)

@@ -109,6 +109,30 @@ def test_a_link_out_of_the_task_is_refused(tmp_path: Path) -> None:
         load_task(folder)
 
 
+def test_an_instruction_that_is_a_link_out_of_the_task_is_refused(tmp_path: Path) -> None:
+    """The model would read a file of the machine."""
+    folder = write_task(tmp_path / "task", {"instruction.md": None})
+    (folder / "instruction.md").symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match=r"task: instruction\.md: got '/etc/passwd'; expected a file inside the task"):
+        load_task(folder)
+
+
+def test_a_link_to_itself_is_no_file(tmp_path: Path) -> None:
+    """It is skipped, as a dead link is; the task is loaded."""
+    folder = write_task(tmp_path / "task")
+    (folder / "tests" / "loop").symlink_to("loop")
+    assert [file.path for file in load_task(folder).tests()] == ["test.sh"]
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md"])
+def test_a_file_that_is_not_utf_8_is_named(name: str, tmp_path: Path) -> None:
+    """With its task."""
+    folder = write_task(tmp_path / "task")
+    (folder / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=f"task: {name}: expected text in UTF-8"):
+        load_task(folder)
+
+
 def test_ignored_files_are_not_uploaded(tmp_path: Path) -> None:
     """``.harborignore`` applies to tests and solutions, and never to the test script itself."""
     files = {"tests/.harborignore": "*.log\n/big/\n!keep.log\n", "tests/a.log": "", "tests/keep.log": ""}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -378,6 +379,9 @@ async def test_a_version_with_a_path_is_loaded_by_the_servers(tmp_path: Path) ->
             request = {"name": "a", "path": "/weights", "while_running": "in_place"}
             assert [(await asked(url, "/v1/versions", request))[0] for _ in range(2)] == [502, 200]
             assert loaded == [("/weights", "a", "in_place")] * 2
+            status, body = await asked(url, "/v1/versions", {"name": "b", "path": "/weights", "while_running": "run"})
+            assert (status, b"while_running: got 'run'; expected one of ('retract'," in body) == (422, True)
+            assert leases.version == "a"  # a request that is refused announces nothing
         async with serving(Service(leases)) as url:
             assert (await asked(url, "/v1/versions", request))[0] == 422
 
@@ -444,3 +448,15 @@ async def test_requests_before_the_run_begins_are_503(tmp_path: Path) -> None:
         assert (await asked(url, "/health"))[0] == 200
         assert (await asked(url, "/v1/leases", {"groups": 1}))[0] == 503
         assert json.loads((await asked(url, "/v1/state"))[1])["begun"] is False
+
+
+async def test_a_client_that_leaves_before_its_body_is_complete_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer or a worker that is killed while it sends leaves no traceback in the log of the service."""
+    async with service_of(tmp_path) as (_, url):
+        async with await anyio.connect_tcp("127.0.0.1", int(url.rsplit(":", 1)[1])) as stream:
+            await stream.send(b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\nhalf")
+            await anyio.lowlevel.checkpoint()
+        assert (await asked(url, "/v1/state"))[0] == 200  # the service has seen the end of the connection
+    assert [record for record in caplog.records if record.levelno > logging.DEBUG] == []

@@ -275,6 +275,42 @@ async def test_an_environment_with_wrong_tools_is_closed(tools: Any, words: str)
     assert closed == made
 
 
+@pytest.mark.parametrize("lacks_step", [True, False], ids=["a method is missing", "tools raises before start"])
+async def test_an_object_that_is_no_environment_is_closed(lacks_step: bool) -> None:
+    """It has opened its resources, too."""
+    made: list[Any] = []
+    closed: list[Any] = []
+
+    class Half:
+        def __init__(self) -> None:
+            made.append(self)
+
+        @property
+        def tools(self) -> tuple[Tool, ...]:
+            if not lacks_step:
+                raise ValueError("not started")
+            return ()
+
+        async def start(self, prompt: Prompt) -> Sequence[Message]:
+            return prompt.messages
+
+        async def close(self) -> None:
+            closed.append(self)
+
+    if not lacks_step:
+        Half.step = Half.start  # type: ignore[attr-defined]
+    found = await examine(Half, [Prompt("x")])  # type: ignore[arg-type]
+    words = "expected an object with tools, start, step and close" if lacks_step else "raised ValueError: not started"
+    assert words in found[0].text
+    assert closed == made
+
+
+async def test_a_value_that_is_no_environment_is_a_finding() -> None:
+    """It has nothing to close."""
+    found = await examine(lambda: None, [Prompt("x")])  # type: ignore[arg-type, return-value]
+    assert "got None; expected an object with tools" in found[0].text
+
+
 class Wide(ToolEnvironment):
     """A schema of so many arguments that this package reads it for a while."""
 

@@ -476,6 +476,14 @@ def test_duplicates_have_equal_labels_in_any_order_of_their_keys() -> None:
     assert [prompt.label for prompt in buffer.prompts] == [labels[0], labels[2]]
 
 
+def test_keys_of_several_types_in_a_label_are_no_error() -> None:
+    """Also keys that JSON does not have."""
+    labels: list[Any] = [{1: "a", "b": 2}, {"b": 2, 1: "a"}, {(1, 2): 3}]
+    buffer = DataBuffer([{"prompt": "x", "label": label} for label in labels])
+    assert [prompt.label for prompt in buffer.hold_out(1)] == labels[2:]
+    assert [prompt.label for prompt in buffer.prompts] == labels[:2]
+
+
 def test_prompts_that_are_only_metadata_are_different_prompts() -> None:
     """An environment writes their openings from it; with a text, metadata makes no difference."""
     rows: list[dict[str, Any]] = [{"prompt": "", "metadata": {"task": number}} for number in (1, 2, 2, 3)]

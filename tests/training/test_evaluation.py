@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
+import json
+import math
 import random
 from collections.abc import Sequence
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
+import attrs
 import msgspec
 import numpy as np
 import pytest
 
-from rollouts.base.storable import to_msgpack
+from rollouts.base.storable import to_json, to_msgpack
 from rollouts.errors import ConfigError, GenerateFailure
 from rollouts.training import Prompt, RolloutConfig, Sample
 from rollouts.training.evaluation import (
@@ -93,12 +97,27 @@ def test_a_task_key_identifies_prompt_and_label() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", [np.int64(3), np.array([1.5, 2]), {1: "a", "b": 2}, datetime.date(2026, 1, 1), ("a",)]
+    "label",
+    [
+        np.int64(8),
+        np.float32(0.1),
+        np.array([1, 2]),
+        {1: "a", "b": 2},
+        {(1, 2): 3},
+        Decimal("1.5"),
+        date(2026, 1, 2),
+        math.nan,
+        b"x",
+        2**70,
+        "\ud800",
+    ],
+    ids=repr,
 )
-def test_the_task_key_of_a_label_is_that_of_its_stored_form(label: Any) -> None:
-    """So that an evaluation that continues does not repeat its rollouts, and a sampler knows the prompts of a run."""
-    stored = msgspec.msgpack.decode(to_msgpack(label))
-    assert task_key("What?", label) == task_key("What?", stored)
+def test_a_task_has_one_key_live_and_stored(label: Any) -> None:
+    """Whatever a label is: an evaluation finds its rollouts again in its file, and a sampler those of earlier runs."""
+    live = task_key("\ud800", label)
+    assert live == task_key(*json.loads(to_json(["\ud800", label])))
+    assert live == task_key(*msgspec.msgpack.decode(to_msgpack(["\ud800", label])))
 
 
 def test_scores_are_counted_by_rollout_of_a_task() -> None:
@@ -168,6 +187,15 @@ async def test_existing_rollouts_are_not_repeated() -> None:
     samples = await run_evaluation(config(echo), PROMPTS[:3], 2, done=done)
     assert [sample.prompt for sample in samples] == ["c", "c"]
     assert await run_evaluation(config(echo), PROMPTS[:2], 2, done=done) == []
+
+
+async def test_tasks_that_only_their_metadata_tells_apart_are_refused() -> None:
+    """They would be counted as one task with many rollouts; with different labels they are different tasks."""
+    rows = [Prompt("", metadata={"task": number}) for number in (1, 1, 2)]
+    with pytest.raises(ConfigError, match=r"prompts\[2\]\.label: got None; expected another label for each task"):
+        await run_evaluation(config(echo), rows, 2)
+    labelled = [attrs.evolve(prompt, label=prompt.metadata["task"]) for prompt in rows]
+    assert len(task_scores(await run_evaluation(config(echo), labelled, 2))) == 2
 
 
 async def test_a_rollout_that_failed_counts_and_costs_no_sibling() -> None:

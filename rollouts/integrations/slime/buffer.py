@@ -125,13 +125,12 @@ class TrainerBuffer(DataBuffer):
             taken.replays += stale
             self._again.append(self.taken.pop(group_index))
 
-    def drain(self) -> list[tuple[int | None, list[Any]]]:
-        """Remove all returned groups; return our group index (``None`` if it is played again) and slime's group."""
-        waiting = [(index, self.taken.pop(index).group) for index in self.waiting]
-        replayed = [taken.group for taken in self._again]
-        again = [(None, group) for group in (*replayed, *self.chosen, *self._new, *self.held)]
+    def drain(self) -> list[tuple[int | None, Taken]]:
+        """Remove all returned groups; return our group index (``None`` if it is played again) and the group."""
+        waiting = [(index, self.taken.pop(index)) for index in self.waiting]
+        again = [*self._again, *map(Taken, (*self.chosen, *self._new, *self.held))]
         self.waiting, self._again, self._new, self.chosen, self.held = [], [], [], [], []
-        return [*waiting, *again]
+        return [*waiting, *((None, taken) for taken in again)]
 
     def withdraw(self, group_index: int) -> None:
         """Forget a group that a buffer filter took out of the rollouts."""

@@ -165,9 +165,9 @@ class TrainerRollouts:
         for ready in self.manager.ready_groups:
             taken = self.buffer.taken.pop(ready.group_index)
             groups.append(self._group_records(taken, _by_number(ready.samples, len(taken.group))))
-        for returned, group in self.buffer.drain():
+        for returned, taken in self.buffer.drain():
             finished = {} if returned is None else self.manager.finished_rollouts(returned)
-            groups.append(self._group_records(Taken(group), finished))
+            groups.append(self._group_records(taken, finished))
         try:
             if groups:
                 self.data_source.add_samples(groups)

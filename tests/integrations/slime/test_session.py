@@ -317,6 +317,22 @@ def test_a_group_that_the_buffer_filter_leaves_waits() -> None:
     assert [sample.reward for sample in left] == [0.0, None]
 
 
+def test_a_returned_group_says_in_which_call_it_began() -> None:
+    """The finished rollout of a group that is unfinished at the end has the number of that call."""
+    launch = Unequal(batch_size=2, n=2)
+    launch.play, launch.slow = launch.made, frozenset({5})
+    args, source = launch.args(**DEFAULT, over_sampling_batch_size=4, partial_rollout=True), launch.source()
+    for rollout_id in range(4):
+        generate_rollout_batch(args, rollout_id, source)
+        if 5 in launch.played:
+            break
+    assert rollout_id > 0
+    close_rollouts()
+    (left,) = [group for group in source.added if group[0].group_index == 5]
+    assert [sample.reward for sample in left] == [0.0, None]
+    assert left[0].metadata["start_rollout_id"] == rollout_id
+
+
 def renames(args: Namespace, rollout_id: Any, buffer: list[list[Any]], num_samples: int) -> list[list[Any]]:
     """Give every unfinished rollout another prompt, the same in each call: a group may be left over by several."""
     for group in buffer:
