@@ -177,7 +177,7 @@ def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         groups.setdefault(index, those_of_group[0][0])
         for one in those_of_group:  # a group is in the CPU's cache once
             rewards.append((one[0].reward if len(one) == 1 else reward_of_rollout(one)) or 0.0)
-            statuses.append(one[-1]._status._value_)
+            statuses.append(one[-1].status.value)
             for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
                 counters[name].append(value)
             for sample in one:
