@@ -136,7 +136,6 @@ def test_the_key_of_a_plain_value_is_its_json(value: Any) -> None:
         ({(1, 2): 3}, '{"(1, 2)": 3}'),
         (inside_itself(), '[1, {"a": ["<list>"]}]'),
     ],
-    ids=repr,
 )
 def test_the_key_of_another_value(value: Any, text: str) -> None:
     """A value that is stored as a plain one has the key of the plain one; keys of several types raise nothing."""
