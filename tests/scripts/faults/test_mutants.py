@@ -289,7 +289,7 @@ def test_no_process_outlives_a_crew_that_is_terminated(tmp_path: Path) -> None:
         group, tree = crew.stdout.readline().split()
         crew.terminate()
         try:
-            crew.communicate(timeout=10)  # until no process is left that could write
+            crew.communicate(timeout=60)  # until no process is left that could write
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(int(group), signal.SIGKILL)
