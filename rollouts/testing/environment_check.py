@@ -179,7 +179,9 @@ class _Check:
                     raise EnvironmentFailure(f"{self.name}(): got {shortened(environment)}; expected {expected}")
         except EnvironmentFailure:
             with contextlib.suppress(EnvironmentFailure):
-                await self._foreign("close", getattr(environment, "close", lambda: None))
+                with boundary(EnvironmentFailure, f"{self.name}.close"):  # it may be a property that raises
+                    close = getattr(environment, "close", lambda: None)
+                await self._foreign("close", close)
             raise
         return environment
 

@@ -19,9 +19,9 @@ __all__ = ["by_rollout", "reward_of_rollout", "rollout_keys"]
 
 def by_rollout(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The branches of each rollout, in order; a sample without ``rollout_id`` is a separate rollout."""
-    rollouts: dict[object, list[Sample]] = {}
-    for number, sample in enumerate(samples):
-        rollouts.setdefault((number,) if sample.rollout_id is None else sample.rollout_id, []).append(sample)
+    rollouts: dict[tuple[str, int], list[Sample]] = {}
+    for key, sample in zip(rollout_keys(samples), samples, strict=True):
+        rollouts.setdefault(key, []).append(sample)
     return list(rollouts.values())
 
 

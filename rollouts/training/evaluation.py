@@ -135,7 +135,7 @@ def task_key(prompt: object, label: object) -> str:
     """Identify a task across runs: 12 hex digits of a hash of its messages and its label."""
     messages = as_messages(prompt)  # type: ignore[arg-type]  # raises if it is not a prompt
     text = stable_key([[message.to_record() for message in messages], label])
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def task_scores(samples: Iterable[Sample], *, threshold: float = 1.0) -> list[TaskScore]:

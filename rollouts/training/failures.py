@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import statistics
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -124,6 +125,6 @@ class FailureStats:
             if columns[False]:
                 for sound, what in ((True, "sound"), (False, "lost")):
                     if columns[sound]:
-                        numbers[f"{name}/{what}"] = sum(columns[sound]) / len(columns[sound])
+                        numbers[f"{name}/{what}"] = statistics.fmean(columns[sound])
             columns[True], columns[False] = [], []
         return numbers

@@ -14,6 +14,7 @@ import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
 import attrs
@@ -124,9 +125,9 @@ class RunMetrics:
     def take_lengths(self) -> dict[str, float]:
         """Return the mean sampled tokens of a rollout by outcome since the last call; they show a bias in length."""
         lengths, self._lengths = self._lengths, {}
-        means = {f"sampled_tokens/{outcome}": sum(counts) / len(counts) for outcome, counts in sorted(lengths.items())}
-        total = [length for counts in lengths.values() for length in counts]
-        return {**means, "sampled_tokens/all": sum(total) / len(total)} if total else means
+        means = {f"sampled_tokens/{outcome}": fmean(values) for outcome, values in sorted(lengths.items())}
+        total = [length for values in lengths.values() for length in values]
+        return {**means, "sampled_tokens/all": fmean(total)} if total else means
 
 
 class IdleClock:
@@ -155,13 +156,6 @@ class IdleClock:
         return seconds
 
 
-def deviation(values: Sequence[float]) -> float:
-    """The standard deviation of a population; 0 if all values are equal, at any magnitude."""
-    shifted = [value - values[0] for value in values]
-    mean = sum(shifted) / len(shifted)
-    return math.hypot(*[value - mean for value in shifted]) / math.sqrt(len(shifted))
-
-
 def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     """Compute means over a batch: reward, lengths, the counters of the episodes, and the same by environment.
 
@@ -176,7 +170,7 @@ def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
         rollouts += (those_of_group := by_rollout([*members]))
         groups.setdefault(index, those_of_group[0][0])
         for one in those_of_group:  # a group is in the CPU's cache once
-            rewards.append((one[0].reward if len(one) == 1 else reward_of_rollout(one)) or 0.0)
+            rewards.append(reward_of_rollout(one) or 0.0)
             statuses.append(one[-1].status.value)
             for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
                 counters[name].append(value)
@@ -191,9 +185,9 @@ def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
                 has_seats |= bool(sample.seat)
     if not rollouts:
         return {}
-    if not math.isfinite(mean := math.fsum(rewards) / len(rewards)):
-        raise ConfigError.of("Sample.reward", mean, "finite rewards")
-    numbers = {"reward/mean": mean, "reward/std": deviation(rewards)}
+    if not all(map(math.isfinite, rewards)):
+        raise ConfigError.of("Sample.reward", next(itertools.filterfalse(math.isfinite, rewards)), "a finite number")
+    numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
     numbers |= {"tokens/mean": tokens / len(lengths), "response_length/mean": sum(lengths) / len(lengths)}
     numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
     numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(versions)}

@@ -305,6 +305,18 @@ async def test_an_object_that_is_no_environment_is_closed(lacks_step: bool) -> N
     assert closed == made
 
 
+async def test_a_close_that_cannot_be_read_hides_no_finding() -> None:
+    """The finding says what is wrong with the object."""
+
+    class Half:
+        @property
+        def close(self) -> Any:
+            raise ValueError("not yet")
+
+    found = await examine(Half, [Prompt("x")])  # type: ignore[arg-type]
+    assert "Half()" in found[0].text
+
+
 async def test_a_value_that_is_no_environment_is_a_finding() -> None:
     """It has nothing to close."""
     found = await examine(lambda: None, [Prompt("x")])  # type: ignore[arg-type, return-value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ from rollouts.dtypes import VersionSpan
 from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.training import Accounting, Group, Prompt, Sample
 from rollouts.training.branches import by_rollout
-from rollouts.training.metrics import RunMetrics, batch_metrics, deviation
+from rollouts.training.metrics import RunMetrics, batch_metrics
 from rollouts.trajectory import CompletionRecord
 
 PARTS = [field.name for field in attrs.fields(Accounting) if field.name != "taken"]
@@ -166,27 +166,6 @@ def test_the_speed_of_a_resumed_run_is_of_this_process() -> None:
     assert (metrics.sampled_tokens, metrics.sampled_here, metrics.tokens_per_second) == (1_000_000, 0, 0.0)
     metrics.count("kept", "", [70], [1.0])
     assert metrics.sampled_here == 70
-
-
-NUMBERS = st.floats(-1, 1, allow_subnormal=False)
-
-
-@given(
-    values=st.lists(NUMBERS | st.integers(-3, 3), min_size=1, max_size=40),
-    scale=st.sampled_from([1e-140, 1e-6, 1.0, 1e30, 1e150, 1e300]),
-    offset=st.sampled_from([0.0, 1.0, -1e6, 1e12]),
-)
-def test_a_deviation_is_that_of_exact_arithmetic(values: list[float], scale: float, offset: float) -> None:
-    """Also of tiny and huge values, and where it is small compared with the mean."""
-    values = [(value + offset) * scale for value in values if offset * scale < 1e300]
-    if values:
-        assert deviation(values) == pytest.approx(pstdev(values), rel=1e-12, abs=1e-200)
-
-
-@given(value=st.floats(allow_nan=False, allow_infinity=False), count=st.integers(1, 50))
-def test_equal_values_have_no_deviation(value: float, count: int) -> None:
-    """Not even that of a rounded mean: a filter and a reader take 0 for no spread."""
-    assert deviation([value] * count) == 0.0
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
