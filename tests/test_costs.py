@@ -37,7 +37,7 @@ from rollouts.training import (
     agent_rollout_to_samples,
     generate_rollout_batch,
 )
-from rollouts.training.metrics import batch_metrics
+from tests.batches import batch_metrics
 from tests.programs.gateway.programs import session_of, spoken
 
 TURNS, GROUPS, N = 3, 2, 4

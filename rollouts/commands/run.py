@@ -386,11 +386,7 @@ def add(verbs: Any) -> None:
         action="store_true",
         help="with --resume: accept another recipe, reward, sampling, model or package version, and record it",
     )
-    parser.add_argument(
-        "--no-rehearsal",
-        action="store_true",
-        help="start without random replies, reward, filter and a call of each tool",
-    )
+    parser.add_argument("--no-rehearsal", action="store_true", help="do not try reward, filter and tools first")
     parser.add_argument(
         "--record", action="store_true", help="record all that rollouts receive, so that replay needs no server"
     )
@@ -423,12 +419,11 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--provider openai: {NO_IDS}. {text}")
     if args.as_text and args.provider != CHAT_PROVIDER and not resume:
         raise ConfigError.of("--text", True, "--provider openai with it; other servers have token ids")
-    distribute = None if args.workers is None else _distribution_to(args.workers)
     options: dict[str, Any] = {
         "resume": resume,
         "allow_changes": args.allow_changes,
         "record": args.record,
-        "distribute": distribute,
+        "distribute": None if args.workers is None else _distribution_to(args.workers),
         "telemetry": _telemetry(args.metrics_port, args.trace),
         "rehearsal": not args.no_rehearsal,
         "quiet": args.quiet,

@@ -24,7 +24,7 @@ from rollouts.runs.reader import StoredSamples, load_run
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
-from rollouts.training.metrics import Accounting, batch_metrics
+from rollouts.training.metrics import Accounting, BatchMetrics
 from rollouts.training.rollout_attempt import is_lost
 from rollouts.training.samples import status_of
 from rollouts.training.types import Group, Sample, Status
@@ -73,7 +73,9 @@ async def rescore(
             accounting.ready -= len(batch)
             accounting.in_batch += len(batch)
             samples = [sample for group in batch for sample in group.samples]
-            numbers = {"batch": writer.batches, **batch_metrics(samples)}
+            totals = BatchMetrics()
+            totals.add(samples)
+            numbers = {"batch": writer.batches, **totals.numbers()}
             await anyio.to_thread.run_sync(writer.write_batch, samples, numbers, attrs.evolve(accounting))
     accounting.returned, accounting.ready = accounting.ready, 0
     accounting.check()

@@ -22,7 +22,7 @@ import attrs
 
 from rollouts.base.terminal import say
 from rollouts.concurrency.boundary import function_name
-from rollouts.concurrency.gc_pauses import calm_collector, return_free_memory
+from rollouts.concurrency.gc_pauses import calm_collector, free
 from rollouts.concurrency.task_groups import first_error
 from rollouts.errors import JournalError, RolloutsError, shortened
 from rollouts.recipe import Recipe
@@ -207,8 +207,9 @@ async def _run(
                         on_batch(manager.metrics)
                     if deliver is not None:
                         await deliver(samples)
+                    batch = [*samples]  # a caller may keep its list
                     del samples
-                    await anyio.to_thread.run_sync(return_free_memory)  # that of the batch
+                    await anyio.to_thread.run_sync(free, batch)
             finished = True
             tasks.cancel_scope.cancel()
     except RolloutsError as raised:
@@ -243,9 +244,8 @@ async def _one_batch(manager: AsyncRolloutManager, writer: RunWriter, run_journa
         if run_journal is not None:
             await run_journal.journal.sync()  # the journal seals a batch on disk before the batch has a file
         try:
-            await anyio.to_thread.run_sync(
-                writer.write_batch, samples, manager.metrics, attrs.evolve(manager.accounting)
-            )
+            counts = attrs.evolve(manager.accounting)
+            await anyio.to_thread.run_sync(writer.write_batch, samples, manager.metrics, counts)
         except OSError as error:
             raise RolloutsError(f"batch {writer.batches} cannot be written to {writer.path}: {error}") from error
     return samples

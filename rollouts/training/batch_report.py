@@ -7,10 +7,10 @@ batch to the next. This module does not know how a batch is filled.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import anyio.lowlevel
 import attrs
 
 from rollouts.concurrency.boundary import abandoned
@@ -18,15 +18,18 @@ from rollouts.concurrency.cancellation import left_behind
 from rollouts.training.config import RolloutConfig
 from rollouts.training.failures import FailureStats
 from rollouts.training.ledger import Ledger
-from rollouts.training.metrics import Accounting, IdleClock, batch_metrics
+from rollouts.training.metrics import Accounting, BatchMetrics, IdleClock
 from rollouts.training.slots import Slots
 from rollouts.training.staleness import Staleness
-from rollouts.training.types import Sample
+from rollouts.training.types import Group, Sample
 
 if TYPE_CHECKING:
     from rollouts.training.length_bias import LengthBias
 
 __all__ = ["BatchReport"]
+
+SAMPLES_A_TURN = 1024
+"""Samples that are sealed in one turn of the event loop: about 20 ms."""
 
 
 @attrs.define(eq=False)
@@ -48,33 +51,28 @@ class BatchReport:
 
         return LengthBias()
 
-    def of_samples(self, samples: Sequence[Sample], waited: float | None) -> dict[str, float]:
-        """Check and pack the samples of a batch; return its numbers, and the idle seconds of a stream.
+    async def of_groups(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Check, pack and count the samples of a batch; other tasks run between parts of a large one."""
+        batch = BatchMetrics()
+        for start in range(0, len(groups), size := SAMPLES_A_TURN // self.config.n_samples_per_prompt or 1):
+            if start:
+                await anyio.lowlevel.checkpoint()
+            batch.add(map(Sample.pack, [sample for group in groups[start : start + size] for sample in group.samples]))
+        return batch.numbers()
 
-        Args:
-            samples: the batch.
-            waited: seconds that the caller of a stream waited for it; ``None`` without a stream.
+    def of_run(self, samples: Sequence[Sample], waited: float | None, accounting: Accounting) -> dict[str, Any]:
+        """Return the numbers of the run since the batch before, and where its prompts are with this batch.
 
-        Raises:
-            ConfigError: a sample does not pack, or a token has a version that was never announced.
+        ``waited`` is the time in seconds that the caller of a stream waited for it; ``None`` without a stream.
         """
-        collects = gc.isenabled()
-        gc.disable()  # a burst of objects that are freed at once would start a collection of all young ones
-        try:
-            numbers = batch_metrics(map(Sample.pack, samples)) | self.staleness.metrics(samples)
-        finally:
-            if collects:
-                gc.enable()
+        numbers: dict[str, Any] = self.staleness.metrics(samples)
         if self.staleness.drops:
             self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()
         if waited is not None:
             numbers |= {"idle/trainer_seconds": waited, "idle/generator_seconds": self.idle.take()}
-        return numbers
-
-    def of_run(self, accounting: Accounting) -> dict[str, Any]:
-        """Return the numbers of the run since the batch before, and where its prompts are with this batch."""
         return {
+            **numbers,
             **self.ledger.totals.take_lengths(),
             **self.failures.metrics(),
             **self.slots.take_metrics(self.config.in_flight or self.config.max_inflight_rollouts),

@@ -16,9 +16,10 @@ This module does not know models, the network or agents; it calls a ``generate_f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Set
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -213,13 +214,17 @@ class AsyncRolloutManager:
         began = time.monotonic()
         if not self._streaming:  # a stream counts from its last batch on, since it generates while the caller trains
             self.slots.take_metrics(1.0)
-        if self._tasks is not None:
-            await self._gather_groups()
-        else:
-            async with self:
-                await self._gather_groups(finish_restarted=True)
+        while True:
+            is_open = self._tasks is not None
+            async with contextlib.nullcontext() if is_open else self:
+                await self._gather_groups(finish_restarted=not is_open)
+            version, groups = self.staleness.current, self._choose_groups()
+            assert groups is not None, "a batch is sealed when it is ready"
+            numbers = await self._report.of_groups(groups)
+            if version == self.staleness.current and {*map(id, groups)} <= {*map(id, self._ledger.ready)}:
+                break  # none of them was dropped meanwhile, and none has become too old
         # No await from here on, so that a batch that is counted cannot be lost to a cancellation.
-        return self._seal_batch(time.monotonic() - began)
+        return self._seal_batch(groups, numbers, time.monotonic() - began)
 
     def announce_version(self, version: str) -> None:
         """Record the policy version in use from now on, so that the staleness of tokens can be computed.
@@ -316,16 +321,13 @@ class AsyncRolloutManager:
             self._ledger.drop_ready([group], "too old")
             self._report.length_bias.dropped.add(1, group.samples)
 
-    def _seal_batch(self, seconds: float) -> list[Sample]:
-        groups = self._choose_groups()
-        assert groups is not None, "a batch is sealed when it is ready"
+    def _seal_batch(self, groups: Sequence[Group], numbers: Mapping[str, float], seconds: float) -> list[Sample]:
         samples = [sample for group in groups for sample in group.samples]
-        # Each of these may raise, e.g. a sample, a sampler or a full disk: the groups then stay ready.
-        numbers = self._report.of_samples(samples, seconds if self._streaming else None)
         counts = self.accounting
         counts = attrs.evolve(counts, ready=counts.ready - len(groups), in_batch=counts.in_batch + len(groups))
-        numbers = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4), **numbers}
-        metrics = {**numbers, **self._report.of_run(counts)}
+        # Each of these may raise, e.g. a sampler or a full disk: the groups then stay ready.
+        of_run = self._report.of_run(samples, seconds if self._streaming else None, counts)
+        metrics = {"batch": self.batches, "seconds": seconds, "ended": round(now(), 4), **numbers, **of_run}
         self._recorder.sealed(self.batches, groups, metrics, counts)
         self._ledger.seal(groups)
         self.metrics = metrics

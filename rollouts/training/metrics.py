@@ -23,7 +23,7 @@ from rollouts.dtypes.messages import ENVIRONMENT, REPLIES, Prompt
 from rollouts.errors import ConfigError, TokenMismatchError
 from rollouts.training.types import Group, Outcome, Sample, by_rollout, reward_of_rollout
 
-__all__ = ["Accounting", "IdleClock", "RunMetrics", "batch_metrics"]
+__all__ = ["Accounting", "BatchMetrics", "IdleClock", "RunMetrics"]
 
 
 @attrs.define
@@ -156,62 +156,71 @@ class IdleClock:
         return seconds
 
 
-def batch_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Compute means over a batch: reward, lengths, the counters of the episodes, and the same by environment.
+class BatchMetrics:
+    """Means over a batch: reward, lengths, the counters of the episodes, and the same by environment.
 
     Rewards, statuses, turns, sampled tokens and counters are those of rollouts, however many branches they have;
     lengths of sequences are those of samples, whose groups follow each other. A reward that is not finite is refused.
     """
-    rollouts, groups = list[list[Sample]](), dict[int | None, Sample]()
-    rewards, statuses, lengths, versions = list[float](), list[str](), list[int](), set[str]()
-    counters = defaultdict[str, list[float]](list)
-    tokens = sampled = turns = prompt_tokens = cached = has_environments = has_seats = 0
-    for index, members in itertools.groupby(samples, operator.attrgetter("group_index")):
-        rollouts += (those_of_group := by_rollout([*members]))
-        groups.setdefault(index, those_of_group[0][0])
-        for one in those_of_group:  # a group is in the CPU's cache once
-            rewards.append(reward_of_rollout(one) or 0.0)
-            statuses.append(one[-1].status.value)
-            for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
-                counters[name].append(value)
-            for sample in one:
-                records, (length, trained, response) = sample.compact or sample, sample.sizes
-                lengths.append(response)
-                tokens, sampled, cached = tokens + length, sampled + trained, cached + records.prefix[1]
-                prompt_tokens += records.prefix[0]
-                turns += records.turns or int(sample.metrics.get(REPLIES, 0))
-                versions.update(records.weight_versions)
-                has_environments |= ENVIRONMENT in sample.metadata
-                has_seats |= bool(sample.seat)
-    if not rollouts:
-        return {}
-    if not all(map(math.isfinite, rewards)):
-        raise ConfigError.of("Sample.reward", next(itertools.filterfalse(math.isfinite, rewards)), "a finite number")
-    numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
-    numbers |= {"tokens/mean": tokens / len(lengths), "response_length/mean": sum(lengths) / len(lengths)}
-    numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
-    numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(versions)}
-    for status, count in sorted(Counter(statuses).items()):
-        numbers[f"status/{status}"] = count / len(rollouts)
-    if prompt_tokens:
-        numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
-    equal = len({repr((sample.prompt, sample.label)) for sample in groups.values()}) < len(groups)
-    if equal and (repeated := len(groups) - len({_task_of(sample) for sample in groups.values()})):
-        numbers["repeated_prompts"] = repeated
-    numbers["forks"], duplicated = (sum(counters.get(name, ())) for name in ("forks", "duplicated_tokens"))
-    numbers |= {"duplicated_tokens": duplicated, "duplicated_tokens/share": duplicated / max(tokens, 1)}
-    for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
-        numbers[f"resumed/{name}"] = len(counters.get(metric, ()))
-    numbers |= {f"episode/{name}": math.fsum(values) / len(rollouts) for name, values in sorted(counters.items())}
-    if has_environments:
-        from rollouts.training.environment_metrics import environment_metrics  # here: most runs have one environment
 
-        numbers |= environment_metrics(rollouts, _turns)
-    if has_seats:
-        from rollouts.training.seat_metrics import seat_metrics  # here: most runs have one agent
+    def __init__(self) -> None:
+        self._rollouts, self._groups = list[list[Sample]](), dict[int | None, Sample]()
+        self._rewards, self._statuses, self._lengths = list[float](), list[str](), list[int]()
+        self._counters, self._versions = defaultdict[str, list[float]](list), set[str]()
+        self._sums = (0, 0, 0, 0, 0)  # tokens, sampled, turns, tokens of prompts, cached ones of them
 
-        numbers |= seat_metrics([sample for one in rollouts for sample in one])
-    return numbers
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Add whole groups."""
+        counters, (tokens, sampled, turns, prompt_tokens, cached) = self._counters, self._sums
+        for index, members in itertools.groupby(samples, operator.attrgetter("group_index")):
+            self._rollouts += (those_of_group := by_rollout([*members]))
+            self._groups.setdefault(index, those_of_group[0][0])
+            for one in those_of_group:  # a group is in the CPU's cache once
+                self._rewards.append(reward_of_rollout(one) or 0.0)
+                self._statuses.append(one[-1].status.value)
+                for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
+                    counters[name].append(value)
+                for sample in one:
+                    records, (length, trained, response) = sample.compact or sample, sample.sizes
+                    self._lengths.append(response)
+                    tokens, sampled, cached = tokens + length, sampled + trained, cached + records.prefix[1]
+                    prompt_tokens += records.prefix[0]
+                    turns += records.turns or int(sample.metrics.get(REPLIES, 0))
+                    self._versions.update(records.weight_versions)
+        self._sums = (tokens, sampled, turns, prompt_tokens, cached)
+
+    def numbers(self) -> dict[str, float]:
+        """Compute the means over all that was added, at least one group."""
+        rollouts, rewards, lengths = self._rollouts, self._rewards, self._lengths
+        tokens, sampled, turns, prompt_tokens, cached = self._sums
+        if wrong := [*itertools.filterfalse(math.isfinite, rewards)]:
+            raise ConfigError.of("Sample.reward", wrong[0], "a finite number")
+        numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        numbers |= {"tokens/mean": tokens / len(lengths), "response_length/mean": sum(lengths) / len(lengths)}
+        numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
+        numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(self._versions)}
+        for status, count in sorted(Counter(self._statuses).items()):
+            numbers[f"status/{status}"] = count / len(rollouts)
+        if prompt_tokens:
+            numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
+        equal = len({repr((sample.prompt, sample.label)) for sample in self._groups.values()}) < len(self._groups)
+        if equal and (repeated := len(self._groups) - len({_task_of(sample) for sample in self._groups.values()})):
+            numbers["repeated_prompts"] = repeated
+        numbers["forks"], duplicated = (sum(self._counters.get(name, ())) for name in ("forks", "duplicated_tokens"))
+        numbers |= {"duplicated_tokens": duplicated, "duplicated_tokens/share": duplicated / max(tokens, 1)}
+        for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
+            numbers[f"resumed/{name}"] = len(self._counters.get(metric, ()))
+        for name, values in sorted(self._counters.items()):
+            numbers[f"episode/{name}"] = math.fsum(values) / len(rollouts)
+        if [one for one in rollouts if ENVIRONMENT in one[-1].metadata]:
+            from rollouts.training.environment_metrics import environment_metrics  # most runs have one environment
+
+            numbers |= environment_metrics(rollouts)
+        if [sample for one in rollouts for sample in one if sample.seat]:
+            from rollouts.training.seat_metrics import seat_metrics  # most runs have one agent
+
+            numbers |= seat_metrics([sample for one in rollouts for sample in one])
+        return numbers
 
 
 def _counters(branches: Sequence[Sample]) -> dict[str, float]:
@@ -225,7 +234,3 @@ def _task_of(sample: Sample) -> str:
     """Equal for prompts with one text and label; without an opening, for those with one metadata, if it is known."""
     metadata = None if Prompt(sample.prompt).has_opening else sample.metadata or sample.group_index
     return repr((sample.prompt, sample.label, metadata))
-
-
-def _turns(branches: Sequence[Sample]) -> int:
-    return sum([sample.turns or int(sample.metrics.get(REPLIES, 0)) for sample in branches])

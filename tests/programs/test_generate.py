@@ -59,7 +59,8 @@ from rollouts.training import (
     program_rollout_to_samples,
 )
 from rollouts.training.batch import group_advantages, loss_weights
-from rollouts.training.metrics import RunMetrics, batch_metrics
+from rollouts.training.metrics import RunMetrics
+from tests.batches import batch_metrics
 from tests.integrations.slime.launches import Launch
 from tests.peft_folders import write_adapter
 from tests.programs.gateway.programs import GrammarPolicy, demo_renderer, replies, spoken

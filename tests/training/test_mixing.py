@@ -10,9 +10,9 @@ import pytest
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training import Sample
-from rollouts.training.metrics import batch_metrics
 from rollouts.training.mixing import MixedReward, mixed_prompts
 from rollouts.training.scoring import score
+from tests.batches import batch_metrics
 
 PARTS: dict[str, tuple[float, list[Prompt]]] = {
     "a": (3, [Prompt(f"a{number}", metadata={"level": 1}) for number in range(4)]),
@@ -71,3 +71,11 @@ def test_metrics_by_environment() -> None:
     assert metrics["environment/b/reward/mean"] == 1.0
     assert metrics["environment/b/reward/std"] == 0.0
     assert not any(key.startswith("environment/") for key in batch_metrics([Sample(reward=1.0)]))
+
+
+def test_the_last_branch_names_the_environment_of_a_rollout() -> None:
+    """A name that only an earlier branch has, as a custom function may return it, counts for nothing."""
+    names = [{"environment": "a"}, {}, {"environment": "b"}]
+    branches = [Sample(rollout_id=0, metadata=metadata) for metadata in names]
+    assert not any(name.startswith("environment/a/") for name in batch_metrics(branches[:2]))
+    assert batch_metrics(branches)["environment/b/share"] == 1.0

@@ -6,7 +6,7 @@ import pytest
 
 from rollouts.dtypes import StopReason
 from rollouts.training import Sample
-from rollouts.training.metrics import batch_metrics
+from tests.batches import batch_metrics
 
 
 def test_a_zero_sum_game_shows_the_rewards_of_each_seat() -> None:

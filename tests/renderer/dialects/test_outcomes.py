@@ -16,9 +16,9 @@ from rollouts.environments import ToolEnvironment, tool
 from rollouts.renderer import Renderer, load_tokenizer
 from rollouts.renderer.dialects import DIALECTS, get_dialect
 from rollouts.testing.policy import Reply, ScriptedPolicy
-from rollouts.training.metrics import batch_metrics
 from rollouts.training.samples import trajectory_to_sample
 from rollouts.trajectory import Trajectory
+from tests.batches import batch_metrics
 from tests.dialects import IN_TAGS, MALFORMED, OF_MESSAGES, TEMPLATES, TOOLS, WRITTEN
 
 CALLING = sorted(set(DIALECTS) - {"plain"})
