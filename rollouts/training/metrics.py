@@ -164,7 +164,7 @@ class BatchMetrics:
     """
 
     def __init__(self) -> None:
-        self._rollouts, self._groups = list[list[Sample]](), dict[int | None, Sample]()
+        self._samples, self._groups = list[Sample](), dict[int | None, Sample]()  # few objects for the collector
         self._rewards, self._statuses, self._lengths = list[float](), list[str](), list[int]()
         self._counters, self._versions = defaultdict[str, list[float]](list), set[str]()
         self._sums = (0, 0, 0, 0, 0)  # tokens, sampled, turns, tokens of prompts, cached ones of them
@@ -173,9 +173,9 @@ class BatchMetrics:
         """Add whole groups."""
         counters, (tokens, sampled, turns, prompt_tokens, cached) = self._counters, self._sums
         for index, members in itertools.groupby(samples, operator.attrgetter("group_index")):
-            self._rollouts += (those_of_group := by_rollout([*members]))
-            self._groups.setdefault(index, those_of_group[0][0])
-            for one in those_of_group:  # a group is in the CPU's cache once
+            self._samples += (group := [*members])
+            self._groups.setdefault(index, group[0])
+            for one in by_rollout(group):  # a group is in the CPU's cache once
                 self._rewards.append(reward_of_rollout(one) or 0.0)
                 self._statuses.append(one[-1].status.value)
                 for name, value in (one[0].metrics if len(one) == 1 else _counters(one)).items():
@@ -191,16 +191,16 @@ class BatchMetrics:
 
     def numbers(self) -> dict[str, float]:
         """Compute the means over all that was added, at least one group."""
-        rollouts, rewards, lengths = self._rollouts, self._rewards, self._lengths
+        rewards, lengths, rollouts = self._rewards, self._lengths, len(self._rewards)
         tokens, sampled, turns, prompt_tokens, cached = self._sums
         if wrong := [*itertools.filterfalse(math.isfinite, rewards)]:
             raise ConfigError.of("Sample.reward", wrong[0], "a finite number")
         numbers = {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         numbers |= {"tokens/mean": tokens / len(lengths), "response_length/mean": sum(lengths) / len(lengths)}
-        numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / len(rollouts)}
-        numbers |= {"turns/mean": turns / len(rollouts), "policy_versions": len(self._versions)}
+        numbers |= {"response_length/max": max(lengths), "sampled_tokens/mean": sampled / rollouts}
+        numbers |= {"turns/mean": turns / rollouts, "policy_versions": len(self._versions)}
         for status, count in sorted(Counter(self._statuses).items()):
-            numbers[f"status/{status}"] = count / len(rollouts)
+            numbers[f"status/{status}"] = count / rollouts
         if prompt_tokens:
             numbers["prefix_cache_hit_rate"] = cached / prompt_tokens
         equal = len({repr((sample.prompt, sample.label)) for sample in self._groups.values()}) < len(self._groups)
@@ -211,15 +211,15 @@ class BatchMetrics:
         for name, metric in (("continued", "turns_before_resume"), ("restarted", "restarted_at_resume")):
             numbers[f"resumed/{name}"] = len(self._counters.get(metric, ()))
         for name, values in sorted(self._counters.items()):
-            numbers[f"episode/{name}"] = math.fsum(values) / len(rollouts)
-        if [one for one in rollouts if ENVIRONMENT in one[-1].metadata]:
+            numbers[f"episode/{name}"] = math.fsum(values) / rollouts
+        if [sample for sample in self._samples if ENVIRONMENT in sample.metadata]:
             from rollouts.training.environment_metrics import environment_metrics  # most runs have one environment
 
-            numbers |= environment_metrics(rollouts)
-        if [sample for one in rollouts for sample in one if sample.seat]:
+            numbers |= environment_metrics(by_rollout(self._samples))
+        if [sample for sample in self._samples if sample.seat]:
             from rollouts.training.seat_metrics import seat_metrics  # most runs have one agent
 
-            numbers |= seat_metrics([sample for one in rollouts for sample in one])
+            numbers |= seat_metrics(self._samples)
         return numbers
 
 
