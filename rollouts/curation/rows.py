@@ -124,7 +124,7 @@ def units_of(
         passing: the reward from which a rollout passes.
         runs: number of runs, which may have rollouts in common.
         per_task: the most pairs of a task.
-        is_new: for pairs, whether a text is unlike those before it; of other rows the caller compares ``Unit.text``.
+        is_new: of pairs, whether ``Unit.text`` is unlike that of earlier ones; the caller asks it of other rows.
         student: encodes text of chat APIs to token rows; then rollouts with sampled ids are refused.
     """
     if target == "tokens" and student is not None:
