@@ -23,7 +23,7 @@ import numpy as np
 
 from rollouts.curation.duplicates import HeldOut, NearDuplicates
 from rollouts.curation.encoding import Student
-from rollouts.curation.rows import IGNORED, Target, check_target, units_of
+from rollouts.curation.rows import IGNORED, NEAR, Target, check_target, units_of
 from rollouts.curation.select import Selection, Selector
 from rollouts.curation.stored import StoredRun, check_runs, text_of
 from rollouts.dtypes import Tool
@@ -33,8 +33,6 @@ from rollouts.runs.folder import read_rows
 from rollouts.training.prompt_files import rows_of as rows_of_file
 
 __all__ = ["Account", "Curation", "Quantiles", "curate"]
-
-NEAR = "near duplicate of an earlier row"
 
 _SAMPLE = 10_000
 """Values of which quantiles are computed."""
@@ -134,10 +132,11 @@ class Curation:
             passing=selection.passing,
             runs=len(self.runs),
             per_task=selection.per_task,
+            is_new=None if near is None else near.add,
             student=self.student,
         )
         for unit in units:
-            if near is not None and not near.add(unit.text):
+            if near is not None and not pairs and not near.add(unit.text):
                 without_row[NEAR] += len(unit.rollouts)
                 continue
             account.written += len(unit.rollouts)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -101,6 +101,7 @@ NO_CONTEXT = "differs from the rollout of the other verdict first in the environ
 SAME_REPLIES = "has the replies of the rollout of the other verdict"
 CHOSEN = "its reply is the chosen or rejected one of an earlier pair"
 PAIRS_OVER = "beyond the limit of pairs of its task"
+NEAR = "near duplicate of an earlier row"
 
 
 def units_of(
@@ -111,6 +112,7 @@ def units_of(
     passing: float,
     runs: int = 1,
     per_task: int | None = None,
+    is_new: Callable[[str], bool] | None = None,
     student: Student | None = None,
 ) -> Iterator[Unit]:
     """Yield the rows of rollouts; a rollout without one is counted in ``refused`` by the reason.
@@ -122,6 +124,7 @@ def units_of(
         passing: the reward from which a rollout passes.
         runs: number of runs, which may have rollouts in common.
         per_task: the most pairs of a task.
+        is_new: of pairs, whether ``Unit.text`` is unlike that of earlier ones; the caller asks it of other rows.
         student: encodes text of chat APIs to token rows; then rollouts with sampled ids are refused.
     """
     if target == "tokens" and student is not None:
@@ -131,7 +134,7 @@ def units_of(
     if target == "chat":
         return _chat_rows(rollouts, refused, several_runs=runs > 1)
     if target == "pairs":
-        return _pair_rows(rollouts, refused, passing, per_task)
+        return _pair_rows(rollouts, refused, passing, per_task, is_new)
     return _judged_rows(rollouts, refused, passing, several_runs=runs > 1)
 
 
@@ -341,7 +344,11 @@ def _judged_rows(
 
 
 def _pair_rows(
-    rollouts: Iterable[StoredRollout], refused: Counter[str], passing: float, per_task: int | None
+    rollouts: Iterable[StoredRollout],
+    refused: Counter[str],
+    passing: float,
+    per_task: int | None,
+    is_new: Callable[[str], bool] | None,
 ) -> Iterator[Unit]:
     pairs: Counter[str] = Counter()
     sides = HashSet(), HashSet()
@@ -357,7 +364,7 @@ def _pair_rows(
             (right if rollout.reward >= passing else wrong).append(rollout)
         for chosen in right:
             over = per_task is not None and pairs[chosen.task] >= per_task
-            partner = PAIRS_OVER if over else _partner(chosen, wrong, *sides)
+            partner = PAIRS_OVER if over else _partner(chosen, wrong, *sides, is_new)
             if isinstance(partner, str):
                 refused[partner] += 1
                 continue
@@ -371,11 +378,15 @@ def _pair_rows(
 
 
 def _partner(
-    chosen: StoredRollout, wrong: Sequence[StoredRollout], accepted: HashSet, rejects: HashSet
+    chosen: StoredRollout,
+    wrong: Sequence[StoredRollout],
+    accepted: HashSet,
+    rejects: HashSet,
+    is_new: Callable[[str], bool] | None,
 ) -> tuple[StoredRollout, int] | str:
     """The first wrong rollout that makes a pair, with the number of the completion that differs; else why none does.
 
-    No reply is chosen twice, and none is chosen in one pair and rejected in another.
+    No reply is chosen twice, and none is chosen in one pair and rejected in another. A near duplicate uses nothing up.
     """
     reason = NO_PARTNER
     for rejected in wrong:
@@ -389,6 +400,9 @@ def _partner(
         ours, theirs = _reply_digest(chosen, number), _reply_digest(rejected, number)
         if ours in accepted or ours in rejects or theirs in accepted:
             reason = CHOSEN
+            continue
+        if is_new is not None and not is_new(_text_of_pair(chosen, number)):
+            reason = NEAR
             continue
         accepted.add(ours)
         rejects.add(theirs)
@@ -443,7 +457,12 @@ def _pair(chosen: StoredRollout, rejected: StoredRollout, number: int) -> Unit:
         "tools": chosen.run.tools(ours),
         "source": source,
     }
-    return Unit([row], (chosen, rejected), _text(ours["messages"][: place + 1]))
+    return Unit([row], (chosen, rejected), _text_of_pair(chosen, number))
+
+
+def _text_of_pair(chosen: StoredRollout, number: int) -> str:
+    branch = chosen.branches[0]
+    return _text(branch["messages"][: _place(branch, number) + 1])
 
 
 def check_target(target: Any) -> Target:

@@ -93,7 +93,7 @@ async def play_rollout_to_samples(
     checked, kinds = check_seats(seats), comparisons_of(seats, by)
     prompt = prompt if isinstance(prompt, Prompt) else Prompt(prompt)
     log = await _log_of(prompt, history)
-    label = copied(prompt.label)  # a play may change its label in place
+    label, given = copied(prompt.label), copied(prompt.metadata)  # a play may change both in place
     prompt = attrs.evolve(prompt, label=copied(label), turn_log=None, urgency=None)
     rest = SeatOptions(
         endpoint=endpoint, tokenizer=tokenizer, sampling=sampling, policy=policy, history=history, renderer=options
@@ -104,7 +104,7 @@ async def play_rollout_to_samples(
     metadata, failure = await _played(table, play)
     if table.diverged:
         await log.drop()
-        table = Table(checked, attrs.evolve(prompt, label=copied(label)), rest, log)
+        table = Table(checked, attrs.evolve(prompt, label=copied(label), metadata=given), rest, log)
         metadata, failure = await _played(table, play)
     samples = _samples(table, metadata, failure)
     for sample in samples:

@@ -16,7 +16,7 @@ import pytest
 
 from rollouts.curation import Selection, Target, curate, write_folder
 from rollouts.curation.card import card
-from rollouts.curation.rows import IGNORED, LEFT_OUT, NO_PARTNER, SAME_TEXT, TARGETS
+from rollouts.curation.rows import IGNORED, LEFT_OUT, NEAR, NO_PARTNER, SAME_TEXT, TARGETS
 from rollouts.curation.select import SEVERAL
 from rollouts.dtypes import Message, Prompt, StopReason, ToolCall
 from rollouts.errors import ConfigError
@@ -174,6 +174,29 @@ def test_two_replies_of_one_text_are_no_pair(tmp_path: Path) -> None:
     curation = curate(tmp_path / "run", "pairs")
     assert list(curation) == []
     assert curation.account.refused == {SAME_TEXT: 1, NO_PARTNER: 1}
+
+
+def test_a_near_duplicate_takes_no_place_of_the_pairs_of_a_task(tmp_path: Path) -> None:
+    """A pair that ``near`` refuses does not count for ``per_task``, and its rejected rollout is free for another."""
+    pytest.importorskip("rensa", reason="rensa is not installed")
+    near, new = (" ".join(f"{name}{number}" for number in range(40)) for name in ("n", "w"))
+    samples = []
+    for group, replies in enumerate([[(near, 1.0), ("no", 0.0)], [(near, 1.0), (new, 1.0), ("no", 0.0)]]):
+        for text, reward in replies:
+            prompt = Prompt([Message("user", f"question {group}")], group_index=group, index=len(samples))
+            branch = Trajectory("fork")
+            branch.add_context(np.array([1, 2, group + 3], np.int32), prompt.messages)
+            reply(random.Random(0), branch, ids=[10, len(samples)], text=text)
+            branch.tools = TOOLS
+            branch.seal(StopReason.TASK_COMPLETED)
+            (sample,) = trajectory_to_samples([branch], prompt, str)
+            sample.reward = reward
+            samples.append(sample)
+    write_run(tmp_path / "run", samples)
+    curation = curate(tmp_path / "run", "pairs", Selection(near=0.8, per_task=1))
+    rows = list(curation)
+    assert [(row["source"]["index"], row["source"]["rejected_index"]) for row in rows] == [(0, 1), (3, 4)]
+    assert curation.account.refused == {NEAR: 1}
 
 
 def test_thoughts_and_calls_are_compared_too(tmp_path: Path) -> None:

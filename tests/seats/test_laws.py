@@ -661,6 +661,26 @@ async def test_a_play_that_edits_the_label_in_place_changes_no_sample(renderer: 
     assert seen == [["8"]] * 3
 
 
+async def test_a_play_that_begins_again_gets_the_metadata_of_its_prompt(renderer: Renderer) -> None:
+    """A play may deal from a deck of its metadata; after an interruption it deals the same cards again."""
+    dealt: list[str] = []
+
+    async def dealing(seats: Any, prompt: Prompt) -> None:
+        dealt.append(prompt.metadata["deck"].pop())
+        white = seats.white.chat()
+        await white.ask(f"Deal {min(len(dealt), 2)}.")
+        white.reward = 0.0
+
+    kept = Kept()
+    for _ in range(2):  # the second begins again
+        prompt = Kept(kept.turns).prompt() if dealt else kept.prompt()
+        prompt = attrs.evolve(prompt, metadata={"seed": 3, "deck": ["jack", "queen", "king"]})
+        (sample,) = await played(renderer, dealing, counter(renderer), {"white": Seat()}, prompt=prompt)
+    assert dealt == ["king"] * 3
+    assert sample.metadata["deck"] == ["jack", "queen"]
+    assert sample.metrics["restarted_at_resume"] == 1
+
+
 async def test_a_play_does_not_get_the_urgency_of_its_group(renderer: Renderer) -> None:
     """It passes its prompt to the environments of its seats."""
 
