@@ -254,7 +254,7 @@ def _abandoning(recipe: Recipe, writer: RunWriter, state: ManagerState | None) -
         yield
     except BaseException as error:
         if not writer.finished:
-            abandon(recipe, writer, state, error)
+            abandon(recipe, writer, None if state is None else state.accounting, error)
         raise
 
 

@@ -16,7 +16,9 @@ async def test_a_server_that_still_starts_ends_at_once_with_its_context(tmp_path
     """Ctrl-C while a server starts does not wait for it: it does not read its standard input yet."""
     began = time.monotonic()
     with anyio.move_on_after(0.5) as start:
-        async with server_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", "the server"):
+        async with server_process(
+            [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log", "the server"
+        ):
             pytest.fail("the server is never ready")
     assert start.cancelled_caught
     assert time.monotonic() - began < 8.0

@@ -423,7 +423,11 @@ async def test_a_client_gives_prompts(tmp_path: Path) -> None:
                     with pytest.raises(ServiceError) as refused:
                         service.add_prompts(name, wrong)
                     assert refused.value.status == status
-                for field, name, wrong in (("prompts", "d", ["\ud800"]), ("prompts", "d", [{1}]), ("id", "\ud800", [""])):
+                for field, name, wrong in (
+                    ("prompts", "d", ["\ud800"]),
+                    ("prompts", "d", [{1}]),
+                    ("id", "\ud800", [""]),
+                ):
                     with pytest.raises(ServiceError, match=f"^{field}: got .*; expected plain data of JSON"):
                         service.add_prompts(name, wrong)
 
