@@ -672,11 +672,11 @@ CLOSURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rollouts.training": (173, ("base",)),
     "rollouts.training.filters": (699, ("base", "errors")),
     "rollouts.training.manager": (
-        6_985,
+        6_983,
         ("base", "concurrency", "dtypes", "errors", "training", "trajectory"),
     ),
     "rollouts.commands.run": (
-        23_597,
+        23_595,
         (
             "agent",
             "base",
