@@ -1,6 +1,6 @@
-"""The ``repr`` of a value, and a key of a value, as every process writes them.
+"""The ``repr`` of a value, a key of a value, and a value with its sets in order, as every process writes them.
 
-Invariant: the former is ``repr(value)`` if the value has neither a set nor the address of an object; the latter is then
+Invariant: the first is ``repr(value)`` if the value has neither a set nor the address of an object; the second is then
 equal for the value and for what a stored run has of it. This module knows no data.
 """
 
@@ -18,7 +18,7 @@ import msgspec
 
 from rollouts.base.storable import to_json
 
-__all__ = ["stable_key", "stable_repr"]
+__all__ = ["in_order", "stable_key", "stable_repr"]
 
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+(?=>)")
 _CONTAINS_ITSELF: dict[type, str] = {list: "[...]", tuple: "(...)", dict: "{...}"}
@@ -32,6 +32,26 @@ def stable_key(value: Any) -> str:
     with contextlib.suppress(TypeError, ValueError, RecursionError):
         value = msgspec.to_builtins(value, order="deterministic", enc_hook=_foreign)
     return json.dumps(json.loads(to_json(value)), sort_keys=True)
+
+
+def in_order(value: Any) -> Any:
+    """A set as a list in a fixed order, also in lists, tuples and dicts; a value that contains itself as it is."""
+    try:
+        return _in_order(value)
+    except RecursionError:
+        return value
+
+
+def _in_order(value: Any) -> Any:
+    kind = type(value)
+    if kind in (set, frozenset):
+        entries = [_in_order(entry) for entry in value]
+        with contextlib.suppress(TypeError):  # entries of several types have no order
+            return sorted(entries)
+        return sorted(entries, key=to_json)
+    if kind in (list, tuple):
+        return [_in_order(entry) for entry in value]
+    return {key: _in_order(entry) for key, entry in value.items()} if kind is dict else value
 
 
 def _foreign(value: Any) -> Any:

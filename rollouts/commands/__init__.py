@@ -16,6 +16,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rollouts import __version__
@@ -119,11 +120,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _path(text: str) -> Path:
+    """Parse a path: an empty one, as of an unset variable, is not the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("got ''; expected a path, such as . for the current folder")
+    return Path(text)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser without abbreviations of options, whose errors quote arguments without control characters."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.register("type", Path, _path)
 
     def error(self, message: str) -> NoReturn:
         more = "" if "--help" in message else f"; see {self.prog} --help"

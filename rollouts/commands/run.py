@@ -52,7 +52,7 @@ from rollouts.engine.process import EngineProcess
 from rollouts.errors import ConfigError, RolloutsError, without_password
 from rollouts.inference.base import ServerInfo
 from rollouts.inference.pauses import watch_pauses
-from rollouts.inference.shared import shared_policies, shared_policy
+from rollouts.inference.shared import shared_policies
 from rollouts.recipe import Recipe, preflight
 from rollouts.recipe.files import absolute, file_of
 from rollouts.runs.info import read_info
@@ -63,7 +63,6 @@ from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.settings import settings_of
 from rollouts.runs.start import begin
 from rollouts.runs.writer import Format, RunWriter, check_free, check_idle, versions
-from rollouts.training.agent_integration import resuming
 from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.views.terminal.console import SafeConsole
@@ -176,7 +175,9 @@ async def launch(
                 recipe, engine = await stack.enter_async_context(opened)
                 recipe.check_spread()
                 if recording:
-                    _check_recordable(recipe)
+                    from rollouts.commands.recorded import check_recordable, recorded  # here: few runs are recorded
+
+                    check_recordable(recipe)
                 progress.say("preflight: environment, chat template and server")
                 server = await preflight(recipe)
                 progress.say(_server_line(target, server))
@@ -215,7 +216,7 @@ async def launch(
                         recording_journal = files.enter_context(Journal(out / RECORDING, batches=0))
                         if recording_journal.torn is not None:
                             progress.say(f"cut from the end of the recording: {recording_journal.torn}", "yellow")
-                        played = await _recorded(played, recording_journal)
+                        played = await recorded(played, recording_journal)
                     callbacks: dict[str, Any] = {"watch": show, "on_batch": progress.batch, "loggers": loggers}
                     result = await run(played, writer, stop=stop, run_journal=run_journal, state=state, **callbacks)
         tasks.cancel_scope.cancel()
@@ -254,7 +255,7 @@ def _abandoning(recipe: Recipe, writer: RunWriter, state: ManagerState | None) -
         yield
     except BaseException as error:
         if not writer.finished:
-            abandon(recipe, writer, state, error)
+            abandon(recipe, writer, None if state is None else state.accounting, error)
         raise
 
 
@@ -322,30 +323,6 @@ def _resumed(
         if found:
             progress.say(f"{what}: {', '.join(map(str, found))}", "yellow")
     return reopened.writer, reopened.run_journal, reopened.state
-
-
-def _check_recordable(recipe: Recipe) -> None:
-    """Check that everything the rollouts of a recipe receive from outside can be recorded."""
-    from rollouts.runs.recording import check_recordable  # here: few runs are recorded
-
-    recipe.environment_for("--record")
-    check_recordable(recipe.config.generate_fn)
-    endpoint = recipe.bound.get("endpoint", recipe.endpoint)
-    if endpoint.lora is not None:
-        raise ConfigError.of("--record", endpoint.lora, "an endpoint without lora: its rollouts share one policy")
-
-
-async def _recorded(recipe: Recipe, journal: Journal) -> Recipe:
-    """The recipe with a generate function that records everything its rollouts receive from outside."""
-    from rollouts.runs.recording import recorded
-
-    bound, policy = recipe.bound, recipe.bound.get("policy")
-    renderer = await anyio.to_thread.run_sync(recipe.renderer)
-    if policy is None:
-        policy = shared_policy(bound.get("endpoint", recipe.endpoint), renderer.vocab_size)
-    environment_cls = bound.get("environment_cls") or recipe.environment_for("--record")
-    generate_fn = recorded(recipe.config.generate_fn, journal, environment_cls, resuming(policy, renderer.decode))
-    return attrs.evolve(recipe, config=attrs.evolve(recipe.config, generate_fn=generate_fn))
 
 
 async def _stop_when_it_dies(engine: EngineProcess, stop: Stop) -> None:
@@ -423,7 +400,7 @@ def _run(args: argparse.Namespace) -> int:
         "resume": resume,
         "allow_changes": args.allow_changes,
         "record": args.record,
-        "distribute": None if args.workers is None else _distribution_to(args.workers),
+        "distribute": None if args.workers is None else functools.partial(_in_workers_alone, args.workers),
         "telemetry": _telemetry(args.metrics_port, args.trace),
         "rehearsal": not args.no_rehearsal,
         "quiet": args.quiet,
@@ -475,13 +452,10 @@ def _as_data(result: RunResult, out: Path) -> dict[str, Any]:
     }
 
 
-def _distribution_to(count: Workers) -> Distribute:
-    @contextlib.asynccontextmanager
-    async def distribute(target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
-        async with in_workers(count, target, recipe) as (config, _):
-            yield config
-
-    return distribute
+@contextlib.asynccontextmanager
+async def _in_workers_alone(count: Workers, target: RunTarget, recipe: Recipe) -> AsyncIterator[RolloutConfig]:
+    async with in_workers(count, target, recipe) as (config, _):
+        yield config
 
 
 @contextlib.asynccontextmanager

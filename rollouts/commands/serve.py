@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import functools
 import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import anyio
 
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import INTERRUPTED, add_verb, in_loop, port, positive, stop_signals
+from rollouts.concurrency.interrupts import handling_interrupts
 from rollouts.concurrency.task_groups import first_error
 from rollouts.engine.process import READY
 from rollouts.http.access import is_loopback
@@ -66,17 +68,21 @@ def key_for(host: str) -> str | None:
 
 
 async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable[None]], stop_with_stdin: bool) -> int:
-    """Serve until a signal or, with ``stop_with_stdin``, the end of standard input; return the exit code."""
-    code = 0
+    """Serve until a signal or, with ``stop_with_stdin``, the end of standard input; return the exit code.
 
-    async def signals(scope: anyio.CancelScope) -> None:
+    The next signal of the kind ends the process at once.
+    """
+    code, scope, loop = 0, anyio.CancelScope(), asyncio.get_running_loop()
+
+    def stop(exit_code: int) -> None:
         nonlocal code
-        with anyio.open_signal_receiver(*stop_signals()) as received:
-            async for number in received:
-                code = INTERRUPTED if number == signal.SIGINT else 0
-                scope.cancel()
+        code = exit_code
+        scope.cancel()
 
-    async def standard_input(scope: anyio.CancelScope) -> None:
+    def on_signal(exit_code: int) -> Callable[[], object]:
+        return functools.partial(loop.call_soon_threadsafe, stop, exit_code)
+
+    async def standard_input() -> None:
         descriptor = sys.stdin.fileno()  # no reading in a thread: a blocked thread would outlive the server
         with contextlib.suppress(PermissionError):  # a file or /dev/null cannot be polled: it counts as ended
             while True:
@@ -88,10 +94,12 @@ async def serve_until_stopped(serve: Callable[[Callable[[str], None]], Awaitable
     def ready(url: str) -> None:
         say(f"{READY}{url}", flush=True)
 
-    async with first_error() as tasks:
-        tasks.start_soon(signals, tasks.cancel_scope)
-        if stop_with_stdin:
-            tasks.start_soon(standard_input, tasks.cancel_scope)
-        await serve(ready)
-        tasks.cancel_scope.cancel()
+    interrupt, *others = stop_signals()
+    interrupts = handling_interrupts(on_signal(INTERRUPTED), signals=(interrupt,))
+    with interrupts, handling_interrupts(on_signal(0), signals=others), scope:
+        async with first_error() as tasks:
+            if stop_with_stdin:
+                tasks.start_soon(standard_input)
+            await serve(ready)
+            tasks.cancel_scope.cancel()
     return code

@@ -228,7 +228,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
                 return
             text = "CancelledError: something inside was cancelled, by no enclosing scope"
         elif isinstance(error, BaseExceptionGroup):
-            _raise_if_not_foreign(error)
+            _raise_if_not_foreign(error, self._passes)
             text = f"{type(error).__name__}: {text_of(error)}"
         elif self._passes(error):
             if isinstance(error, self._failure) and "kind" not in vars(error):
@@ -258,12 +258,12 @@ def is_cancelled() -> bool:
     return anyio.current_effective_deadline() == -math.inf
 
 
-def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException]) -> None:
-    """Raise a broken law or a signal to the process (``KeyboardInterrupt``) that a group contains."""
+def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException], passes: Callable[[BaseException], bool]) -> None:
+    """Raise a broken law that passes without a group, or a signal to the process (``KeyboardInterrupt``)."""
     broken: BaseException | None = group.subgroup(TokenMismatchError)
     while isinstance(broken, BaseExceptionGroup):
         broken = broken.exceptions[0]
-    if broken is not None:
+    if broken is not None and passes(broken):
         raise broken
     if group.subgroup(KeyboardInterrupt) is not None:
         raise group

@@ -47,7 +47,7 @@ def check_out(out: str | Path, format: Format = "auto", *, overwrite: bool = Fal
         ConfigError: it is a file, has other content, or lies among the files of a run; the format is unknown, or is
             Parquet without pyarrow.
     """
-    check_folder(Path(out), _WRITTEN, _MARK, overwrite=overwrite)
+    check_folder(Path(out), _WRITTEN, _MARK, overwrite=overwrite, option="--out")
     if format not in ("auto", "parquet", "jsonl"):
         raise ConfigError.of("--format", format, '"auto", "parquet" or "jsonl"')
     if format == "parquet" and not parquet.available():

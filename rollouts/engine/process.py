@@ -92,9 +92,13 @@ async def server_process(command: Sequence[str], log: Path, name: str) -> AsyncI
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as errors:
         process = await anyio.open_process(command, stderr=errors, start_new_session=True)
+    engine = EngineProcess("", log, process, name)
     try:
-        yield EngineProcess(await _url(process, log, name), log, process, name)
+        engine.url = await _url(process, log, name)
+        yield engine
     finally:
+        if not engine.url:  # it has no work, and while it starts it does not see the end of its standard input
+            engine.kill()
         with anyio.CancelScope(shield=True):
             await _stop(process)
         _remove_empty(log)

@@ -149,6 +149,8 @@ def export_batches(
     options = {"version": version, "temperature": temperature}
     options = {name: value for name, value in options.items() if value is not None}
     check_outside(out, "OUT")
+    if not out.name:
+        raise ConfigError.of("OUT", str(out), "the name of a folder that is new; the current one is not replaced")
     present = [path.name for path in out.iterdir()] if out.is_dir() else []
     ours = all(name.startswith("batch-") and name.endswith(exporter.suffix) for name in present)
     if (out.exists() and not out.is_dir()) or (present and not (overwrite and ours)):

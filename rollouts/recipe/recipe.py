@@ -189,7 +189,7 @@ class Recipe:
             "environment": None if self.environment_cls is None else function_name(self.environment_cls),
             "prompts": len(self.data_buffer),
             "epochs": self.data_buffer.epochs,
-            "sampler": None if self.data_buffer.sampler is None else self.data_buffer.sampler.describe(),
+            "sampler": self.data_buffer.ask_sampler("describe"),
             "batches_wanted": self.batches,
             "seed": self.seed,
         }

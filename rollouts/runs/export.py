@@ -120,7 +120,7 @@ def _plain(row: Row) -> dict[str, Any]:
         return plain_row(row.data)
 
 
-def check_folder(out: Path, exported: Set[str], mark: re.Pattern[str], *, overwrite: bool) -> None:
+def check_folder(out: Path, exported: Set[str], mark: re.Pattern[str], *, overwrite: bool, option: str = "OUT") -> None:
     """Check that a folder is new, empty, or an earlier export that may be replaced.
 
     Args:
@@ -128,18 +128,21 @@ def check_folder(out: Path, exported: Set[str], mark: re.Pattern[str], *, overwr
         exported: what an export without images contains.
         mark: found in the README.md of every export, and of no other folder.
         overwrite: whether an earlier export is replaced.
+        option: names the folder in errors.
 
     Raises:
         ConfigError: it is another folder, a file, or lies among the files of a run.
     """
-    check_outside(out, "OUT")
+    check_outside(out, option)
     if out.exists() and not out.is_dir():
-        raise ConfigError.of("OUT", str(out), "a folder; a file is there")
+        raise ConfigError.of(option, str(out), "a folder; a file is there")
+    if not out.name:
+        raise ConfigError.of(option, str(out), "the name of a folder that is new; the current one is not replaced")
     present = {path.name for path in out.iterdir()} if out.is_dir() else set()
     earlier = present in (exported, {*exported, IMAGES}) and _is_export(out, mark)
     if present and not (overwrite and earlier):
         found = ". --overwrite replaces it" if earlier else ""
-        raise ConfigError.of("OUT", str(out), f"a folder that is new or empty{found}")
+        raise ConfigError.of(option, str(out), f"a folder that is new or empty{found}")
 
 
 def _is_export(folder: Path, mark: re.Pattern[str]) -> bool:

@@ -18,6 +18,7 @@ from rollouts.runs.run import RunResult, run
 from rollouts.runs.run_journal import RunJournal
 from rollouts.runs.start import begin
 from rollouts.runs.writer import RunWriter
+from rollouts.training.data_buffer import DataBuffer
 
 __all__ = ["open_in", "run_in"]
 
@@ -55,5 +56,9 @@ async def open_in(
         if given:
             found.writer.update(**description)
         return found.writer, found.run_journal, found
-    writer = await anyio.to_thread.run_sync(RunWriter, path, description)
-    return writer, await anyio.to_thread.run_sync(begin, path, description, recipe.data_buffer), None
+    return await anyio.to_thread.run_sync(_begun, path, description, recipe.data_buffer)
+
+
+def _begun(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> tuple[RunWriter, RunJournal, None]:
+    """Create the files of a new run, in one step: a run without a journal cannot be continued."""
+    return RunWriter(path, description), begin(path, description, buffer), None

@@ -21,6 +21,7 @@ from rollouts.dtypes import Prompt, StopReason, as_messages
 from rollouts.errors import ConfigError, FilterFailure, GenerateFailure, RewardFailure
 from rollouts.recipe import Recipe
 from rollouts.runs.reader import StoredSamples, load_run
+from rollouts.runs.run import abandon
 from rollouts.runs.writer import Format, RunWriter
 from rollouts.training.failures import FailureStats
 from rollouts.training.group_runner import GroupRunner
@@ -52,15 +53,28 @@ async def rescore(
     """
     opening = functools.partial(_opened, run, recipe, out, format, overwrite)
     stored, writer = await anyio.to_thread.run_sync(opening)
+    accounting = Accounting()
+    try:
+        await _score_all(stored, recipe, writer, accounting)
+    except BaseException as error:
+        abandon(recipe, writer, accounting, error)
+        raise
+    accounting.returned, accounting.ready = accounting.ready, 0
+    accounting.check()
+    await anyio.to_thread.run_sync(functools.partial(writer.finish, "finished", accounting))
+    return accounting
+
+
+async def _score_all(stored: StoredSamples, recipe: Recipe, writer: RunWriter, accounting: Accounting) -> None:
+    """Score and write all groups and batches, and count them."""
     indices = sorted(stored.group_indices)
     scoring = _Scoring(stored, recipe)
-    accounting = Accounting()
     ready: list[Group] = []
     width = recipe.config.max_inflight_groups
     for start in range(0, len(indices), width):
         for group in await scoring.score(indices[start : start + width]):
-            accounting.taken += 1
             await anyio.to_thread.run_sync(writer.on_group, group)
+            accounting.taken += 1
             if group.outcome == "kept":
                 ready.append(group)
                 accounting.ready += 1
@@ -77,10 +91,6 @@ async def rescore(
             totals.add(samples)
             numbers = {"batch": writer.batches, **totals.numbers()}
             await anyio.to_thread.run_sync(writer.write_batch, samples, numbers, attrs.evolve(accounting))
-    accounting.returned, accounting.ready = accounting.ready, 0
-    accounting.check()
-    await anyio.to_thread.run_sync(functools.partial(writer.finish, "finished", accounting))
-    return accounting
 
 
 def _opened(run: Path, recipe: Recipe, out: Path, format: Format, overwrite: bool) -> tuple[StoredSamples, RunWriter]:

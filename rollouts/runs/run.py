@@ -99,10 +99,9 @@ async def observe(watch: Callable[..., Coroutine[Any, Any, None]], *arguments: A
             say(text, file=sys.stderr, flush=True)
 
 
-def abandon(recipe: Recipe, writer: RunWriter, state: ManagerState | None, error: BaseException) -> None:
-    """Write the end of a run whose files exist and whose first rollout was not started."""
-    accounting = Accounting() if state is None else state.accounting
-    accounting, _ = _settled(accounting, writer.batches * recipe.config.batch_size)
+def abandon(recipe: Recipe, writer: RunWriter, accounting: Accounting | None, error: BaseException) -> None:
+    """Write the end of a run whose files exist, and in which no rollout is in flight."""
+    accounting, _ = _settled(accounting or Accounting(), writer.batches * recipe.config.batch_size)
     cancelled = isinstance(error, asyncio.CancelledError)
     with contextlib.suppress(OSError):  # run.json keeps "running": the run can be resumed, as after a kill
         writer.finish("stopped" if cancelled else "failed", accounting, error=None if cancelled else described(error))
@@ -159,7 +158,7 @@ async def run(
                 return result
         except RolloutsError as error:
             if not writer.finished:
-                abandon(recipe, writer, state, error)
+                abandon(recipe, writer, None if state is None else state.accounting, error)
             raise
 
 

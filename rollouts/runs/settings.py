@@ -63,7 +63,7 @@ def settings_of(
         "reward": {**_function(config.reward_fn), "group_rm": config.group_rm},
         "filter": _function(config.filter_fn),
         "data": {"metadata": f"{recipe.data_buffer.metadata_checksum:08x}"},
-        "sampler": {} if recipe.data_buffer.sampler is None else recipe.data_buffer.sampler.describe(),
+        "sampler": recipe.data_buffer.ask_sampler("describe") or {},
         "environment": {} if recipe.environment_cls is None else _function(recipe.environment_cls),
         "generate": _function(config.generate_fn, leave_out=listed_elsewhere),
         "sampling": attrs.asdict(bound.get("sampling") or endpoint.sampling),

@@ -292,7 +292,7 @@ class Rollouts:
         self,
         method: str,
         path: str,
-        value: Any = None,
+        value: dict[str, Any] | None = None,
         *,
         seconds: float = 0.0,
         retried: tuple[int, ...] = _RETRIED,
@@ -301,7 +301,7 @@ class Rollouts:
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
-        body = None if value is None else json.dumps(value).encode()
+        body = None if value is None else _body(value)
         first_failure, pause = None, _FIRST_PAUSE
         while True:
             try:
@@ -344,6 +344,17 @@ class Rollouts:
             raise
         self._idle.append(connection)
         return status, received
+
+
+def _body(fields: dict[str, Any]) -> bytes:
+    """Encode a request; an error names the field."""
+    for name, value in fields.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            text = f"{value!r:.120}".encode("ascii", "backslashreplace").decode()
+            raise ServiceError(f"{name}: got {text}; expected plain data of JSON ({error})", 422) from error
+    return json.dumps(fields).encode()
 
 
 def _message(answer: bytes) -> str:

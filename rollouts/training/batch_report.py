@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchReport"]
 
-SAMPLES_A_TURN = 1024
-"""Samples that are sealed in one turn of the event loop: about 20 ms."""
+SAMPLES_A_TURN = 1024  # samples that are sealed in one turn of the event loop: about 20 ms
 
 
 @attrs.define(eq=False)

@@ -20,7 +20,7 @@ import attrs
 from rollouts.base.storable import check_readable, stable_json
 from rollouts.base.validators import is_int
 from rollouts.dtypes import Prompt
-from rollouts.errors import ConfigError, DataExhausted
+from rollouts.errors import ConfigError, DataExhausted, RolloutsError, source_line, text_of
 
 if TYPE_CHECKING:
     from rollouts.training.buffer_state import BufferState
@@ -85,9 +85,8 @@ class DataBuffer:
 
     def _begin(self) -> None:
         """Begin the order of the epoch, and the sampler."""
-        self._order: Sequence[int] = self._shuffled(self._epoch)
-        if self.sampler is not None:
-            self.sampler.begin(self._prompts, self.seed)
+        self._order: Sequence[int] = shuffled(len(self._prompts), self.seed, self._epoch)
+        self.ask_sampler("begin", self._prompts, self.seed)
 
     def __repr__(self) -> str:
         end = "" if self.epochs is None else f" of {self.epochs}"
@@ -168,16 +167,26 @@ class DataBuffer:
 
     def observe(self, prompt: Prompt, rewards: Sequence[float | None]) -> None:
         """Pass the rewards of a group that is out, kept or dropped, to the sampler."""
-        position = self.position_of(prompt)
-        if position is not None and self.sampler is not None:
-            self.sampler.observe(position, rewards)
+        if (position := self.position_of(prompt)) is not None:
+            self.ask_sampler("observe", position, rewards)
+
+    def ask_sampler(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the sampler; ``None`` without one. An error of its code is raised with its name."""
+        try:
+            return None if self.sampler is None else getattr(self.sampler, method)(*arguments)
+        except RolloutsError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {text_of(error)} ({source_line(error) or 'not in a file'})"
+            raise RolloutsError(f"{type(self.sampler).__name__}.{method} raised {text}") from error
 
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
         from rollouts.training.buffer_state import CLASS, BufferState  # here: most runs continue from their journal
 
         out = [(position, group_index) for group_index, position in self._positions.items()]
-        sampler = None if self.sampler is None else {CLASS: type(self.sampler).__name__, **self.sampler.state_dict()}
+        state = self.ask_sampler("state_dict")
+        sampler = None if self.sampler is None else {CLASS: type(self.sampler).__name__, **state}
         return BufferState(
             cursor=self._cursor,
             epoch=self._epoch,
@@ -200,8 +209,8 @@ class DataBuffer:
         self._leftovers = list(state.leftovers)
         self._positions = {}
         self._begin()
-        if self.sampler is not None and state.sampler is not None:  # a state without one: its run had no sampler
-            self.sampler.load_state_dict(state.sampler)
+        if state.sampler is not None:  # a state without one: its run had no sampler
+            self.ask_sampler("load_state_dict", state.sampler)
 
     def resume_after(self, taken: int, unsettled: Collection[int], draws: Iterable[Draw] = ()) -> None:
         """Set the state of a buffer with the same data that has handed out ``taken`` prompts.
@@ -228,15 +237,14 @@ class DataBuffer:
         for number, position, rewards in draws:
             if rewards is None:
                 positions[number] = in_epochs(number) if position is None else position
-                if self.sampler is not None:
-                    self.sampler.drawn(number, positions[number])
-            elif self.sampler is not None:
-                self.sampler.observe(positions[number], rewards)
+                self.ask_sampler("drawn", number, positions[number])
+            else:
+                self.ask_sampler("observe", positions[number], rewards)
         return positions
 
     def _positions_in_epochs(self) -> Callable[[int], int]:
         """A function of a group index: the position that its draw has without a sampler."""
-        order_of = functools.lru_cache(maxsize=1)(self._shuffled)  # indices ascend: one shuffle for each epoch
+        order_of = functools.lru_cache(1)(functools.partial(shuffled, len(self._prompts), self.seed))  # one an epoch
 
         def position(group_index: int) -> int:
             epoch, place = divmod(group_index, len(self._prompts))
@@ -269,23 +277,20 @@ class DataBuffer:
         else:
             if self._cursor == len(self._prompts):
                 self._cursor, self._epoch = 0, self._epoch + 1
-                self._order = self._shuffled(self._epoch)
+                self._order = shuffled(len(self._prompts), self.seed, self._epoch)
             group_index = self._next_group_index
-            position = self._order[self._cursor] if self.sampler is None else self._choice_of(self.sampler, group_index)
+            position = self._order[self._cursor] if self.sampler is None else self._choice_of(group_index)
             self._cursor += 1
             self._next_group_index += 1
         self._positions[group_index] = position
         return attrs.evolve(self._prompts[position], group_index=group_index)
 
-    def _choice_of(self, sampler: Sampler, group_index: int) -> int:
-        position = sampler.next(group_index)
+    def _choice_of(self, group_index: int) -> int:
+        position: int = self.ask_sampler("next", group_index)
         if not is_int(position, 0) or position >= len(self._prompts):
-            name = f"{type(sampler).__name__}.next({group_index})"
+            name = f"{type(self.sampler).__name__}.next({group_index})"
             raise ConfigError.of(name, position, f"a position, 0 to {len(self._prompts) - 1}")
         return position
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        return shuffled(len(self._prompts), self.seed, epoch)
 
     @functools.cached_property
     def fingerprint(self) -> int:

@@ -81,8 +81,7 @@ class Ledger:
 
     def sampler_metrics(self) -> dict[str, float]:
         """The numbers of the sampler, if there is one."""
-        sampler = self.data_buffer.sampler
-        return {} if sampler is None else {f"sampler/{name}": value for name, value in sampler.metrics().items()}
+        return {f"sampler/{name}": value for name, value in (self.data_buffer.ask_sampler("metrics") or {}).items()}
 
     def is_needed(self, spare: int) -> bool:
         """Decide whether the batch needs a group that the filter would else drop; call it once for each such group.

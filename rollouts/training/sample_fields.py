@@ -17,14 +17,7 @@ import numpy as np
 
 from rollouts.base.validators import is_int, is_number
 from rollouts.concurrency.times import Timeline
-from rollouts.dtypes import (
-    ImageSpan,
-    Message,
-    OnRewrite,
-    StopReason,
-    VersionSpan,
-    as_record,
-)
+from rollouts.dtypes import ImageSpan, Message, OnRewrite, StopReason, VersionSpan, as_record
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.trajectory import CompletionRecord
@@ -47,7 +40,7 @@ def _are_numbers(values: Collection[Any]) -> bool:
     return _NUMBERS.issuperset(map(type, values)) or all(isinstance(value, numbers.Real) for value in values)
 
 
-_LISTS, _NUMBERS = (list, tuple), {int, float}
+_LISTS, _NUMBERS, _NESTED = (list, tuple), {int, float}, {set, frozenset, list, tuple, dict}
 _HISTORIES = get_args(OnRewrite)
 _are_messages = _all_are(Message | Mapping)
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], Any] | None], ...] = (
@@ -147,13 +140,18 @@ def cover_the_mask(versions: Sequence[Any], mask: Any) -> bool:
 def fields_to_dict(sample: Any, *, records: bool) -> dict[str, Any]:
     """The fields of a sample as plain data, without its columns."""
     prompt, read = sample.prompt, sample.read_record if records else lambda name: ()
+    label = sample.label
+    if type(label) in _NESTED:
+        from rollouts.base.stable_repr import in_order  # here: most labels are text
+
+        label = in_order(label)
     return {
         "prompt": prompt if isinstance(prompt, str) else [as_record(entry) for entry in prompt],
         "response": read("response"),
         "response_length": sample.response_length,
         "reward": sample.reward,
         "metadata": sample.metadata,
-        "label": sample.label,
+        "label": label,
         "group_index": sample.group_index,
         "index": sample.index,
         "rollout_id": sample.rollout_id,

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import pytest
 
-from rollouts.base.stable_repr import stable_key, stable_repr
+from rollouts.base.stable_repr import in_order, stable_key, stable_repr
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,7 +104,7 @@ def test_sets_and_addresses_are_written_alike(value: Any, text: str) -> None:
 
 def test_each_process_writes_the_same() -> None:
     """With other hashes of strings and other addresses."""
-    code = "from rollouts.base.stable_repr import stable_key, stable_repr as r; print(r([{*'abcdefgh'}, object(), r]))"
+    code = "from rollouts.base.stable_repr import stable_repr as r; print(r([{*'abcdefgh'}, object(), r]))"
     texts = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
@@ -150,6 +150,34 @@ def test_each_process_writes_the_same_keys() -> None:
         "labels = [{*'abcdefgh'}, [frozenset('xyz')], object()]\n"
         "print([task_key('a', label) for label in labels])\n"
         "print([len(DataBuffer([{'prompt': 'a', 'label': label}] * 3 + ['b']).hold_out(1)) for label in labels])\n"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT,
+            env={"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert len(set(texts)) == 1
+
+
+def test_sets_are_stored_in_order() -> None:
+    """Also inside of other values, and of several types; their key is that of what is stored."""
+    label = {"a": {10, 9, 1}, "b": [frozenset("zyx"), ({3, 2},)]}
+    stored = in_order(label)
+    assert stored == {"a": [1, 9, 10], "b": [["x", "y", "z"], [[2, 3]]]}
+    assert stable_key(stored) == stable_key(label)
+    assert in_order({"a", 1, None}) == ["a", 1, None]
+    endless: list[Any] = []
+    endless.append(endless)
+    assert in_order(endless) is endless
+
+
+def test_each_process_stores_the_same_label() -> None:
+    """A group that a kill interrupted has samples of two processes, and one label."""
+    code = (
+        "from rollouts.training import Sample\n"
+        "print([Sample(label=label).to_dict()['label'] for label in ({*'abcdefgh'}, {'x': [{*'ijklmn'}]})])\n"
     )
     texts = [
         subprocess.run(

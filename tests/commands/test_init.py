@@ -213,6 +213,26 @@ def test_bad_input_is_one_clear_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["run", CALCULATOR, "--out", ""], "--out"),
+        (["run", "--resume", ""], "--resume"),
+        (["run", "", "--out", "OUT"], "RECIPE"),
+        (["check-run", ""], "RUN"),
+        (["up", CALCULATOR, "--out", ""], "--out"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--out "$OUT"`` with a variable that is not set would write a run among the files of the current folder."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"error: argument {name}: got ''; expected a path" in capsys.readouterr().err
+
+
 def test_an_option_is_not_completed(capsys: pytest.CaptureFixture[str]) -> None:
     """``--out`` of a verb that has only ``--outcome`` is unknown: what follows it is not taken for an outcome."""
     with pytest.raises(SystemExit):

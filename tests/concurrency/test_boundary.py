@@ -16,7 +16,9 @@ from rollouts.concurrency.boundary import boundary, call_foreign, function_name,
 from rollouts.errors import (
     ConfigError,
     EndpointUnavailable,
+    EnvironmentFailure,
     Failure,
+    FilterFailure,
     GenerateFailure,
     RewardFailure,
     RolloutsError,
@@ -56,6 +58,16 @@ async def test_a_broken_law_is_found_inside_a_group() -> None:
     with pytest.raises(TokenMismatchError) as caught, boundary(GenerateFailure, "x"):
         raise ExceptionGroup("a", [OSError(), ExceptionGroup("b", [law])])
     assert caught.value is law
+
+
+@pytest.mark.parametrize("failure", [EnvironmentFailure, RewardFailure, FilterFailure])
+async def test_a_broken_law_in_a_group_of_user_code_is_its_failure(failure: type[RolloutsError]) -> None:
+    """As without the group: code that is the user's alone breaks no law, and one bad rollout costs one rollout."""
+    law = TokenMismatchError("ids")
+    with pytest.raises(failure, match="ids"), boundary(failure, "x"):
+        raise law
+    with pytest.raises(failure, match="x raised ExceptionGroup"), boundary(failure, "x"):
+        raise ExceptionGroup("a", [OSError(), ExceptionGroup("b", [law])])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError()])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_an_existing_output_is_kept(present: str, tmp_path: Path) -> None:
         (out / ("batch-000000.pt" if present == "an earlier export" else "mine")).write_text("mine")
     with pytest.raises(ConfigError, match="expected a folder that is new or empty"):
         export_batches(run, out, "areal", overwrite=present != "an earlier export")
+
+
+@pytest.mark.parametrize("kind", ["hf", "areal"])
+def test_the_current_folder_is_no_output(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder appears when it is complete, so that the folder in which a shell is would be another one."""
+    run = stored(tmp_path / "run", [scored_groups(1, 2)])
+    (tmp_path / "empty").mkdir()
+    with contextlib.chdir(tmp_path / "empty"):
+        assert main(["export", str(run), "--to", kind, "."]) == 2
+        assert "OUT: got '.'; expected the name of a folder that is new" in capsys.readouterr().err
+        assert not list(Path().iterdir())
 
 
 def test_a_trainer_takes_whole_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import anyio.from_thread
+import anyio.lowlevel
 import pytest
 
 from rollouts.commands.stored_target import resumed_target
 from rollouts.commands.target import RunTarget
 from rollouts.errors import ConfigError
-from rollouts.runs.in_folder import run_in
+from rollouts.runs.in_folder import open_in, run_in
 from rollouts.runs.info import read_info
 from rollouts.runs.run import run
 from rollouts.runs.verify import verify_run
@@ -24,6 +26,24 @@ async def test_a_run_continues_in_its_folder(tmp_path: Path) -> None:
     assert (first.batches, again.batches, again.status) == (1, 3, "finished")
     assert verify_run(tmp_path / "run").violations == []
     assert read_info(tmp_path / "run")["batches"] == 3
+
+
+async def test_a_run_that_is_stopped_while_it_begins_can_be_continued(tmp_path: Path) -> None:
+    """A cancellation does not leave a run without a journal, which no later call could continue."""
+    with anyio.CancelScope() as scope:
+
+        class Late:
+            def __repr__(self) -> str:
+                anyio.from_thread.run_sync(scope.cancel)
+                return "late"
+
+        writer, run_journal, _ = await open_in(tmp_path / "run", a_recipe(batches=1), {"note": Late()})
+        with run_journal.journal:
+            writer.finish("stopped")
+            await anyio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert (await run_in(tmp_path / "run", a_recipe(batches=1))).status == "finished"
+    assert verify_run(tmp_path / "run").violations == []
 
 
 async def test_another_recipe_does_not_continue_a_run(tmp_path: Path) -> None:

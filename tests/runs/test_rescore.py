@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 from rollouts.dtypes import Endpoint, Prompt, StopReason
 from rollouts.environments import CalculatorEnvironment
-from rollouts.errors import ConfigError, EndpointError, Failure, RewardFailure
+from rollouts.errors import ConfigError, EndpointAway, EndpointError, Failure, RewardFailure
 from rollouts.recipe import Recipe
 from rollouts.runs.info import read_info
 from rollouts.runs.reader import load_run
@@ -70,6 +72,33 @@ async def test_every_group_is_scored_and_filtered_again(tmp_path: Path) -> None:
     batches = list(by_group(tmp_path / "new", "kept"))
     assert batches == sorted(batches)
     assert len(batches) == accounting.in_batch == 2 * read_info(tmp_path / "new")["batches"]
+
+
+@pytest.mark.parametrize(("status", "text"), [("stopped", None), ("failed", "the judge is away")])
+async def test_one_that_ends_early_says_so(status: str, text: str | None, tmp_path: Path) -> None:
+    """By a cancellation or an error: the run is not active, and accounts for the groups that it has."""
+    await store_run(tmp_path / "old", batches=3)
+    last = max(by_group(tmp_path / "old"))
+    with anyio.CancelScope() as scope:
+
+        async def judge(sample: Sample) -> float:
+            if sample.group_index != last:
+                return last_token(sample)
+            if text is not None:
+                raise EndpointAway(text)
+            scope.cancel()
+            await anyio.sleep_forever()
+            return 0.0
+
+        options = {"over_sampling_factor": 1.0, "reward_fn": judge, "filter_fn": is_even}
+        with contextlib.suppress(EndpointAway):
+            await rescore(tmp_path / "old", a_recipe(**options), tmp_path / "new")
+    info = read_info(tmp_path / "new")
+    assert (info["status"], info["error"]) == (status, text)
+    verified = verify_run(tmp_path / "new")
+    assert verified.violations == []
+    assert by_group(tmp_path / "new")
+    assert not any("no end of the run" in note for note in verified.notes)
 
 
 async def test_without_a_reward_that_of_the_steps_counts(tmp_path: Path) -> None:

@@ -408,7 +408,10 @@ async def served(path: Path) -> AsyncIterator[tuple[FedBuffer, str]]:
 
 
 async def test_a_client_gives_prompts(tmp_path: Path) -> None:
-    """It gets the numbers of their groups; other prompts under the name are 409, invalid ones 422."""
+    """It gets the numbers of their groups; other prompts under the name are 409, invalid ones 422.
+
+    Data that JSON does not represent are refused with the name of their field.
+    """
     async with served(tmp_path) as (buffer, url):
 
         def give() -> None:
@@ -420,6 +423,13 @@ async def test_a_client_gives_prompts(tmp_path: Path) -> None:
                     with pytest.raises(ServiceError) as refused:
                         service.add_prompts(name, wrong)
                     assert refused.value.status == status
+                for field, name, wrong in (
+                    ("prompts", "d", ["\ud800"]),
+                    ("prompts", "d", [{1}]),
+                    ("id", "\ud800", [""]),
+                ):
+                    with pytest.raises(ServiceError, match=f"^{field}: got .*; expected plain data of JSON"):
+                        service.add_prompts(name, wrong)
 
         await anyio.to_thread.run_sync(give)
         assert texts(buffer) == ["question 0", "question 1", "text"]

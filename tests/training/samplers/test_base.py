@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training import DataBuffer, Prompt
+from rollouts.training.buffer_state import CLASS
 from rollouts.training.data_buffer import Draw
 from rollouts.training.mixing import mixed_prompts
 from rollouts.training.samplers import LevelSampler, PassRateSampler, PoolSampler, Sampler
@@ -128,6 +131,28 @@ def test_a_state_of_another_sampler_is_refused() -> None:
     wrong: Any = object()
     with pytest.raises(ConfigError, match="a sampler, with begin, next, drawn"):
         DataBuffer(rows(3), sampler=wrong)
+
+
+@pytest.mark.parametrize("method", ["begin", "next", "observe", "state_dict", "load_state_dict", "drawn"])
+def test_an_error_of_a_sampler_names_its_method(method: str) -> None:
+    """With the line of the user's code; else a run would end with a bare ``KeyError``."""
+
+    def broken(*_: Any) -> None:
+        raise KeyError("no such pool")
+
+    state = DataBuffer(rows(3), sampler=LevelSampler()).save_state()
+    sampler: Any = type("Broken", (LevelSampler,), {method: broken})()
+
+    def play() -> None:
+        buffer = DataBuffer(rows(3), sampler=sampler)
+        buffer.load_state(attrs.evolve(state, sampler={**(state.sampler or {}), CLASS: "Broken"}))
+        (prompt,) = buffer.get_prompts(1)
+        buffer.observe(prompt, [1.0])
+        buffer.resume_after(1, [0], [(0, 0, None)])
+
+    line = rf"{re.escape(__file__)}:\d+ in broken"
+    with pytest.raises(RolloutsError, match=rf"^Broken\.{method} raised KeyError: 'no such pool' \({line}\)$"):
+        play()
 
 
 def test_a_run_without_a_sampler_continues_with_one() -> None:
