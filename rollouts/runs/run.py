@@ -152,7 +152,12 @@ async def run(
         logged = LoggedRun(writer.path.resolve().name, log_id, writer.path, described_run, writer.batches)
         try:
             async with logging_to(loggers, logged) as log:
-                on_each = _each(on_batch, log.batch)
+
+                def on_each(numbers: Mapping[str, float]) -> None:
+                    if on_batch is not None:
+                        on_batch(numbers)
+                    log.batch(numbers)
+
                 result = await _run(recipe, writer, stop, watch, run_journal, state, on_each, deliver)
                 log.status = result.status
                 return result
@@ -160,19 +165,6 @@ async def run(
             if not writer.finished:
                 abandon(recipe, writer, None if state is None else state.accounting, error)
             raise
-
-
-def _each(
-    first: Callable[[Mapping[str, float]], None] | None, second: Callable[[Mapping[str, float]], None]
-) -> Callable[[Mapping[str, float]], None]:
-    """Call both functions; the first may be missing."""
-
-    def on_batch(numbers: Mapping[str, float]) -> None:
-        if first is not None:
-            first(numbers)
-        second(numbers)
-
-    return on_batch
 
 
 async def _run(

@@ -6,8 +6,10 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import pytest
 
+from rollouts.concurrency import gc_pauses
 from rollouts.concurrency.gc_pauses import calm_collector, free
 
 
@@ -77,6 +79,28 @@ def test_the_cycles_of_a_trainer_in_the_process_are_freed_after_a_long_collectio
         kept[0].append(kept)
         del kept
         assert gc.collect() >= 1_000_000
+
+
+async def test_many_new_objects_do_not_wait_behind_old_ones_that_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python counts what is allocated less what is freed, so it alone would visit all new objects at once."""
+    monkeypatch.setattr(gc_pauses, "_LONG_SECONDS", 1e-9)
+    monkeypatch.setattr(gc_pauses, "_YOUNG_SECONDS", 0.01)
+    old: list[list[object]] = [[[]] for _ in range(100_000)]
+    gc.collect()
+    with calm_collector():
+        gc.collect()
+        new = []
+        for _ in range(100):
+            for _ in range(1000):
+                old.pop()
+                new.append([[]])
+            await anyio.sleep(0.001)
+        await anyio.sleep(0.05)
+        assert len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1)) < 50_000
+    collected = gc.get_stats()[1]["collections"]
+    await anyio.sleep(0.05)
+    assert gc.get_stats()[1]["collections"] == collected, "afterwards it is the interpreter's own again"
+    assert len(new) == 100_000
 
 
 def test_freed_memory_returns_to_the_system() -> None:
