@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from rollouts.concurrency.deadlines import paused_deadlines
-from rollouts.errors import EndpointAway, TokenMismatchError
+from rollouts.errors import EndpointAway, RolloutsError, TokenMismatchError
 from rollouts.training import AsyncRolloutManager, DataBuffer, Group, Prompt, Sample
 from rollouts.training.samplers import PassRateSampler
 from tests.manager_semantics.test_admission import on_virtual_clock
@@ -243,8 +243,9 @@ async def test_a_batch_that_cannot_be_recorded_is_not_lost(source: str) -> None:
     config = manager_of(answer_at_once).config
     manager = AsyncRolloutManager(config, buffer, rollout_log=Log() if source == "the log" else None)
     async with manager:
-        with pytest.raises(OSError, match="no "):
+        with pytest.raises((OSError, RolloutsError), match="no ") as raised:
             await manager.generate_batch()
+        assert ("Unmeasured.metrics raised OSError" in str(raised.value)) == (source == "the sampler")
         assert (manager.accounting.in_batch, manager.batches) == (0, 0)
         ready = [group.group_index for group in manager.ready_groups][:3]
         batch = await manager.generate_batch()
