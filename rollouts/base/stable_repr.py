@@ -46,9 +46,9 @@ def _in_order(value: Any) -> Any:
     kind = type(value)
     if kind in (set, frozenset):
         entries = [_in_order(entry) for entry in value]
-        with contextlib.suppress(TypeError):  # entries of several types have no order
+        with contextlib.suppress(Exception):  # entries of several types have no order, or their code raises
             return sorted(entries)
-        return sorted(entries, key=to_json)
+        return sorted(entries, key=stable_repr)
     if kind in (list, tuple):
         return [_in_order(entry) for entry in value]
     return {key: _in_order(entry) for key, entry in value.items()} if kind is dict else value

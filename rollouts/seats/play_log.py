@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.agent.turn_log import Turn, TurnLog, message_to_dict, prompt_digest
+from rollouts.base.stable_repr import in_order
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Message, Prompt
 from rollouts.errors import GenerateFailure
@@ -25,17 +26,8 @@ class Diverged(GenerateFailure):
 
 def digest_of(messages: Sequence[Message], *others: Any) -> str:
     """A checksum of messages, images by their hashes, and of other values."""
-    values = [[message_to_dict(one) for one in messages], *map(_ordered, others)]
+    values = [[message_to_dict(one) for one in messages], *map(in_order, others)]
     return hashlib.blake2b(to_msgpack(values), digest_size=12).hexdigest()
-
-
-def _ordered(value: Any) -> Any:
-    """The value with its sets as sorted lists: their order differs between processes."""
-    if isinstance(value, set | frozenset):
-        return sorted(map(_ordered, value), key=to_msgpack)
-    if isinstance(value, Mapping):
-        return {key: _ordered(one) for key, one in value.items()}
-    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class PlayLog:

@@ -348,13 +348,20 @@ class Rollouts:
 
 def _body(fields: dict[str, Any]) -> bytes:
     """Encode a request; an error names the field."""
-    for name, value in fields.items():
-        try:
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            text = f"{value!r:.120}".encode("ascii", "backslashreplace").decode()
-            raise ServiceError(f"{name}: got {text}; expected plain data of JSON ({error})", 422) from error
-    return json.dumps(fields).encode()
+    try:
+        return _json(fields)
+    except (TypeError, ValueError, RecursionError):
+        for name, value in fields.items():
+            try:
+                _json(value)
+            except (TypeError, ValueError, RecursionError) as error:
+                text = f"{value!r:.120}".encode("ascii", "backslashreplace").decode()
+                raise ServiceError(f"{name}: got {text}; expected plain data of JSON ({error})", 422) from error
+        raise
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _message(answer: bytes) -> str:

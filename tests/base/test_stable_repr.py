@@ -161,6 +161,11 @@ def test_each_process_writes_the_same_keys() -> None:
     assert len(set(texts)) == 1
 
 
+class Unordered:
+    def __lt__(self, other: object) -> bool:
+        raise RuntimeError("no order")
+
+
 def test_sets_are_stored_in_order() -> None:
     """Also inside of other values, and of several types; their key is that of what is stored."""
     label = {"a": {10, 9, 1}, "b": [frozenset("zyx"), ({3, 2},)]}
@@ -168,6 +173,7 @@ def test_sets_are_stored_in_order() -> None:
     assert stored == {"a": [1, 9, 10], "b": [["x", "y", "z"], [[2, 3]]]}
     assert stable_key(stored) == stable_key(label)
     assert in_order({"a", 1, None}) == ["a", 1, None]
+    assert len(in_order({Unordered(), Unordered()})) == 2
     endless: list[Any] = []
     endless.append(endless)
     assert in_order(endless) is endless

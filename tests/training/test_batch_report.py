@@ -23,7 +23,7 @@ def two_groups_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Packed:
-    """Counts the samples that were packed since the last call of :meth:`reset`."""
+    """Counts the calls of ``Sample.pack``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
