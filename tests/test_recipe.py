@@ -585,6 +585,8 @@ def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe(
     assert recipe.bound["history"] == "error"
     with pytest.raises(ConfigError, match=r"--set batch_size: got 'many'; expected int"):
         build(mine, Endpoint(model="m"), {"batch_size": "many"})
+    with pytest.raises(ConfigError, match=r"--set epochs: got 'None'; expected int \| null"):
+        build(mine, Endpoint(model="m"), {"epochs": "None"})
     with pytest.raises(
         ConfigError,
         match=r"--set: got 'bacth'; expected an option of the recipe .did you mean batches\?.: count \(int\), batch",

@@ -28,6 +28,7 @@ from rollouts.concurrency.cancellation import CancellationGuard
 from rollouts.concurrency.deadlines import deadline, exit_scopes_inside
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     EnvironmentFailure,
     FilterFailure,
     Kind,
@@ -223,19 +224,17 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
         what = self._what
         if error is None:
             raise self._failed(f"{what} did not answer within {self._seconds:g} s", late=True)
+        text = f"{type(error).__name__}: {text_of(error)}"
         if isinstance(error, asyncio.CancelledError):
             if (self._task is not None and self._task.cancelling() > self._before) or is_cancelled():
                 return
             text = "CancelledError: something inside was cancelled, by no enclosing scope"
         elif isinstance(error, BaseExceptionGroup):
             _raise_if_not_foreign(error, self._passes)
-            text = f"{type(error).__name__}: {text_of(error)}"
         elif self._passes(error):
             if isinstance(error, self._failure) and "kind" not in vars(error):
                 error.kind = self._kind  # the code inside raised it itself
             return
-        else:
-            text = f"{type(error).__name__}: {text_of(error)}"
         line = source_line(error)
         raise self._failed(f"{what} raised {text}" + (f" ({line})" if line else "")) from error
 
@@ -259,8 +258,8 @@ def is_cancelled() -> bool:
 
 
 def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException], passes: Callable[[BaseException], bool]) -> None:
-    """Raise a broken law that passes without a group, or a signal to the process (``KeyboardInterrupt``)."""
-    broken: BaseException | None = group.subgroup(TokenMismatchError)
+    """Raise a broken law or an outage that passes, without its group, or a signal to the process (Ctrl-C)."""
+    broken: BaseException | None = group.subgroup(TokenMismatchError) or group.subgroup(EndpointAway)
     while isinstance(broken, BaseExceptionGroup):
         broken = broken.exceptions[0]
     if broken is not None and passes(broken):

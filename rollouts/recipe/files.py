@@ -304,7 +304,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
     try:  # lists, objects and the like are written as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
-        raise ConfigError.of(f"--set {name}", text, f"{_type_name(kind)} ({first})") from None
+        raise ConfigError.of(f"--set {name}", text, f"{_type_name(kind).replace('None', 'null')} ({first})") from None
 
 
 def _decoded(kind: type, value: Any) -> Any:

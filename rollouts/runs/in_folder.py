@@ -13,6 +13,8 @@ from typing import Any
 import anyio.to_thread
 
 from rollouts.recipe import Recipe
+from rollouts.runs.info import is_growing
+from rollouts.runs.layout import RUN_FILES
 from rollouts.runs.resume import Reopened, reopen
 from rollouts.runs.run import RunResult, run
 from rollouts.runs.run_journal import RunJournal
@@ -50,15 +52,25 @@ async def open_in(
     """
     path, given = Path(path), description or {}
     description = {**recipe.describe(), **given}
-    if (path / "run.json").exists():
+    ended_at_once = _ended_at_once(path)
+    if (path / "run.json").exists() and not ended_at_once:
         reopening = functools.partial(reopen, allow_changes=allow_changes)
         found = await anyio.to_thread.run_sync(reopening, path, description, recipe.data_buffer)
         if given:
             found.writer.update(**description)
         return found.writer, found.run_journal, found
-    return await anyio.to_thread.run_sync(_begun, path, description, recipe.data_buffer)
+    return await anyio.to_thread.run_sync(_begun, path, description, recipe.data_buffer, ended_at_once)
 
 
-def _begun(path: Path, description: Mapping[str, Any], buffer: DataBuffer) -> tuple[RunWriter, RunJournal, None]:
+def _ended_at_once(path: Path) -> bool:
+    """Whether a process was killed before its run had a journal: ``run.json`` is there, as begun, and nothing else."""
+    if [name for name in RUN_FILES if (path / name).exists()] != ["run.json"]:
+        return False
+    return (path / "run.json").stat().st_size == 0 or is_growing(path)
+
+
+def _begun(
+    path: Path, description: Mapping[str, Any], buffer: DataBuffer, overwrite: bool
+) -> tuple[RunWriter, RunJournal, None]:
     """Create the files of a new run, in one step: a run without a journal cannot be continued."""
-    return RunWriter(path, description), begin(path, description, buffer), None
+    return RunWriter(path, description, overwrite=overwrite), begin(path, description, buffer), None

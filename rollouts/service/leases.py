@@ -115,6 +115,7 @@ class Leases:
         self._ready: dict[int, tuple[Sample, ...]] = {}
         self._held: dict[int, _Held] = {}
         self._end: RolloutsError | None = None
+        self._end_trace: TracebackType | None = None
         self._changed = anyio.Event()
         self._writing = anyio.Lock()
         self._next_token = _TOKENS
@@ -216,6 +217,7 @@ class Leases:
     def finish(self, error: RolloutsError | None = None) -> None:
         """No more groups come; :meth:`take` raises the error, or DataExhausted, when no group is left."""
         self._end = error or DataExhausted("every group was acknowledged or dropped, and no more groups come")
+        self._end_trace = self._end.__traceback__
         self._notify()
 
     def _add(self, groups: Mapping[int, Sequence[Sample]]) -> None:
@@ -265,7 +267,7 @@ class Leases:
             if len(self._ready) >= groups or (self._end is not None and self._ready):
                 return self._lend(groups, lease_seconds, consumer)
             if self._end is not None and not self._held:
-                raise self._end
+                raise self._end.with_traceback(self._end_trace)  # else each raise lengthens the last one's
             if (left := until - anyio.current_time()) <= 0:
                 return None
             ends = (held.ends for held in self._held.values() if not held.is_written)

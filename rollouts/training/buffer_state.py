@@ -14,10 +14,18 @@ import msgspec
 
 from rollouts.errors import ConfigError
 
-__all__ = ["BufferState"]
+__all__ = ["BufferState", "sampler_entry"]
 
 CLASS = "class"
 """The entry of a sampler's saved state with the name of its class."""
+
+
+def sampler_entry(sampler: object, state: object) -> dict[str, Any]:
+    """The entry of a sampler in a saved state; raises ConfigError if its ``state_dict`` returned no dict."""
+    name = type(sampler).__name__
+    if not isinstance(state, Mapping):
+        raise ConfigError.of(f"{name}.state_dict()", state, "a dict, empty if the sampler has no state")
+    return {CLASS: name, **state}
 
 
 @attrs.frozen

@@ -182,11 +182,10 @@ class DataBuffer:
 
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
-        from rollouts.training.buffer_state import CLASS, BufferState  # here: most runs continue from their journal
+        from rollouts.training.buffer_state import BufferState, sampler_entry  # most runs have a journal
 
         out = [(position, group_index) for group_index, position in self._positions.items()]
-        state = self.ask_sampler("state_dict")
-        sampler = None if self.sampler is None else {CLASS: type(self.sampler).__name__, **state}
+        sampler = None if self.sampler is None else sampler_entry(self.sampler, self.ask_sampler("state_dict"))
         return BufferState(
             cursor=self._cursor,
             epoch=self._epoch,

@@ -15,6 +15,7 @@ import pytest
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name, waits
 from rollouts.errors import (
     ConfigError,
+    EndpointAway,
     EndpointUnavailable,
     EnvironmentFailure,
     Failure,
@@ -58,6 +59,16 @@ async def test_a_broken_law_is_found_inside_a_group() -> None:
     with pytest.raises(TokenMismatchError) as caught, boundary(GenerateFailure, "x"):
         raise ExceptionGroup("a", [OSError(), ExceptionGroup("b", [law])])
     assert caught.value is law
+
+
+async def test_an_outage_is_found_inside_a_group() -> None:
+    """A generate function may ask in a task group: its prompt is not lost, as without one. A broken law comes first."""
+    away = EndpointAway("no server answers")
+    with pytest.raises(EndpointAway) as caught, boundary(GenerateFailure, "x"):
+        raise ExceptionGroup("a", [ExceptionGroup("b", [away]), EndpointUnavailable("away")])
+    assert caught.value is away
+    with pytest.raises(TokenMismatchError), boundary(GenerateFailure, "x"):
+        raise ExceptionGroup("a", [away, TokenMismatchError("ids")])
 
 
 @pytest.mark.parametrize("failure", [EnvironmentFailure, RewardFailure, FilterFailure])

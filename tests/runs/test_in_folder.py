@@ -46,6 +46,35 @@ async def test_a_run_that_is_stopped_while_it_begins_can_be_continued(tmp_path: 
     assert verify_run(tmp_path / "run").violations == []
 
 
+@pytest.mark.parametrize("written", ["", "described"])
+async def test_a_process_killed_before_its_run_had_a_journal_leaves_a_folder_for_the_next(
+    tmp_path: Path, written: str
+) -> None:
+    """Nothing is lost with a run of which only ``run.json`` is there; the call begins it again."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    if written:
+        RunWriter(tmp_path / "run", a_recipe().describe(), overwrite=True)
+    assert (await run_in(tmp_path / "run", a_recipe(batches=1))).status == "finished"
+    assert verify_run(tmp_path / "run").violations == []
+
+
+async def test_a_run_without_a_journal_that_has_samples_or_ended_is_not_begun_again(tmp_path: Path) -> None:
+    """Its files are not deleted, and neither are those of a process that still writes."""
+    await run(a_recipe(batches=1), RunWriter(tmp_path / "bare", a_recipe().describe()))
+    RunWriter(tmp_path / "empty", a_recipe().describe()).finish("stopped")
+    active = RunWriter(tmp_path / "active", a_recipe().describe())
+    for name, expected in [
+        ("bare", "a run with a journal"),
+        ("empty", "a run with a journal"),
+        ("active", "is writing"),
+    ]:
+        with pytest.raises(ConfigError, match=expected):
+            await run_in(tmp_path / name, a_recipe(batches=1))
+    active.finish("stopped")
+    assert len(list((tmp_path / "bare" / "batches").iterdir())) == 1
+
+
 async def test_another_recipe_does_not_continue_a_run(tmp_path: Path) -> None:
     """Its sizes are those of the run."""
     await run_in(tmp_path / "run", a_recipe(batches=1))

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 from rollouts.dtypes import Endpoint, Prompt
 from rollouts.environments import CalculatorEnvironment
-from rollouts.errors import ConfigError, DataExhausted, JournalError
+from rollouts.errors import ConfigError, DataExhausted, GenerateFailure, JournalError
 from rollouts.planning.simulation import VirtualLoop
 from rollouts.recipe import Recipe
 from rollouts.runs.info import read_info
@@ -168,6 +169,23 @@ async def test_a_group_is_in_one_lease_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(DataExhausted):
             await leases.take(1)
     assert leases.acknowledged == {0: first.token, 1: first.token, 2: third.token, 3: third.token}
+
+
+async def test_the_error_of_the_end_stays_as_it_was_raised(tmp_path: Path) -> None:
+    """A consumer may ask any number of times; frames of earlier answers are not kept."""
+    lengths = set()
+    with Leases(tmp_path / "log", groups_in_work=8) as leases:
+        try:
+            raise GenerateFailure("the run")
+        except GenerateFailure as error:
+            leases.finish(error)
+        for _ in range(3):
+            with pytest.raises(GenerateFailure) as caught:
+                await leases.take(1)
+            trace = traceback.extract_tb(caught.value.__traceback__)
+            assert trace[-1].line == 'raise GenerateFailure("the run")'
+            lengths.add(len(trace))
+    assert len(lengths) == 1
 
 
 def test_a_lease_returns_after_its_time(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from argparse import Namespace
 from collections.abc import Callable
@@ -328,14 +329,19 @@ def with_judge(endpoint: Endpoint, *, endpoints: dict[str, Endpoint], name: str)
     return attrs.evolve(made, config=attrs.evolve(made.config, reward_fn=reward))
 
 
-async def later_groups_wait(request: Request) -> None:
-    """The judge never answers for the third group and later."""
-    if request.input_ids[0] > 2:
-        await anyio.sleep_forever()
-
-
 def test_other_models_are_reached_by_name_and_never_stopped(serve: Serve) -> None:
     """A recipe gets the routers of the launch; the end of a batch pauses the trained model's only."""
+    later, all_there = 0, asyncio.Event()
+
+    async def later_groups_wait(request: Request) -> None:
+        nonlocal later
+        if request.input_ids[0] > 2:
+            later += 1
+            if later == 4:
+                all_there.set()
+            await anyio.sleep_forever()
+        await all_there.wait()  # the batch ends when the other groups are with the judge, too
+
     actor, judge = serve(loads=dict), serve(latency=later_groups_wait, loads=dict)
     host, port = judge.url.removeprefix("http://").split(":")
     launch = Launch(over_sampling_factor=2.0)

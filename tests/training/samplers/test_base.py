@@ -155,6 +155,13 @@ def test_an_error_of_a_sampler_names_its_method(method: str) -> None:
         play()
 
 
+def test_a_sampler_whose_state_is_no_dict_is_named() -> None:
+    """E.g. a ``state_dict`` without ``return``."""
+    sampler: Any = type("Silent", (LevelSampler,), {"state_dict": lambda self: None})()
+    with pytest.raises(ConfigError, match=r"^Silent\.state_dict\(\): got None; expected a dict"):
+        DataBuffer(rows(3), sampler=sampler).save_state()
+
+
 def test_a_run_without_a_sampler_continues_with_one() -> None:
     """Its draws have no positions; they are those of the epochs, which the sampler goes through, too."""
     uniform = DataBuffer(rows(9), seed=3)
