@@ -579,7 +579,7 @@ def test_the_options_of_a_typed_dict_are_listed_with_the_defaults_of_the_recipe(
     assert list(listed) == ["count", *RecipeOptions.__annotations__]
     assert listed["batch_size"] == ("int", 3)
     assert listed["n_samples_per_prompt"] == ("int", 8)
-    assert listed["epochs"] == ("int | None", None)
+    assert listed["epochs"] == ("int | null", None)
     recipe = build(mine, Endpoint(model="m"), {"n_samples_per_prompt": "2", "keep": "all", "history": "error"})
     assert (recipe.config.batch_size, recipe.config.n_samples_per_prompt, recipe.config.filter_fn) == (3, 2, None)
     assert recipe.bound["history"] == "error"

@@ -188,7 +188,7 @@ def recipe_help(name: str, function: RecipeFunction) -> str:
     width = max((len(option.name) for option in options), default=0)
     lines = [
         f"  {option.name:<{width}}  {option.kind_name}, "
-        + ("required" if option.required else f"default {option.default}")
+        + ("required" if option.required else f"default {'null' if option.default is None else option.default}")
         for option in options
     ]
     return "\n".join([f"{name}: {summary_of(function)}", *lines])

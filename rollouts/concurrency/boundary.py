@@ -259,11 +259,11 @@ def is_cancelled() -> bool:
 
 def _raise_if_not_foreign(group: BaseExceptionGroup[BaseException], passes: Callable[[BaseException], bool]) -> None:
     """Raise a broken law or an outage that passes, without its group, or a signal to the process (Ctrl-C)."""
-    broken: BaseException | None = group.subgroup(TokenMismatchError) or group.subgroup(EndpointAway)
-    while isinstance(broken, BaseExceptionGroup):
-        broken = broken.exceptions[0]
-    if broken is not None and passes(broken):
-        raise broken
+    found: BaseException | None = group.subgroup(TokenMismatchError) or group.subgroup(EndpointAway)
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    if found is not None and passes(found):
+        raise found
     if group.subgroup(KeyboardInterrupt) is not None:
         raise group
 

@@ -291,7 +291,8 @@ def build(
 
 
 def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    """The type as ``--set`` reads it: None is written as null."""
+    return kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "").replace("| None", "| null")
 
 
 def _converted(name: str, text: str, kind: Any) -> Any:
@@ -304,7 +305,7 @@ def _converted(name: str, text: str, kind: Any) -> Any:
     try:  # lists, objects and the like are written as JSON
         return msgspec.json.decode(text, type=kind, strict=False, dec_hook=_decoded)
     except (msgspec.DecodeError, TypeError, ValueError, RecursionError):
-        raise ConfigError.of(f"--set {name}", text, f"{_type_name(kind).replace('None', 'null')} ({first})") from None
+        raise ConfigError.of(f"--set {name}", text, f"{_type_name(kind)} ({first})") from None
 
 
 def _decoded(kind: type, value: Any) -> Any:

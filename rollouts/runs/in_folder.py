@@ -52,18 +52,18 @@ async def open_in(
     """
     path, given = Path(path), description or {}
     description = {**recipe.describe(), **given}
-    ended_at_once = _ended_at_once(path)
-    if (path / "run.json").exists() and not ended_at_once:
+    was_killed = _was_killed_at_its_start(path)
+    if (path / "run.json").exists() and not was_killed:
         reopening = functools.partial(reopen, allow_changes=allow_changes)
         found = await anyio.to_thread.run_sync(reopening, path, description, recipe.data_buffer)
         if given:
             found.writer.update(**description)
         return found.writer, found.run_journal, found
-    return await anyio.to_thread.run_sync(_begun, path, description, recipe.data_buffer, ended_at_once)
+    return await anyio.to_thread.run_sync(_begun, path, description, recipe.data_buffer, was_killed)
 
 
-def _ended_at_once(path: Path) -> bool:
-    """Whether a process was killed before its run had a journal: ``run.json`` is there, as begun, and nothing else."""
+def _was_killed_at_its_start(path: Path) -> bool:
+    """Whether the run has no journal and no other file yet: ``run.json`` is alone, and is empty or says "running"."""
     if [name for name in RUN_FILES if (path / name).exists()] != ["run.json"]:
         return False
     return (path / "run.json").stat().st_size == 0 or is_growing(path)

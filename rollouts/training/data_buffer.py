@@ -182,7 +182,8 @@ class DataBuffer:
 
     def save_state(self) -> BufferState:
         """Return the state. Prompts that are out are saved as put back: a loaded buffer hands them out again."""
-        from rollouts.training.buffer_state import BufferState, sampler_entry  # most runs have a journal
+        # Here: most runs continue from their journal.
+        from rollouts.training.buffer_state import BufferState, sampler_entry
 
         out = [(position, group_index) for group_index, position in self._positions.items()]
         sampler = None if self.sampler is None else sampler_entry(self.sampler, self.ask_sampler("state_dict"))

@@ -163,7 +163,7 @@ async def test_root_of_the_image_has_no_rights_outside(box: RunningHeld) -> None
         ("i=0; while [ $i -lt 60 ]; do sleep 5 & i=$((i+1)); done", "Cannot fork"),
         ("cat /dev/zero > big", "File too large"),
         ("for n in 1 2 3 4; do cat /bin/* /bin/* > big$n; done", "No space left on device"),
-        ("ls /proc | grep -c '^[0-9]'", "4"),
+        ("set -- /proc/[0-9]*; echo $#", "2"),  # process 1, and the shell
         (
             "echo x > /dev/null && echo $(ls /dev)",
             "fd full null ptmx pts random shm stderr stdin stdout tty urandom zero",
