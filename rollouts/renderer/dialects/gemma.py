@@ -48,7 +48,8 @@ class Gemma(BlockDialect):
             if block["close"] is None:
                 return [unclosed(block[0], self.closing, name)]
             if head is None:
-                raise MalformedCallError(f"{self.form} must follow {self.marks[0]}", "no_name")
+                opening = block.string[block.start() : block.start("body")]
+                raise MalformedCallError(f"{self.form} must follow {opening}", "no_name")
             if head["arguments"] is None:
                 raise MalformedCallError("the arguments are missing; write {} when the tool takes none", "no_arguments")
             if head["arguments"] == self.quote:

@@ -311,6 +311,7 @@ def test_looking_for_the_marks_first_changes_nothing(name: str) -> None:
     own = [piece for piece in PIECES if piece in WRITTEN[name]]
 
     @hypothesis.settings(max_examples=40)  # of each of 42 notations
+    @hypothesis.example([dialect.marks[0], getattr(dialect, "closing", "")])  # a call without a name
     @hypothesis.given(st.lists(st.sampled_from([*dialect.marks, *own, *PIECES, "<think>", "</think>", "\n"])))
     def play(pieces: list[str]) -> None:
         text = "".join(pieces)
