@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +105,39 @@ async def test_many_new_objects_do_not_wait_behind_old_ones_that_are_freed(monke
     await anyio.sleep(0.05)
     assert gc.get_stats()[1]["collections"] == collected, "afterwards it is the interpreter's own again"
     assert len(new) == 100_000
+
+
+_LARGE_BLOCKS = """
+import ctypes
+from rollouts.concurrency.gc_pauses import calm_collector
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split()]
+    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Mallinfo2
+with calm_collector({}):
+    block = bytearray(8 * 2**20)
+    del block
+    before = mallinfo2().hblks
+    blocks = [bytearray(2 * 2**20) for _ in range(5)]
+    print(mallinfo2().hblks - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "variables", "apart"),
+    [("", {}, 5), ("shared=True", {}, 0), ("", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4194304"}, 0)],
+)
+def test_a_large_block_has_pages_of_its_own(how: str, variables: dict[str, str], apart: int) -> None:
+    """Also after a larger one was freed; not where a trainer works, or where the user has set another size."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("the C library is not glibc 2.33 or later")
+    text = _LARGE_BLOCKS.replace("{}", how)
+    env = {name: value for name, value in os.environ.items() if name != "MALLOC_MMAP_THRESHOLD_"} | variables
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == apart
 
 
 def test_freed_memory_returns_to_the_system() -> None:
