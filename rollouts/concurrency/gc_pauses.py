@@ -2,9 +2,9 @@
 
 Invariant: inside :func:`calm_collector` a full collection skips the objects that existed before (tokenizer, template,
 torch: some hundred thousand), and, unless a trainer works in the same process, the objects of any full collection that
-took long: those of many thousand rollouts in flight. Afterwards the settings are as before. Objects without reference
-cycles are freed at once, as usual, and a rollout leaves no cycle, whether it ends or is cancelled; only cycles of user
-code wait for the collector, and cycles among skipped objects until the context ends.
+took long: those of many thousand rollouts in flight. Afterwards the collector's settings are as before. Objects without
+reference cycles are freed at once, as usual, and a rollout leaves no cycle, whether it ends or is cancelled; only
+cycles of user code wait for the collector, and cycles among skipped objects until the context ends.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["calm_collector", "free"]
@@ -34,9 +33,8 @@ _YOUNG_SECONDS = 0.5
 objects that are freed hide new ones, and its next collection would visit all of these at once."""
 
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 2**20
-"""Blocks of 1 MiB have pages of their own. Without a fixed limit, glibc raises its own to the size of each such block that
-is freed, up to 32 MB, and places the next ones among small objects: the gaps that remain add 20 to 30 % to the memory of
-a run with many rollouts in flight (mallopt(3))."""
+"""Blocks from this size are mapped alone. Unless it is set, glibc raises it to the size of each that is freed, up to
+32 MB (mallopt(3)), and later ones leave gaps among small objects: 20 to 30 % of the memory of a long run."""
 
 _FROZEN_BY_PYTHON = 5_000
 """More frozen objects than the interpreter has at its start (Python 3.12 freezes some 400, other versions none)."""
@@ -50,8 +48,8 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
         shared: whether other work of the process, such as a trainer, creates objects meanwhile: its cycles, which may
             hold tensors, are then freed also after a long collection, and long collections are repeated.
     """
-    if not shared:
-        _keep_large_blocks_apart()
+    if not shared and "mmap_threshold" not in str(os.environ).lower():  # the user has not set it
+        _call_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK)
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON or not gc.isenabled():  # the user has set the collector already
         yield
         return
@@ -92,28 +90,12 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
 
 
 def free(values: list[Any]) -> None:
-    """Free the values of a list one by one, so that other threads run meanwhile, and return free pages to the system.
-
-    Pages stay resident else (glibc keeps what small objects had); to return them takes 0.1 s a GB, without the
-    interpreter's lock. Without glibc they stay.
-    """
+    """Free the values of a list one by one, so that other threads run meanwhile; glibc returns their pages."""
     while values:
         values.pop()
-    if (trim := _from_libc("malloc_trim")) is not None:
-        trim(0)
+    _call_glibc("malloc_trim", 0)  # 0.1 s a GB, without the interpreter's lock
 
 
-def _keep_large_blocks_apart() -> None:
-    """Fix the size from which a block has pages of its own, unless the user has set it; only with glibc."""
-    set_by_user = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    if not set_by_user and (mallopt := _from_libc("mallopt")) is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
-
-
-@functools.cache
-def _from_libc(name: str) -> Callable[..., int] | None:
-    try:
-        function: Callable[..., int] = getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):
-        return None
-    return function
+def _call_glibc(name: str, *arguments: int) -> None:
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        getattr(ctypes.CDLL(None), name)(*arguments)

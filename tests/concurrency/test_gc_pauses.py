@@ -112,8 +112,8 @@ import ctypes
 from rollouts.concurrency.gc_pauses import calm_collector
 
 class Mallinfo2(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks".split()]
-    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 mallinfo2 = ctypes.CDLL(None).mallinfo2
 mallinfo2.restype = Mallinfo2
@@ -130,7 +130,7 @@ with calm_collector({}):
     ("how", "variables", "apart"),
     [("", {}, 5), ("shared=True", {}, 0), ("", {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4194304"}, 0)],
 )
-def test_a_large_block_has_pages_of_its_own(how: str, variables: dict[str, str], apart: int) -> None:
+def test_a_large_block_is_mapped_alone(how: str, variables: dict[str, str], apart: int) -> None:
     """Also after a larger one was freed; not where a trainer works, or where the user has set another size."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("the C library is not glibc 2.33 or later")
