@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
@@ -37,6 +35,7 @@ from rollouts.dtypes import (
     digest,
     frozen,
 )
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import Failure, TokenMismatchError
 
 __all__ = ["CompletionRecord", "Segment", "Trajectory", "digest"]

@@ -15,8 +15,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.storable import stable_json
 from rollouts.base.validators import finite
@@ -35,6 +33,7 @@ from rollouts.dtypes import (
     VersionSpan,
     with_images,
 )
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.trajectory import CompletionRecord, Trajectory
 
 __all__ = [

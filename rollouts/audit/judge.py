@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.audit.model_tokens import ModelTokens
 from rollouts.audit.rows import CHECKS, AuditedRow, Check, Finding, Reader, Span
 from rollouts.audit.weights import TrainerLogprobs, Weights
 from rollouts.dtypes import digest
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.training.column_digests import column_digests
 from rollouts.training.sample_laws import Stored, StoredCompletion, check_stored, reply_key

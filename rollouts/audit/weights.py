@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from rollouts.audit.rows import AuditedRow, Finding, Span
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.runs.logprobs import MEAN_SHARE, TOLERANCES, VersionReport
 

@@ -1,8 +1,8 @@
 """Values that can be stored: conversion of any value to JSON and MessagePack, and checks that it can be read again.
 
 Invariant: encoding never fails on a user's value, whatever its code does; a value without a plain form is written as
-its ``repr``. A value that passes :func:`check_readable` can be decoded, and a value that passes :func:`check_exact`
-is written without its ``repr``. Interrupts, exits and cancellations propagate. This module knows no file.
+its ``repr``. A value that passes :func:`check_readable` can be decoded. Interrupts, exits and cancellations
+propagate. This module knows no file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from rollouts.errors import ConfigError, shortened
+from rollouts.errors import ConfigError
 
-__all__ = ["check_exact", "check_readable", "stable_json", "to_json", "to_msgpack", "to_plain"]
+__all__ = ["check_readable", "stable_json", "to_json", "to_msgpack", "to_plain"]
 
 _TIMESTAMPS = (b"\xd6\xff", b"\xd7\xff", b"\xc7\x0c\xff")
 """Heads of MessagePack's timestamps, which lose the time zone."""
@@ -140,16 +140,3 @@ def _check_keys(name: str, keys: Iterable[Any]) -> None:
             msgspec.msgpack.decode(encoded)
         except msgspec.DecodeError:
             raise ConfigError.of(f"{name}, a key", key, "a string or a number") from None
-
-
-def check_exact(name: str, value: Any) -> None:
-    """Refuse a value that MessagePack does not represent, arrays aside.
-
-    Raises:
-        ConfigError: it cannot be encoded, or what is encoded cannot be decoded.
-    """
-    try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=lambda foreign: foreign.tolist()))
-    except Exception as error:
-        expected = "plain data, of the types of MessagePack"
-        raise ConfigError(f"{name}: got {shortened(value)} ({shortened(error)}); expected {expected}") from error

@@ -15,7 +15,6 @@ from typing import Any
 import anyio.to_thread
 import attrs
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +30,7 @@ from rollouts.commands.arguments import (
 )
 from rollouts.concurrency.boundary import boundary
 from rollouts.dtypes import Endpoint, Tool
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.http.answers import message_of
 from rollouts.http.client import HttpClient

@@ -19,7 +19,6 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.curation.duplicates import HeldOut, NearDuplicates
 from rollouts.curation.encoding import Student
@@ -27,6 +26,7 @@ from rollouts.curation.rows import IGNORED, NEAR, Target, check_target, units_of
 from rollouts.curation.select import Selection, Selector
 from rollouts.curation.stored import StoredRun, check_runs, text_of
 from rollouts.dtypes import Tool
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.dtypes.tools import tools_json
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows

@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from rollouts.base.extras import install_command
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 
 __all__ = ["HashSet", "HeldOut", "NearDuplicates", "digest_of"]

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.storable import to_json
 from rollouts.dtypes import Message, Tool
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.renderer import Renderer, load_tokenizer, renderer_for
 

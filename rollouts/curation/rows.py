@@ -27,12 +27,12 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
-import numpy as np
 
 from rollouts.base.storable import to_json
 from rollouts.curation.duplicates import HashSet, digest_of
 from rollouts.curation.encoding import Student
 from rollouts.curation.stored import StoredRollout, spoken_in
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.dtypes.messages import REPLIES
 from rollouts.errors import ConfigError
 from rollouts.runs.columns import MESSAGE, Type, plain_message

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.storable import to_json
 from rollouts.base.validators import finite
 from rollouts.curation.duplicates import digest_of
 from rollouts.dtypes import hashes_in
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.dtypes.messages import REPLIES
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import Row, read_rows

@@ -19,10 +19,10 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.agent.turn_log import Turn
 from rollouts.dtypes import Image, LoadImage, Prompt, TokenColumn, with_images
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointAway, GenerateFailure, RolloutsError, TokenMismatchError
 from rollouts.runs.record_bytes import Columns, framed, read_framed, sample_of, turn_of
 from rollouts.training.types import Sample

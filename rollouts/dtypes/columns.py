@@ -9,8 +9,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from rollouts.dtypes.lazy_numpy import np, npt
 
 __all__ = [
     "LOGPROB_TOLERANCE",
@@ -24,8 +23,8 @@ __all__ = [
     "packed_tokens",
 ]
 
-TokenColumn: TypeAlias = npt.NDArray[np.int32]
-LogprobColumn: TypeAlias = npt.NDArray[np.float32]
+TokenColumn: TypeAlias = "npt.NDArray[np.int32]"
+LogprobColumn: TypeAlias = "npt.NDArray[np.float32]"
 
 
 def packed_tokens(values: Iterable[int] | TokenColumn) -> TokenColumn:
@@ -40,11 +39,10 @@ def packed_logprobs(values: Iterable[float] | LogprobColumn) -> LogprobColumn:
 
 def digest(tokens: TokenColumn, start: int = 0) -> int:
     """CRC-32 of token ids as little-endian int32, continuing from the digest ``start`` of the ids before them."""
-    as_sent = tokens.dtype == _SENT and tokens.flags.c_contiguous
-    return zlib.crc32((tokens if as_sent else np.ascontiguousarray(tokens, _SENT)).data, start)
+    as_sent = tokens.dtype.str == "<i4" and tokens.flags.c_contiguous
+    return zlib.crc32((tokens if as_sent else np.ascontiguousarray(tokens, "<i4")).data, start)
 
 
-_SENT = np.dtype("<i4")
 LOGPROB_TOLERANCE = 1e-4
 """The largest valid logprob: rounding may lift one above 0. A logprob within the tolerance is stored as the server sent
 it, not clipped to 0, so that the stored value equals the response bit by bit."""
@@ -71,7 +69,7 @@ def _packed(values: Any, dtype: Any) -> npt.NDArray[Any]:
     return frozen(column)
 
 
-Scalar = TypeVar("Scalar", bound=np.generic)
+Scalar = TypeVar("Scalar", bound="np.generic")
 
 
 def is_frozen(column: npt.NDArray[Any]) -> bool:

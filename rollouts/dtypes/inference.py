@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.base.validators import are_texts, as_texts, check, integer, is_int, is_number, number, seconds
 from rollouts.dtypes.columns import LogprobColumn, TokenColumn, are_logprobs, packed_logprobs, packed_tokens
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, without_password
 
 __all__ = [
@@ -322,9 +322,9 @@ class Completion:
             the tokens.
     """
 
-    tokens: TokenColumn = attrs.field(converter=packed_tokens, eq=attrs.cmp_using(eq=np.array_equal))
+    tokens: TokenColumn = attrs.field(converter=packed_tokens, eq=list)
     """Sampled ids, shape ``(n,)``, including the stop id if one was sampled."""
-    logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=attrs.cmp_using(eq=np.array_equal))
+    logprobs: LogprobColumn = attrs.field(converter=packed_logprobs, eq=list)
     """Natural-log probability of each sampled id, shape ``(n,)``."""
     finish_reason: FinishReason
     versions: Sequence[VersionSpan]

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.dtypes import (
     LOGPROB_TOLERANCE,
@@ -27,6 +26,7 @@ from rollouts.dtypes import (
     VersionSpan,
     are_logprobs,
 )
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import ExtrasRequest
 from rollouts.inference.token_json import EncodedIds
@@ -178,7 +178,7 @@ def packed_logprobs(values: Sequence[float | None], name: str) -> LogprobColumn:
     return np.frombuffer(packed, np.float32)
 
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def version_spans(spans: Sequence[Span], unnamed: str) -> tuple[VersionSpan, ...]:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import (
@@ -31,6 +30,7 @@ from rollouts.dtypes import (
     frozen,
     packed_tokens,
 )
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import EndpointRefused
 from rollouts.http.answers import UNREADABLE
 from rollouts.inference.base import ExtrasRequest

@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
-
 from rollouts.dtypes import Image, ImageSpan, TokenColumn, packed_tokens
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 
 __all__ = ["ImageTexts", "collapsed"]

@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Callable
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan, frozen
+from rollouts.dtypes.lazy_numpy import np
 
 __all__ = ["Decode", "mixed_seed", "rest_of", "until_stop"]
 

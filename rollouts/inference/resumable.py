@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import attrs
-import numpy as np
 
 from rollouts.concurrency.boundary import boundary
 from rollouts.concurrency.deadlines import paused_deadlines
 from rollouts.dtypes import Completion, Extras, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointUnavailable
 from rollouts.inference.base import (
     CompletionRequest,

@@ -19,15 +19,14 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.dtypes import digest
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 
 __all__ = ["EncodedIds", "SequenceCache"]
 
 _LARGEST_ID = 2**31 - 1
-_INT32, _UINT32 = np.dtype(np.int32), np.dtype(np.uint32)
 
 
 @attrs.define(eq=False)
@@ -136,7 +135,7 @@ class SequenceCache:
                 Not an EndpointError: nothing was sent, and the cause is a tokenizer of another model.
         """
         ids, limit = np.asarray(ids), self._limit
-        if ids.dtype == _INT32 and ids.size and np.maximum.reduce(ids.view(_UINT32)) < limit:
+        if ids.dtype.str == "<i4" and ids.size and np.maximum.reduce(ids.view("<u4")) < limit:
             return  # as uint32, a negative id is above the limit
         if ids.size and (ids.min() < 0 or ids.max() >= limit):
             at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 
 from rollouts.dtypes import Completion, Extras, SamplingParams, VersionSpan, packed_tokens
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointRefused
 from rollouts.http.answers import UNREADABLE
 from rollouts.inference.base import ExtrasRequest

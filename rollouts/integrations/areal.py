@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 import anyio
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Completion, Endpoint, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, EndpointUnavailable, RolloutsError
 from rollouts.inference.base import CompletionRequest, Policy
 from rollouts.inference.resumable import ResumablePolicy

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.training.comparisons import by_comparison, comparison_name
 from rollouts.training.rows import (

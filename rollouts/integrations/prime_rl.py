@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.rewards.teacher_top import check_without_top
 from rollouts.training.batch import group_advantages

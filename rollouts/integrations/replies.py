@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import CONSTRAINTS, Completion, FinishReason, SamplingParams, TokenColumn, VersionSpan
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, ContextOverflow, EndpointRefused, EndpointUnavailable
 from rollouts.inference.base import CompletionRequest, ServerInfo, check_takes_images
 from rollouts.trajectory import digest

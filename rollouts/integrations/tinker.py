@@ -17,10 +17,9 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.dtypes import Completion, Prompt, SamplingParams, TokenColumn, packed_tokens
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.environments.adapters.calls import call, numbers_of
 from rollouts.errors import ConfigError, ContextOverflow
 from rollouts.inference.base import CompletionRequest, Policy

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
-import numpy as np
 
 from rollouts.agent.budget import room_for_reply
 from rollouts.agent.loop import seal, within
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.environments.base import StepResult, bad_step, sound_step
 from rollouts.errors import ConfigError, EnvironmentFailure, Failure
 from rollouts.inference.base import CompletionRequest, Policy, describe_once

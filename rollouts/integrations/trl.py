@@ -27,10 +27,9 @@ from typing import Any, Self
 import anyio
 import anyio.from_thread
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.dtypes import ChatDict, Endpoint, Prompt
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, RolloutsError, text_of
 from rollouts.inference.weights import update_weights
 from rollouts.integrations.leases import LeasedBatch

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Required, TypeAlias, TypeGuard, Unpack, g
 
 import anyio
 import attrs
-import numpy as np
 
 from rollouts.agent.turn_log import Turn
 from rollouts.base.extras import install_command
@@ -29,6 +28,7 @@ from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.deadlines import deadline
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint, Message, OnRewrite, Prompt, SamplingParams, StopReason
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import (
     ConfigError,
     EnvironmentFailure,

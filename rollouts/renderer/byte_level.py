@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rollouts.dtypes import TokenColumn
+from rollouts.dtypes.lazy_numpy import np
 
 __all__ = ["BYTES", "ByteTable"]
 

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import fastokens
-import numpy as np
 
 from rollouts.dtypes import TokenColumn
+from rollouts.dtypes.lazy_numpy import np
 
 __all__ = ["FastEncoder", "Loader", "loader"]
 

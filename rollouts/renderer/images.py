@@ -15,14 +15,13 @@ import importlib.util
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.extras import install_command
 from rollouts.dtypes import Image, ImageSpan, TokenColumn, frozen
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, shortened
 
 __all__ = ["ImageProcessor", "example_images", "joined_inputs", "load_processor"]
@@ -32,7 +31,7 @@ _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token
 _KEPT_BYTES = 512 * 1024 * 1024
 """Bytes of inputs and expansions that are kept, oldest out first."""
 
-Inputs = Mapping[str, npt.NDArray[Any]]
+Inputs: TypeAlias = "Mapping[str, npt.NDArray[Any]]"
 
 
 @attrs.frozen

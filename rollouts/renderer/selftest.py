@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Message, Tool, ToolCall
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text
 from rollouts.renderer.call_check import Calls

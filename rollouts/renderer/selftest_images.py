@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Message, Tool
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.renderer.bridge import STRATEGIES, bridge_text
 from rollouts.renderer.history_diff import shared

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollouts.dtypes import TokenColumn
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.renderer.byte_level import ByteTable
 from rollouts.renderer.fast_encoder import FastEncoder, loader

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.training.continuation import SCORED_BY
 from rollouts.training.types import Sample

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import RewardFailure
 from rollouts.rewards.teacher_top import TOLERANCE
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.validators import is_int, is_number
 from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Endpoint
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, FilterFailure, RewardFailure, without_password
 from rollouts.rewards.http import Poster
 from rollouts.rewards.teacher_top import TeacherTop, check_without_top, checked_top, set_top

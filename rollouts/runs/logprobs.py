@@ -18,12 +18,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import read_rows
 from rollouts.runs.info import read_info
@@ -42,7 +41,7 @@ __all__ = [
     "verdict",
 ]
 
-Numbers = npt.NDArray[np.floating]
+Numbers: TypeAlias = "npt.NDArray[np.floating]"
 
 TOLERANCES = {"float32": 1e-3, "float16": 5e-2, "bfloat16": 1.0}
 """Largest difference of a logprob by dtype: two correct implementations differ by rounding, most for rare tokens. In

@@ -18,12 +18,11 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import LoadImage, frozen, hashes_in
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.training.sample_fields import with_current_names
 from rollouts.training.types import Sample
 

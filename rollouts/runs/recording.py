@@ -19,7 +19,6 @@ from typing import Any
 
 import anyio.lowlevel
 import attrs
-import numpy as np
 
 from rollouts.agent.turn_log import message_from_dict, message_to_dict
 from rollouts.base.storable import to_msgpack
@@ -33,6 +32,7 @@ from rollouts.dtypes import (
     VersionSpan,
     digest,
 )
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.environments.base import (
     Environment,
     EnvironmentFactory,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.agent.turn_log import Turn
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import JournalError, RolloutsError
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Entry, JournalReader, Offset, TornTail, read_entry

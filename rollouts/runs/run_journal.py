@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy.typing as npt
 
 from rollouts.agent.turn_log import Turn, TurnLog
 from rollouts.base.storable import to_msgpack
 from rollouts.dtypes import Prompt
+from rollouts.dtypes.lazy_numpy import npt
 from rollouts.runs.images import ImageFolder
 from rollouts.runs.journal import Journal
 from rollouts.runs.record_bytes import Columns

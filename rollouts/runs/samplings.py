@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import Row
 from rollouts.runs.info import read_info

@@ -11,10 +11,11 @@ This module knows numbers only.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
+
+from rollouts.dtypes.lazy_numpy import np, npt
 
 __all__ = ["LEAST_SLOPE", "Slope", "slope_of"]
 
@@ -24,7 +25,7 @@ _ERRORS = 4.0
 """Standard errors that a slope must be above :data:`LEAST_SLOPE`."""
 _ROUNDS = 5
 
-Numbers = npt.NDArray[np.floating]
+Numbers: TypeAlias = "npt.NDArray[np.floating]"
 
 
 @attrs.frozen

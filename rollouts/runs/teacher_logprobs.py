@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, RewardFailure
 from rollouts.rewards.teacher_top import SCORED_BY, TOLERANCE, TeacherTop, checked_top, top_of
 from rollouts.rewards.teachers import first_different_id

@@ -21,10 +21,10 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.base.storable import to_json, to_plain
 from rollouts.base.validators import finite
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, JournalError, shortened
 from rollouts.runs.checksums import CHECKSUM
 from rollouts.runs.damage import find_damage, is_covered

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.agent.loop import begin_episode, play_to_end
 from rollouts.agent.turn_log import replayed
 from rollouts.dtypes import Limits, Prompt, StopReason, chat_text
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import (
     ConfigError,

@@ -26,8 +26,8 @@ from typing import Any, get_args
 import anyio
 import attrs
 import msgspec
-import numpy as np
 
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.testing.latency import Latency
 from rollouts.testing.replies import ERRORS, Fault, Request, probe_body, reply_body

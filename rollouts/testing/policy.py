@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import anyio.lowlevel
 import attrs
-import numpy as np
 
 from rollouts.dtypes import (
     Completion,
@@ -22,6 +21,7 @@ from rollouts.dtypes import (
     digest,
     packed_tokens,
 )
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import EndpointRefused
 from rollouts.inference.base import CompletionRequest, ServerInfo
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.extras import install_command
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.training.branches import rollout_keys
 from rollouts.training.comparisons import Comparison, by_key, comparison_keys, conversation_keys

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
 
 from rollouts.agent.turn_log import Turn, TurnLog, prompt_digest
 from rollouts.base.validators import is_int
 from rollouts.concurrency.task_groups import first_error
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import Prompt, SamplingParams, VersionSpan
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, Failure, GenerateFailure
 from rollouts.training.agent_integration import agent_rollout_to_sample, generate_all
 from rollouts.training.continuation import prompt_of

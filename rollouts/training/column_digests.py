@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-import numpy as np
-import numpy.typing as npt
+from rollouts.dtypes.lazy_numpy import np, npt
 
 __all__ = ["column_digests"]
 

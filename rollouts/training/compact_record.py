@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.dtypes import ChatDict, Extras, TokenColumn, VersionSpan
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.training.read_only import recently
 from rollouts.trajectory import CompletionRecord
 

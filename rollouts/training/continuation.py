@@ -12,12 +12,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from rollouts.agent.prior_turns import PriorTurns
 from rollouts.agent.turn_log import add_replies
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import ChatDict, Message, Prompt, as_messages, with_images
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.environments.base import EnvironmentFactory
 from rollouts.environments.single_turn import SingleTurnEnvironment
 from rollouts.errors import ConfigError

@@ -15,9 +15,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.training.batch import check_ended
 from rollouts.training.comparisons import Comparison, by_comparison, by_conversation
@@ -39,7 +38,7 @@ __all__ = [
     "turn_deltas",
 ]
 
-Numbers: TypeAlias = npt.NDArray[np.float64]
+Numbers: TypeAlias = "npt.NDArray[np.float64]"
 _EPSILON = 1e-6
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 
 __all__ = ["logprob_drift"]

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.validators import finite, is_int
 from rollouts.dtypes import LogprobColumn, TokenColumn
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.training.comparisons import by_conversation
 from rollouts.training.types import Sample, Status, by_rollout

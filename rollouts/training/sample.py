@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import (
@@ -26,6 +24,7 @@ from rollouts.dtypes import (
     images_in,
     is_frozen,
 )
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord, prefix_of, sizes_of
 from rollouts.training.sample_columns import as_column, column, pack_column, record
@@ -34,7 +33,7 @@ from rollouts.training.status import Status
 
 __all__ = ["ImageInputs", "Sample"]
 
-ImageInputs: TypeAlias = Callable[[Sequence[Image]], dict[str, npt.NDArray[Any]]]
+ImageInputs: TypeAlias = Callable[[Sequence[Image]], "dict[str, npt.NDArray[Any]]"]
 """Makes the model's inputs of images, as :meth:`rollouts.renderer.images.ImageProcessor.inputs` does."""
 
 _NO_IMAGES: Mapping[str, Image] = {}

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from rollouts.dtypes import frozen, is_frozen
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.read_only import ReadOnlyList, read_only, recently
@@ -73,24 +71,23 @@ def pack_column(name: str, dtype: type, value: Any) -> npt.NDArray[Any]:
     is_column = type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1
     if is_column and (dtype is not np.float32 or bool(np.isfinite(value).all())):
         return value  # type: ignore[no-any-return]
-    packed: npt.NDArray[Any]
     try:
         plain = np.asarray(value)
         if plain.dtype.kind in "SUc":  # astype would read text, and drop the imaginary part of a number
             raise TypeError(f"got values of {plain.dtype}")
-        packed = frozen(plain.astype(dtype))
+        packed: npt.NDArray[Any] = frozen(plain.astype(dtype))
         exact = len(plain) == 0 or bool((np.isfinite(packed) if dtype is np.float32 else packed == plain).all())
         types = {plain.dtype.type} if plain is value else {plain.dtype.type, *map(type, value)}
         exact = exact and (dtype is np.bool_ or types.isdisjoint({bool, np.bool_}))  # numpy reads True as 1
     except (ValueError, TypeError, OverflowError) as error:
-        raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[dtype]}") from None
+        raise ConfigError(f"Sample.{name}: {error}; expected {_CONTENTS[np.dtype(dtype).name]}") from None
     if not exact or packed.ndim != 1:
-        raise ConfigError.of(f"Sample.{name}", value, _CONTENTS[dtype])
+        raise ConfigError.of(f"Sample.{name}", value, _CONTENTS[np.dtype(dtype).name])
     return packed
 
 
-_CONTENTS: dict[type, str] = {
-    np.int32: "one list of token ids that fit 32 bits",
-    np.bool_: "one list of 0 and 1",
-    np.float32: "one list of finite numbers",
+_CONTENTS = {
+    "int32": "one list of token ids that fit 32 bits",
+    "bool": "one list of 0 and 1",
+    "float32": "one list of finite numbers",
 }

@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import attrs
-import numpy as np
 
 from rollouts.base.validators import is_int, is_number
 from rollouts.concurrency.times import Timeline
 from rollouts.dtypes import ImageSpan, Message, OnRewrite, StopReason, VersionSpan, as_record
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, Failure
 from rollouts.training.compact_record import CompactRecord
 from rollouts.trajectory import CompletionRecord

@@ -15,11 +15,10 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import are_logprobs, digest
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import shortened
 from rollouts.training.column_digests import column_digests
 from rollouts.training.types import Sample

@@ -11,10 +11,9 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from rollouts.base.storable import check_readable
 from rollouts.base.validators import finite
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, RolloutsError, shortened
 from rollouts.training.compact_record import CompactRecord
 from rollouts.training.sample import Sample
@@ -24,7 +23,7 @@ __all__ = ["copied", "pack", "pack_or_fail", "unchanged"]
 _UNCHANGED = ("prompt", "label", "group_index", "index", "rollout_id", "seat", "conversation", "parent", "shared")
 """Fields that name a sample or belong to the data: no reward or filter changes them."""
 _COLUMNS = {"tokens": "token_column", "loss_mask": "mask_column", "rollout_log_probs": "logprob_column"}
-MAX_FLOAT = float(np.finfo(np.float32).max)
+MAX_FLOAT = (2 - 2**-23) * 2.0**127
 """The largest number that is finite in 32 bits."""
 
 _Identity: TypeAlias = tuple[Any, ...]

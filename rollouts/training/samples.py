@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from rollouts.dtypes import Prompt, StopReason, TokenColumn
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.training.types import ImageInputs, Sample, Status
 from rollouts.trajectory import Trajectory
 

@@ -16,9 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.errors import ConfigError
 
 __all__ = ["load_plain"]

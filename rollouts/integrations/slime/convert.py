@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import Message
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.integrations.slime.extras import Replay, add_extras
 from rollouts.integrations.slime.records import family, records

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 
 from rollouts.dtypes import Extras
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.inference.base import ExtrasRequest
 from rollouts.integrations.slime.records import family, records

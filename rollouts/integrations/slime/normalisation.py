@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.integrations.episodes import load_function
 from rollouts.integrations.slime.rollout import generate_rollout_batch

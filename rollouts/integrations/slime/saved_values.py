@@ -13,9 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from rollouts.dtypes import Image
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError, shortened
 
 __all__ = ["SAFE", "check_plain", "only_plain", "restored", "stored"]

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import anyio
-import numpy as np
 
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.errors import ConfigError
 from rollouts.integrations.given_advantages import given_advantages
 from rollouts.rewards.teacher_top import top_of

@@ -21,9 +21,9 @@ from typing import Any
 
 import attrs
 import msgspec
-import numpy as np
 
 from rollouts.dtypes import chat_text
+from rollouts.dtypes.lazy_numpy import np
 from rollouts.dtypes.messages import ENVIRONMENT
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.runs.failure_kinds import FailureKinds

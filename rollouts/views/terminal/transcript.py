@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 from rich.console import Group as Lines
 from rich.console import RenderableType
 from rich.table import Table
@@ -22,6 +20,7 @@ from rich.text import Text
 
 from rollouts.base.terminal import visible
 from rollouts.dtypes import ImageSpan, VersionSpan, chat_text
+from rollouts.dtypes.lazy_numpy import np, npt
 from rollouts.renderer.token_text import TokenTexts
 from rollouts.training.types import Sample
 from rollouts.trajectory import CompletionRecord
