@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, SamplingParams
+from rollouts.dtypes import SamplingParams
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import EndpointRefused, EndpointUnavailable, without_password
 from rollouts.http.answers import loads
@@ -24,7 +24,6 @@ from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
-from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
@@ -67,9 +66,8 @@ class VLLMProtocol(ProbedProtocol[LogprobsMode]):
     ROUTE = ROUTE
     ABORTS = VLLM_ABORTS
     minimum_delays_stops = True
-
-    def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
-        return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
+    request_options = staticmethod(vllm_wire.request_options)
+    read_completion = staticmethod(vllm_wire.read_completion)
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         assert not call.images, "complete refuses images"
@@ -79,9 +77,6 @@ class VLLMProtocol(ProbedProtocol[LogprobsMode]):
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}
-
-    def read_completion(self, payload: bytes, request: SentRequest) -> Completion:
-        return vllm_wire.read_completion(payload, request)
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
