@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
 
-ROUTE = "/generate"
-
 
 class SGLangProtocol(ProbedProtocol["ReportedLogprobs"]):
     """Routes and format of SGLang, and the kind of logprobs of each server."""
 
-    ROUTE = ROUTE
+    ROUTE = "/generate"
     ABORTS = SGLANG_ABORTS
     takes_images = True
     request_options = staticmethod(generate_wire.request_options)
@@ -90,5 +88,5 @@ async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[st
     """
     from rollouts.inference import generate_probe
 
-    answers = await posted(generate_probe.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(generate_probe.PROBES, transport, url + SGLangProtocol.ROUTE, headers)
     return generate_probe.reported_by(*map(generate_probe.top_logprobs, answers))

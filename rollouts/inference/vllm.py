@@ -34,7 +34,6 @@ from rollouts.inference.vllm_wire import LogprobsMode
 
 __all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
 
-ROUTE = "/inference/v1/generate"
 _METRIC = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} (\S+)$", re.M)
 
 
@@ -50,21 +49,18 @@ def read_metrics(payload: bytes) -> Load | None:
     return Load(int(sum(running)), int(sum(waiting)), max(found.get(b"kv_cache_usage_perc", [0.0])))
 
 
-VLLM_ABORTS = AbortRoutes(
-    one="/inference/v1/abort_requests",
-    body=lambda rid: {"request_ids": [vllm_wire.engine_id(rid)]},
-    all="/abort_requests",
-    all_body={"request_ids": []},
-    load="/metrics",
-    read_load=read_metrics,
-)
-
-
 class VLLMProtocol(ProbedProtocol[LogprobsMode]):
     """Routes and format of vLLM, and the kind of logprobs of each server."""
 
-    ROUTE = ROUTE
-    ABORTS = VLLM_ABORTS
+    ROUTE = "/inference/v1/generate"
+    ABORTS = AbortRoutes(
+        one="/inference/v1/abort_requests",
+        body=lambda rid: {"request_ids": [vllm_wire.engine_id(rid)]},
+        all="/abort_requests",
+        all_body={"request_ids": []},
+        load="/metrics",
+        read_load=read_metrics,
+    )
     minimum_delays_stops = True
     request_options = staticmethod(vllm_wire.request_options)
     read_completion = staticmethod(vllm_wire.read_completion)
@@ -139,5 +135,5 @@ async def logprobs_mode(transport: HttpClient, url: str, headers: Mapping[str, s
         EndpointUnavailable: no answer.
         EndpointRefused: the server does not serve token ids, or reports logits.
     """
-    answers = await posted(vllm_wire.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(vllm_wire.PROBES, transport, url + VLLMProtocol.ROUTE, headers)
     return vllm_wire.mode_of(*map(vllm_wire.probed_logprob, answers))
