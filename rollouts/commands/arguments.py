@@ -44,6 +44,7 @@ __all__ = [
     "add_output",
     "add_provider",
     "add_recipe",
+    "add_repeatable",
     "add_target",
     "add_verb",
     "all_options_of",
@@ -93,16 +94,16 @@ def add_chat_options(parser: argparse.ArgumentParser, *, provider: str) -> None:
         "--budget", type=above_0, metavar="D", help="dollars of this command; then it ends, and can be resumed"
     )
     chat.add_argument("--at-once", type=positive, metavar="N", help="most requests in flight (default: 32)")
-    chat.add_argument(
-        "--body",
-        action="append",
-        default=[],
-        metavar="NAME=JSON",
-        help="further field of each request, such as reasoning_effort=low; null leaves a field out",
-    )
+    does = "further field of each request, such as reasoning_effort=low; null leaves a field out"
+    add_repeatable(chat, "--body", "NAME=JSON", does)
     chat.add_argument(
         "--send-reasoning", action="store_true", help="send the thinking of earlier replies back, as some APIs need"
     )
+
+
+def add_repeatable(parser: argparse._ActionsContainer, flag: str, metavar: str, does: str) -> None:
+    """Add an option that may be given several times; its value is a list, empty by default."""
+    parser.add_argument(flag, action="append", default=[], metavar=metavar, help=does)
 
 
 def _any_provider(text: str) -> str:
@@ -221,12 +222,11 @@ def add_recipe(verb: argparse.ArgumentParser, *, optional: bool = False) -> None
 def add_target(verb: argparse.ArgumentParser, *, optional: bool = False, chat: bool = True) -> None:
     """Add the arguments of a verb that plays a recipe; ``chat``: those of chat APIs, too."""
     add_recipe(verb, optional=optional)
-    verb.add_argument(
+    add_repeatable(
+        verb,
         "--endpoint",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="URL of an SGLang or vLLM server; repeat the option for several servers. Default: start the embedded "
+        "URL",
+        "URL of an SGLang or vLLM server; repeat the option for several servers. Default: start the embedded "
         "engine; with run --resume, the servers of that run. The API key is read from ROLLOUTS_API_KEY",
     )
     if chat:

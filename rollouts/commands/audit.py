@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rollouts.audit import Finding, ModelTokens, Weights, audit, names, reader_of
+from rollouts.audit import ModelTokens, Weights, audit, names, reader_of
 from rollouts.base.extras import check_installed
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, above_0, add_verb
+from rollouts.commands.findings import say_first
 from rollouts.errors import ConfigError
 from rollouts.runs.logprobs import TOLERANCES
-
-_MAX_FINDINGS = 20
 
 __all__ = ["add"]
 
@@ -56,7 +55,8 @@ def _audit(args: argparse.Namespace) -> int:
     else:
         say(report)
         for kind in ("broken", "unusual"):
-            _list([finding for finding in report.findings if finding.kind == kind], kind)
+            found = [finding for finding in report.findings if finding.kind == kind]
+            say_first(found, f"more {kind} (--json lists them)")
     return 0 if report.ok else BROKEN
 
 
@@ -65,11 +65,3 @@ def _weights(args: argparse.Namespace) -> Weights:
         raise ConfigError.of("--model", str(args.model), "a folder with a model")
     check_installed("--model", ("torch", "safetensors"), "engine")
     return Weights(args.model, args.dtype, args.temperature)
-
-
-def _list(findings: list[Finding], kind: str) -> None:
-    for finding in findings[:_MAX_FINDINGS]:
-        say(finding)
-    left = len(findings) - _MAX_FINDINGS
-    if left > 0:
-        say(f"... and {left} more {kind} (--json lists them)")

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import add_verb, at_least_0, check_run, positive
+from rollouts.commands.arguments import add_repeatable, add_verb, at_least_0, check_run, positive
 
 __all__ = ["add"]
 
@@ -54,13 +54,8 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--near", type=float, metavar="S", help="remove near duplicates of this similarity, e.g. 0.8 (extra curate)"
     )
-    parser.add_argument(
-        "--not-in",
-        action="append",
-        default=[],
-        metavar="FILE_OR_RUN",
-        help="held-out prompts, or a run: rollouts that share 13 words in a row with one are refused; may be repeated",
-    )
+    does = "held-out prompts, or a run: rollouts that share 13 words in a row with one are refused; may be repeated"
+    add_repeatable(parser, "--not-in", "FILE_OR_RUN", does)
     parser.add_argument(
         "--tools", type=Path, metavar="FILE", help="JSON file with the tools of runs that did not store them"
     )

@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 from rich.console import Console
@@ -85,16 +85,16 @@ class _Accounting(msgspec.Struct):
     failed: int = 0
 
 
-class _Info(msgspec.Struct):
+class _Info(TypedDict, total=False):
     """The fields of ``run.json`` that are listed."""
 
-    status: str | None = None
-    recipe: str | None = None
-    batches: int | None = None
-    batches_wanted: int | None = None
-    started: str | None = None
-    error: str | None = None
-    accounting: _Accounting | None = None
+    status: str | None
+    recipe: str | None
+    batches: int | None
+    batches_wanted: int | None
+    started: str | None
+    error: str | None
+    accounting: _Accounting | None
 
 
 class _Batch(msgspec.Struct):
@@ -115,7 +115,7 @@ class _Evaluation(msgspec.Struct):
 def _run(path: Path) -> dict[str, Any]:
     stored = read_info(path)
     info = msgspec.convert(stored, type=_Info)
-    status = info.status
+    accounting, status = info.pop("accounting", None), info.get("status")
     if status == "running":
         try:
             check_idle(path, "DIR")
@@ -128,14 +128,10 @@ def _run(path: Path) -> dict[str, Any]:
     return {
         **_NOTHING,
         "path": str(path),
-        "recipe": info.recipe,
+        **info,
         "status": status,
-        "batches": info.batches,
-        "batches_wanted": info.batches_wanted,
-        "groups": msgspec.to_builtins(info.accounting or _Accounting()),
+        "groups": msgspec.to_builtins(accounting or _Accounting()),
         "reward": last.reward,
-        "started": info.started,
-        "error": info.error,
     }
 
 

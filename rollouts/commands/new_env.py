@@ -65,10 +65,10 @@ rollouts run {name}/recipe.py --set keep=all --out runs/{name}
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
 from rollouts.dtypes import Endpoint
-from rollouts.recipe import Recipe, agent_recipe
+from rollouts.recipe import Recipe, RecipeOptions, agent_recipe, recipe_defaults
 from rollouts.training import load_prompts
 from rollouts.rewards import exact_match
 
@@ -77,33 +77,13 @@ from {name}.environment import {cls}
 ROWS = Path(__file__).parent / "rows.jsonl"
 
 
-def recipe(
-    endpoint: Endpoint,
-    *,
-    data: Path = ROWS,
-    batch_size: int = 8,
-    n_samples_per_prompt: int = 8,
-    max_new_tokens: int = 256,
-    keep: Literal["spread", "all"] = "spread",
-    batches: int = 1,
-    seed: int = 0,
-) -> Recipe:
+@recipe_defaults(batch_size=8, max_new_tokens=256)
+def recipe(endpoint: Endpoint, *, data: Path = ROWS, seed: int = 0, **options: Unpack[RecipeOptions]) -> Recipe:
     """Every keyword is an option: --set batch_size=4. keep=spread drops groups whose rewards are all equal."""
     prompts = load_prompts(data)
     table = {{str(prompt.metadata["country"]): str(prompt.label) for prompt in prompts}}
-    return agent_recipe(
-        "{name}",
-        endpoint,
-        partial({cls}, table),
-        prompts,
-        reward_fn=exact_match,
-        batch_size=batch_size,
-        n_samples_per_prompt=n_samples_per_prompt,
-        max_new_tokens=max_new_tokens,
-        keep=keep,
-        batches=batches,
-        seed=seed,
-    )
+    environment_cls = partial({cls}, table)
+    return agent_recipe("{name}", endpoint, environment_cls, prompts, reward_fn=exact_match, seed=seed, **options)
 '''
 
 _ROWS = """\

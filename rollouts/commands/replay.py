@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.base.terminal import say
-from rollouts.commands.arguments import BROKEN, add_verb, check_run, in_loop, options_of, tell
+from rollouts.commands.arguments import BROKEN, add_repeatable, add_verb, check_run, in_loop, options_of, tell
 from rollouts.commands.stored_target import resumed_target, stored_recipe
 from rollouts.commands.target import RunTarget
 from rollouts.errors import ReplayDiverged
@@ -22,9 +22,7 @@ def add(verbs: Any) -> None:
     parser = add_verb(verbs, "replay", _replay, "replay a recorded run without a server, and compare", "replay runs/a")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run that was recorded with run --record")
     parser.add_argument("--recipe", type=Path, metavar="RECIPE", help="recipe to play (default: the run's)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="replace an option of the run's recipe"
-    )
+    add_repeatable(parser, "--set", "KEY=VALUE", "replace an option of the run's recipe")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the replayed samples as JSON Lines")
     parser.add_argument("--overwrite", action="store_true", help="replace the file at --out")
 

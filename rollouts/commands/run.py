@@ -26,6 +26,7 @@ from rollouts.commands.arguments import (
     BROKEN,
     INTERRUPTED,
     add_output,
+    add_repeatable,
     add_target,
     add_verb,
     check_run,
@@ -349,13 +350,8 @@ def add(verbs: Any) -> None:
         help="play rollouts in N processes on this machine; MIN:MAX begins with MIN",
     )
     parser.add_argument("--metrics-port", type=port, metavar="P", help="port on which Prometheus can scrape metrics")
-    parser.add_argument(
-        "--log",
-        action="append",
-        default=[],
-        metavar="NAME[:WHERE]",
-        help="log each batch to wandb, tensorboard, trackio or mlflow; WHERE is the project, experiment or folder",
-    )
+    does = "log each batch to wandb, tensorboard, trackio or mlflow; WHERE is the project, experiment or folder"
+    add_repeatable(parser, "--log", "NAME[:WHERE]", does)
     parser.add_argument("--trace", action="store_true", help="OpenTelemetry spans for rollouts and completions")
     parser.add_argument("--overwrite", action="store_true", help="delete the run that is in --out")
     parser.add_argument(

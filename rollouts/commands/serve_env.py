@@ -20,13 +20,8 @@ __all__ = ["add"]
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    parser = add_verb(
-        verbs,
-        "serve-env",
-        _serve_env,
-        "serve a recipe's environment (Open Reward Standard)",
-        "serve-env calculator",
-    )
+    does = "serve a recipe's environment (Open Reward Standard)"
+    parser = add_verb(verbs, "serve-env", _serve_env, does, "serve-env calculator")
     add_recipe(parser)
     add_options(parser, "--data", "--seed", "--set")
     parser.add_argument("--split", default="train", metavar="NAME", help="split name of its prompts (default: train)")

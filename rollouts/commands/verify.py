@@ -12,12 +12,11 @@ from rollouts.base.extras import check_installed
 from rollouts.base.peft import CONFIG
 from rollouts.base.terminal import say
 from rollouts.commands.arguments import BROKEN, add_verb, check_run
+from rollouts.commands.findings import say_first
 from rollouts.errors import ConfigError, without_password
 from rollouts.runs.logprobs import TOLERANCES, check_logprobs
 from rollouts.runs.teacher_logprobs import check_teachers
 from rollouts.runs.verify import verify_run
-
-_MAX_VIOLATIONS = 20
 
 __all__ = ["add"]
 
@@ -79,11 +78,7 @@ def _verify(args: argparse.Namespace) -> int:
             scored = check_teachers(args.run, teachers, whole, **settings)
             say(scored)
             violations += scored.violations
-    for violation in violations[:_MAX_VIOLATIONS]:
-        say(violation, file=sys.stderr)
-    left = len(violations) - _MAX_VIOLATIONS
-    if left > 0:
-        say(f"... and {left} more", file=sys.stderr)
+    say_first(violations, file=sys.stderr)
     return BROKEN if violations else 0
 
 

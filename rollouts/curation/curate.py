@@ -11,6 +11,7 @@ Memory grows with the rollouts by some bytes for each distinct one (``select.py`
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,16 +40,18 @@ _SAMPLE = 10_000
 
 
 class Quantiles:
-    """Quantiles of a stream of numbers, from a uniform sample of at most 10,000 of them."""
+    """Quantiles of a stream of numbers, from a uniform sample of at most 10,000 of them; the ends are exact."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.least, self.largest = math.inf, -math.inf
         self._kept: list[float] = []
         self._random = random.Random(0)
 
     def add(self, value: float) -> None:
         """Add a number."""
         self.count += 1
+        self.least, self.largest = min(self.least, value), max(self.largest, value)
         if len(self._kept) < _SAMPLE:
             self._kept.append(value)
         elif (place := self._random.randrange(self.count)) < _SAMPLE:
@@ -56,8 +59,10 @@ class Quantiles:
 
     def at(self, *shares: float) -> list[float]:
         """The values at these shares, 0 to 1; empty without a number."""
-        ordered = sorted(self._kept)
-        return [ordered[round(share * (len(ordered) - 1))] for share in shares] if ordered else []
+        if not self.count:
+            return []
+        ordered = [self.least, *sorted(self._kept)[1:-1], self.largest]
+        return [ordered[round(share * (len(ordered) - 1))] for share in shares]
 
 
 @attrs.define
@@ -76,8 +81,6 @@ class Account:
     """Tokens of token rows."""
     trained: int = 0
     """Trained tokens of token rows."""
-    longest: int = 0
-    """Tokens of the longest row, as in ``lengths``."""
     reweighted: int = 0
     """Rows of samples whose ``loss_multiplier`` is not 1, which no column has."""
     versions: Counter[str] = attrs.field(factory=Counter)
@@ -85,6 +88,11 @@ class Account:
     rewards: Quantiles = attrs.field(factory=Quantiles)
     lengths: Quantiles = attrs.field(factory=Quantiles)
     """Lengths of token rows, in tokens; of other rows the tokens of the rollout."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, as in ``lengths``."""
+        return int(self.lengths.largest) if self.lengths.count else 0
 
     def to_dict(self) -> dict[str, Any]:
         """The counts as plain data."""
@@ -160,7 +168,6 @@ def _count(account: Account, row: dict[str, Any], target: Target, length: int) -
         account.tokens += length
         account.trained += int(np.count_nonzero(np.array(row["labels"]) != IGNORED))
     account.lengths.add(length)
-    account.longest = max(account.longest, length)
 
 
 def curate(

@@ -12,6 +12,7 @@ Memory: some numbers for each task, 8 to 24 bytes for each distinct rollout.
 from __future__ import annotations
 
 import heapq
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,16 +88,16 @@ class TaskStats:
     passed: int = 0
     failed: int = 0
     total: float = 0.0
-    best: float = 0.0
-    worst: float = 0.0
+    best: float = -math.inf
+    worst: float = math.inf
 
     def add(self, reward: float | None, passing: float) -> None:
         """Count a rollout."""
         if reward is None:
             self.failed += 1
             return
-        self.best = reward if not self.n else max(self.best, reward)
-        self.worst = reward if not self.n else min(self.worst, reward)
+        self.best = max(self.best, reward)
+        self.worst = min(self.worst, reward)
         self.n += 1
         self.passed += reward >= passing
         self.total += reward

@@ -49,12 +49,7 @@ _LOG = logging.getLogger(__name__)
 
 
 async def update_adapter(
-    endpoint: Endpoint,
-    folder: str | Path,
-    name: str,
-    *,
-    while_running: WhileLoaded = "finish",
-    seconds: float = 600.0,
+    endpoint: Endpoint, folder: str | Path, name: str, *, while_running: WhileLoaded, seconds: float
 ) -> None:
     """Load an adapter as a new version on all servers of the endpoint; see
     :func:`rollouts.inference.weights.update_weights`."""

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rollouts.dtypes import Completion, SamplingParams
+from rollouts.dtypes import SamplingParams
 from rollouts.http.client import HttpClient
 from rollouts.inference import generate_wire
 from rollouts.inference.aborts import SGLANG_ABORTS
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
-from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, describe_server
 from rollouts.inference.pauses import is_ready
 from rollouts.inference.policy import ServerPolicy
@@ -29,18 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangPolicy", "SGLangProtocol", "reported_logprobs"]
 
-ROUTE = "/generate"
-
 
 class SGLangProtocol(ProbedProtocol["ReportedLogprobs"]):
     """Routes and format of SGLang, and the kind of logprobs of each server."""
 
-    ROUTE = ROUTE
+    ROUTE = "/generate"
     ABORTS = SGLANG_ABORTS
     takes_images = True
-
-    def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
-        return generate_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
+    request_options = staticmethod(generate_wire.request_options)
+    read_completion = staticmethod(generate_wire.read_completion)
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         return generate_wire.request_body(
@@ -56,9 +52,6 @@ class SGLangProtocol(ProbedProtocol["ReportedLogprobs"]):
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-SMG-Routing-Key": session}
-
-    def read_completion(self, payload: bytes, request: SentRequest) -> Completion:
-        return generate_wire.read_completion(payload, request)
 
     async def describe(self, worker: Worker) -> ServerInfo:
         return await describe_server(self._transport, worker.url, self._headers)
@@ -95,5 +88,5 @@ async def reported_logprobs(transport: HttpClient, url: str, headers: Mapping[st
     """
     from rollouts.inference import generate_probe
 
-    answers = await posted(generate_probe.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(generate_probe.PROBES, transport, url + SGLangProtocol.ROUTE, headers)
     return generate_probe.reported_by(*map(generate_probe.top_logprobs, answers))

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import anyio
 import attrs
 
-from rollouts.dtypes import Completion, SamplingParams
+from rollouts.dtypes import SamplingParams
 from rollouts.dtypes.inference import NEEDS_TOKEN_IDS
 from rollouts.errors import EndpointRefused, EndpointUnavailable, without_password
 from rollouts.http.answers import loads
@@ -24,7 +24,6 @@ from rollouts.inference import vllm_wire
 from rollouts.inference.aborts import AbortRoutes
 from rollouts.inference.base import PriorityOrder, ServerInfo
 from rollouts.inference.call import Call
-from rollouts.inference.completions import SentRequest
 from rollouts.inference.discovery import Routes, length_of, text_of
 from rollouts.inference.limiter import Load
 from rollouts.inference.pauses import POLL_SECONDS
@@ -35,7 +34,6 @@ from rollouts.inference.vllm_wire import LogprobsMode
 
 __all__ = ["VLLMPolicy", "VLLMProtocol", "describe_vllm", "logprobs_mode", "read_metrics"]
 
-ROUTE = "/inference/v1/generate"
 _METRIC = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{[^}\n]*\} (\S+)$", re.M)
 
 
@@ -51,25 +49,21 @@ def read_metrics(payload: bytes) -> Load | None:
     return Load(int(sum(running)), int(sum(waiting)), max(found.get(b"kv_cache_usage_perc", [0.0])))
 
 
-VLLM_ABORTS = AbortRoutes(
-    one="/inference/v1/abort_requests",
-    body=lambda rid: {"request_ids": [vllm_wire.engine_id(rid)]},
-    all="/abort_requests",
-    all_body={"request_ids": []},
-    load="/metrics",
-    read_load=read_metrics,
-)
-
-
 class VLLMProtocol(ProbedProtocol[LogprobsMode]):
     """Routes and format of vLLM, and the kind of logprobs of each server."""
 
-    ROUTE = ROUTE
-    ABORTS = VLLM_ABORTS
+    ROUTE = "/inference/v1/generate"
+    ABORTS = AbortRoutes(
+        one="/inference/v1/abort_requests",
+        body=lambda rid: {"request_ids": [vllm_wire.engine_id(rid)]},
+        all="/abort_requests",
+        all_body={"request_ids": []},
+        load="/metrics",
+        read_load=read_metrics,
+    )
     minimum_delays_stops = True
-
-    def request_options(self, sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, top_p_sets: bool) -> bytes:
-        return vllm_wire.request_options(sampling, stop_token_ids, top_p_sets=top_p_sets)
+    request_options = staticmethod(vllm_wire.request_options)
+    read_completion = staticmethod(vllm_wire.read_completion)
 
     def request_body(self, rid: str, call: Call) -> tuple[bytes, int]:
         assert not call.images, "complete refuses images"
@@ -79,9 +73,6 @@ class VLLMProtocol(ProbedProtocol[LogprobsMode]):
 
     def session_headers(self, session: str) -> dict[str, str]:
         return {"X-Session-ID": session, "X-SMG-Routing-Key": session}
-
-    def read_completion(self, payload: bytes, request: SentRequest) -> Completion:
-        return vllm_wire.read_completion(payload, request)
 
     async def describe(self, worker: Worker) -> ServerInfo:
         info = await describe_vllm(self._transport, worker.url, self._headers)
@@ -144,5 +135,5 @@ async def logprobs_mode(transport: HttpClient, url: str, headers: Mapping[str, s
         EndpointUnavailable: no answer.
         EndpointRefused: the server does not serve token ids, or reports logits.
     """
-    answers = await posted(vllm_wire.PROBES, transport, url + ROUTE, headers)
+    answers = await posted(vllm_wire.PROBES, transport, url + VLLMProtocol.ROUTE, headers)
     return vllm_wire.mode_of(*map(vllm_wire.probed_logprob, answers))

@@ -224,14 +224,16 @@ def _replace(mutable: Any, now: Any) -> None:
 
 _BUILT_IN = ("int", "float", "str", "repr", "bool", "len", "hash", "iter", "next", "reversed")
 _SIGNS = ("neg", "pos", "abs", "invert", "index")
+_ATTRIBUTES = ("getattr", "setattr", "delattr")
+_ITEMS = ("getitem", "setitem", "delitem")
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
 _BINARY = (*_ARITHMETIC, "lt", "le", "gt", "ge")
 _DOES: dict[str, Callable[..., Any]] = {
     "call": lambda target, *arguments, **options: target(*arguments, **options),
     **{name: getattr(operator, f"__{name}__") for name in _SIGNS},
     **{name: getattr(builtins, name) for name in _BUILT_IN},
-    **{name: getattr(operator, f"__{name}__") for name in (*_BINARY, "eq", "getitem", "setitem", "delitem")},
-    **{name: getattr(builtins, name) for name in ("getattr", "setattr", "delattr")},
+    **{name: getattr(operator, f"__{name}__") for name in (*_BINARY, "eq", *_ITEMS)},
+    **{name: getattr(builtins, name) for name in _ATTRIBUTES},
     "enter": lambda target: type(target).__enter__(target),
     "exit": lambda target, *_: type(target).__exit__(target, None, None, None),
     "instance": lambda target, value: isinstance(value, target),
@@ -251,24 +253,6 @@ class Remote:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._peer.ask("call", self, arguments, options)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._peer.ask("getattr", self, (name,))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._peer.ask("setattr", self, (name, value))
-
-    def __delattr__(self, name: str) -> None:
-        self._peer.ask("delattr", self, (name,))
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._peer.ask("getitem", self, (key,))
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._peer.ask("setitem", self, (key, value))
-
-    def __delitem__(self, key: Any) -> None:
-        self._peer.ask("delitem", self, (key,))
 
     def __contains__(self, value: Any) -> bool:
         return any(item == value for item in self)
@@ -294,17 +278,17 @@ class Remote:
         return int(self._peer.ask("hash", self))
 
 
-def _unary(name: str) -> Callable[[Remote], Any]:
-    return lambda self: self._peer.ask(name, self)
+def _asked(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: self._peer.ask(name, self, arguments)
 
 
 def _binary(name: str) -> Callable[[Remote, Any], Any]:
     return lambda self, other: self._peer.ask(name, self, (other,)) if isinstance(other, Remote) else NotImplemented
 
 
-for _name in (*_BUILT_IN, *_SIGNS):
+for _name in (*_BUILT_IN, *_SIGNS, *_ATTRIBUTES, *_ITEMS):
     if f"__{_name}__" not in vars(Remote):
-        setattr(Remote, f"__{_name}__", _unary(_name))
+        setattr(Remote, f"__{_name}__", _asked(_name))
 for _name in _BINARY:
     setattr(Remote, f"__{_name}__", _binary(_name))
 

@@ -50,7 +50,7 @@ from rollouts.sandboxes.base import (
     inner_path,
 )
 from rollouts.sandboxes.containment import Containment
-from rollouts.sandboxes.docker_api import DockerApi, DockerError
+from rollouts.sandboxes.docker_api import DockerApi, DockerError, Request
 from rollouts.sandboxes.running import Running, stopped_by
 
 __all__ = ["ContainerSandbox"]
@@ -115,8 +115,7 @@ class ContainerSandbox:
     @property
     def abilities(self) -> frozenset[Ability]:
         """``users``, and ``keep_processes`` where it is set."""
-        has: dict[Ability, bool] = {"users": True, "keep_processes": self.keep_processes}
-        return frozenset(name for name, there in has.items() if there)
+        return frozenset({"users", "keep_processes"} if self.keep_processes else {"users"})
 
     def containment(self) -> Containment:
         """The limits that the daemon is asked to enforce."""
@@ -497,7 +496,7 @@ class RunningContainer(Running):
         max_bytes = self._kind.limits.file_bytes
         try:
             data = await self._api.send(
-                "GET", f"/containers/{self.id}/archive", {"path": place}, max_bytes=max_bytes + (1 << 20)
+                Request("GET", f"/containers/{self.id}/archive", {"path": place}), max_bytes=max_bytes + (1 << 20)
             )
         except DockerError as error:
             if error.status in (400, 404):
@@ -527,7 +526,7 @@ class RunningContainer(Running):
             await self._exec(_shell(owner, _GRACE_SECONDS), "0:0")
 
     async def _put(self, folder: str, archive: bytes | Path) -> None:
-        await self._api.send("PUT", f"/containers/{self.id}/archive", {"path": folder}, archive)
+        await self._api.send(Request("PUT", f"/containers/{self.id}/archive", {"path": folder}, archive))
 
     async def pack(self, path: str, archive: str | os.PathLike[str]) -> bool:
         """See :class:`~rollouts.sandboxes.base.RunningSandbox`; the daemon makes the archive.
@@ -535,11 +534,12 @@ class RunningContainer(Running):
         Podman 4.3 names root as the owner of all members.
         """
         self._check_open()
-        query = {"path": inner_path(path, self.workspace, self.home)}
+        place = inner_path(path, self.workspace, self.home)
+        request = Request("GET", f"/containers/{self.id}/archive", {"path": place})
         size, limit = 0, self._kind.limits.disk_bytes
         try:
             async with (
-                contextlib.aclosing(self._api.stream("GET", f"/containers/{self.id}/archive", query)) as chunks,
+                contextlib.aclosing(self._api.stream(request)) as chunks,
                 await anyio.open_file(archive, "wb") as file,
             ):
                 async for chunk in chunks:

@@ -20,7 +20,7 @@ import msgspec
 
 from rollouts.sandboxes.base import SandboxError
 
-__all__ = ["DockerApi", "DockerError"]
+__all__ = ["DockerApi", "DockerError", "Request"]
 
 VERSION = "v1.41"
 """Of Docker 20.10; Podman 4 also serves it."""
@@ -58,6 +58,34 @@ class _Parts:
 
 
 @attrs.frozen
+class Request:
+    """A request with a body of any kind, or a file's."""
+
+    method: str
+    path: str
+    query: Mapping[str, str] | None = None
+    body: bytes | Path | None = None
+    kind: str = "application/x-tar"
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body."""
+        return self.body.stat().st_size if isinstance(self.body, Path) else len(self.body or b"")
+
+    @property
+    def head(self) -> bytes:
+        """The lines before the body."""
+        target = f"/{VERSION}{self.path}" + (f"?{urllib.parse.urlencode(self.query)}" if self.query else "")
+        head = f"{self.method} {target} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
+        if self.body is not None:
+            head += f"Content-Type: {self.kind}\r\n"
+        return f"{head}Content-Length: {self.size}\r\n\r\n".encode()
+
+
+@attrs.frozen
 class DockerApi:
     """Requests to the daemon at one unix socket."""
 
@@ -68,64 +96,44 @@ class DockerApi:
     async def json(self, method: str, path: str, query: Mapping[str, str] | None = None, body: Any = None) -> Any:
         """Send a JSON request; return the decoded answer, ``None`` if it is empty."""
         data = None if body is None else msgspec.json.encode(body)
-        answer = await self.send(method, path, query, data, "application/json", _JSON_BYTES)
+        answer = await self.send(Request(method, path, query, data, "application/json"))
         try:
             return msgspec.json.decode(answer) if answer.strip() else None
         except msgspec.DecodeError:
             raise SandboxError(f"{method} {path} at {self.path}: the answer is not JSON") from None
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: bytes | Path | None = None,
-        kind: str = "application/x-tar",
-        max_bytes: int = _JSON_BYTES,
-    ) -> bytes:
-        """Send a request with a body of any kind, or a file's; return the answer's of at most ``max_bytes`` bytes."""
-        whole, seconds = bytearray(), self.seconds + _size_of(body) / (1 << 20)
+    async def send(self, request: Request, *, max_bytes: int = _JSON_BYTES) -> bytes:
+        """Send a request; return the answer's body of at most ``max_bytes`` bytes."""
+        whole, seconds = bytearray(), self.seconds + request.size / (1 << 20)
         with anyio.move_on_after(seconds) as scope:
-            async with contextlib.aclosing(self.stream(method, path, query, body, kind)) as chunks:
+            async with contextlib.aclosing(self.stream(request)) as chunks:
                 async for chunk in chunks:
                     whole += chunk
                     if len(whole) > max_bytes:
-                        raise SandboxError(f"{method} {path} at {self.path}: got more than {max_bytes:,} bytes")
+                        raise SandboxError(f"{request} at {self.path}: got more than {max_bytes:,} bytes")
         if scope.cancelled_caught:
-            raise SandboxError(f"{method} {path} at {self.path}: no answer within {seconds:g} s")
+            raise SandboxError(f"{request} at {self.path}: no answer within {seconds:g} s")
         return bytes(whole)
 
     async def frames(self, path: str, body: Any) -> AsyncGenerator[tuple[int, bytes], None]:
         """Yield the outputs of a started command: 1 for standard output, 2 for standard error, and some bytes."""
         unread = b""
-        data = msgspec.json.encode(body)
-        async with contextlib.aclosing(self.stream("POST", path, None, data, "application/json")) as chunks:
+        request = Request("POST", path, None, msgspec.json.encode(body), "application/json")
+        async with contextlib.aclosing(self.stream(request)) as chunks:
             async for chunk in chunks:
                 unread += chunk
                 while len(unread) >= _FRAME_HEAD:
                     size = int.from_bytes(unread[4:8], "big")
                     if unread[0] > 2 or unread[1:4] != b"\0\0\0":
-                        raise SandboxError(f"POST {path} at {self.path}: the answer is not a stream of frames")
+                        raise SandboxError(f"{request} at {self.path}: the answer is not a stream of frames")
                     if len(unread) < _FRAME_HEAD + size:
                         break
                     yield unread[0], unread[_FRAME_HEAD : _FRAME_HEAD + size]
                     unread = unread[_FRAME_HEAD + size :]
 
-    async def stream(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        body: bytes | Path | None = None,
-        kind: str = "application/x-tar",
-    ) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Send a request; yield the answer's body as it comes."""
-        target = f"/{VERSION}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-        head = f"{method} {target} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\n"
-        if body is not None:
-            head += f"Content-Type: {kind}\r\n"
-        head += f"Content-Length: {_size_of(body)}\r\n\r\n"
-        what = f"{method} {path} at {self.path}"
+        what, body = f"{request} at {self.path}", request.body
         try:
             connection = await anyio.connect_unix(self.path)
         except OSError as error:
@@ -135,12 +143,12 @@ class DockerApi:
             parser = httptools.HttpResponseParser(parts)
             try:
                 if isinstance(body, Path):
-                    await connection.send(head.encode())
+                    await connection.send(request.head)
                     async with await anyio.open_file(body, "rb") as file:
                         while chunk := await file.read(_CHUNK):
                             await connection.send(chunk)
                 else:
-                    await connection.send(head.encode() + (body or b""))
+                    await connection.send(request.head + (body or b""))
                 while not parts.done:
                     try:
                         parser.feed_data(await connection.receive())
@@ -158,10 +166,6 @@ class DockerApi:
             if parser.get_status_code() >= 400:
                 status = parser.get_status_code()
                 raise DockerError(f"{what}: HTTP {status}: {_message(bytes(parts.body))}", status)
-
-
-def _size_of(body: bytes | Path | None) -> int:
-    return body.stat().st_size if isinstance(body, Path) else len(body or b"")
 
 
 def _message(body: bytes) -> str:

@@ -17,7 +17,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import anyio
 import anyio.to_thread
@@ -102,13 +102,7 @@ class _Rows(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._given
 
-    @overload
-    def __getitem__(self, position: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[Prompt]: ...
-    def __getitem__(self, position: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(position, slice):
-            return [self[number] for number in range(self._given)[position]]
+    def __getitem__(self, position: int) -> Prompt:  # type: ignore[override]  # a buffer takes no slices
         return _read(msgspec.msgpack.decode(self.held[position]), position)
 
     def __iter__(self) -> Iterator[Prompt]:

@@ -92,23 +92,23 @@ class ChatServer(LoopbackServer):
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         payload, given = await request.read(), request.headers.get("Authorization", "")
         if request.method != "POST" or request.path != "/v1/chat/completions":
-            return self._refused(None, given, 404, f"Invalid URL ({request.method} {request.path})")
+            return self._refused(None, given, 404, _error(f"Invalid URL ({request.method} {request.path})"))
         if self._key is not None and given != f"Bearer {self._key}":
             text = f"Incorrect API key provided: {given.removeprefix('Bearer ')}. You can find your API key at …"
-            return self._refused(None, given, 401, text, code="invalid_api_key")
+            return self._refused(None, given, 401, _error(text, code="invalid_api_key"))
         try:
             body = msgspec.json.decode(payload)
         except msgspec.DecodeError:
-            return self._refused(None, given, 400, "We could not parse the JSON body of your request.")
+            return self._refused(None, given, 400, _error("We could not parse the JSON body of your request."))
         if (problem := problem_of(body)) is not None:
-            return self._refused(body, given, 400, *problem)
+            return self._refused(body, given, 400, _error(*problem))
         if body["model"] != self._model:
             text = f"The model `{body['model']}` does not exist or you do not have access to it."
-            return self._refused(body, given, 404, text, code="model_not_found")
+            return self._refused(body, given, 404, _error(text, code="model_not_found"))
         if (length := _words(body["messages"], body.get("tools"))) > self._max_context:
             text = f"This model's maximum context length is {self._max_context} tokens. However, your messages "
             text += f"resulted in {length} tokens. Please reduce the length of the messages."
-            return self._refused(body, given, 400, text, "messages", "context_length_exceeded")
+            return self._refused(body, given, 400, _error(text, "messages", "context_length_exceeded"))
         number, self._number = self._number, self._number + 1
         if self._before is not None:
             await self._before()
@@ -120,11 +120,12 @@ class ChatServer(LoopbackServer):
         if fault == "rate_limit":
             headers = {} if self._retry_after is None else {"Retry-After": str(self._retry_after)}
             text = f"Rate limit reached for {self._model} on requests per min (RPM): Limit 3, Used 3, Requested 1."
-            return self._refused(body, given, 429, text, None, "rate_limit_exceeded", "requests", headers, fault)
+            error = _error(text, code="rate_limit_exceeded", kind="requests")
+            return self._refused(body, given, 429, error, headers, fault)
         if fault in ("server_error", "overloaded"):
             text = "The server had an error while processing your request. Sorry about that!"
             status = 500 if fault == "server_error" else 503
-            return self._refused(body, given, status, text, None, None, "server_error", {}, fault)
+            return self._refused(body, given, status, _error(text, kind="server_error"), fault=fault)
         message, finish = self._message(body, fault)
         words = _words([message], None)
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -144,7 +145,7 @@ class ChatServer(LoopbackServer):
         if fault == "no_choices":
             payload = msgspec.json.encode({**answer, "choices": []})
         if fault == "error_in_200":
-            payload = msgspec.json.encode(_error("The server had an error.", None, None, "server_error"))
+            payload = msgspec.json.encode(_error("The server had an error.", kind="server_error"))
         billed = (0, 0) if fault == "error_in_200" else (length, words)
         self.asked.append(Asked(body, given, 200, fault, *billed))
         if fault in ("cut", "hang_up"):
@@ -198,15 +199,12 @@ class ChatServer(LoopbackServer):
         body: Any,
         given: str,
         status: int,
-        text: str,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str = "invalid_request_error",
+        error: Mapping[str, Any],
         headers: Mapping[str, str] | None = None,
         fault: Fault | None = None,
     ) -> web.Response:
         self.asked.append(Asked(body, given, status, fault))
-        payload = msgspec.json.encode(_error(text, param, code, kind))
+        payload = msgspec.json.encode(error)
         return web.Response(status=status, body=payload, content_type="application/json", headers=headers)
 
 
@@ -221,7 +219,9 @@ async def _cut(request: web.Request, payload: bytes, *, nothing: bool) -> web.St
     return response
 
 
-def _error(text: str, param: str | None, code: str | None, kind: str) -> dict[str, Any]:
+def _error(
+    text: str, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
+) -> dict[str, Any]:
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 

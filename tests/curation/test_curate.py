@@ -16,6 +16,7 @@ import pytest
 
 from rollouts.curation import Selection, Target, curate, write_folder
 from rollouts.curation.card import card
+from rollouts.curation.curate import Quantiles
 from rollouts.curation.rows import IGNORED, LEFT_OUT, NEAR, NO_PARTNER, SAME_TEXT, TARGETS
 from rollouts.curation.select import SEVERAL
 from rollouts.dtypes import Message, Prompt, StopReason, ToolCall
@@ -388,3 +389,16 @@ def test_wrong_arguments_are_refused_before_a_row_is_read(tmp_path: Path) -> Non
         curate(tmp_path / "a", "tokens", Selection(near=1.5))
     with pytest.raises(ConfigError, match="a field that at least one rollout has"):
         list(curate(tmp_path / "a", "tokens", Selection(where="metadata.lvel == 1")))
+
+
+def test_the_ends_of_quantiles_are_exact() -> None:
+    """The others are those of a sample; without a number there are none."""
+    numbers = list(range(50_000))
+    random.Random(1).shuffle(numbers)
+    quantiles = Quantiles()
+    assert quantiles.at(0.0, 0.5, 1.0) == []
+    for number in numbers:
+        quantiles.add(number)
+    least, median, largest = quantiles.at(0.0, 0.5, 1.0)
+    assert (least, largest) == (0, 49_999)
+    assert median == pytest.approx(25_000, rel=0.05)

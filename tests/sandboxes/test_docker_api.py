@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from rollouts.sandboxes import SandboxError
-from rollouts.sandboxes.docker_api import DockerApi, DockerError
+from rollouts.sandboxes.docker_api import DockerApi, DockerError, Request
 
 
 async def _ask(answer: list[bytes], max_bytes: int = 1000) -> tuple[bytes, bytes]:
@@ -28,7 +28,7 @@ async def _ask(answer: list[bytes], max_bytes: int = 1000) -> tuple[bytes, bytes
 
         async with listener, anyio.create_task_group() as group:
             group.start_soon(listener.serve, serve)
-            body = await DockerApi(path).send("GET", "/a", {"path": "/x y"}, max_bytes=max_bytes)
+            body = await DockerApi(path).send(Request("GET", "/a", {"path": "/x y"}), max_bytes=max_bytes)
             group.cancel_scope.cancel()
     return requests[0], body
 

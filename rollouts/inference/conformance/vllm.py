@@ -21,7 +21,7 @@ from rollouts.inference.base import ServerInfo
 from rollouts.inference.conformance.points import Finding, Point, Report, ask_all
 from rollouts.inference.conformance.probe import Probe, Reply, listed, opened
 from rollouts.inference.conformance.sglang import POINTS as SGLANG_POINTS
-from rollouts.inference.vllm import VLLM_ABORTS, VLLMProtocol, describe_vllm, logprobs_mode
+from rollouts.inference.vllm import VLLMProtocol, describe_vllm, logprobs_mode
 from rollouts.inference.vllm_wire import engine_id
 
 __all__ = ["VLLM_POINTS", "vllm_conformance_of"]
@@ -90,7 +90,8 @@ class VLLMProbe(Probe):
         return str((await self.describe()).model)
 
     async def abort(self, rid: str) -> set[int]:
-        return {status for status, _ in await self.control(VLLM_ABORTS.one, dict(VLLM_ABORTS.body(rid)))}
+        routes = VLLMProtocol.ABORTS
+        return {status for status, _ in await self.control(routes.one, dict(routes.body(rid)))}
 
     async def pause(self) -> str:
         paused = [status for status, _ in await self.control("/pause?mode=keep", {})]
@@ -122,8 +123,8 @@ class VLLMProbe(Probe):
         await self.control("/reset_prefix_cache", {})
 
     async def running(self) -> int | None:
-        status, payload = (await self.get(VLLM_ABORTS.load))[0]
-        load = VLLM_ABORTS.read_load(payload) if status == 200 else None
+        status, payload = (await self.get(VLLMProtocol.ABORTS.load))[0]
+        load = VLLMProtocol.ABORTS.read_load(payload) if status == 200 else None
         return None if load is None else load.total
 
 

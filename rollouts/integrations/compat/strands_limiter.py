@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 from strands.hooks import BeforeToolCallEvent, HookProvider, HookRegistry, MessageAddedEvent
 
 __all__ = [
@@ -37,27 +38,20 @@ class MaxMessagesReachedError(LoopLimitReachedError):
     """The limit of messages was reached."""
 
 
+@attrs.define(eq=False, slots=False)
 class LoopLimiter(HookProvider):  # type: ignore[misc]  # typed by Strands where it is installed
-    """A hook that counts messages and tool calls, and ends the loop at a limit.
+    """A hook that counts messages and tool calls, and ends the loop at a limit."""
 
-    Args:
-        max_tool_iters: replies with tool calls; the last one stays in the conversation, and its calls do not run.
-        max_tool_calls: tool calls, including those of the last reply.
-        max_parallel_tool_calls: calls of one reply; further calls return an error.
-        max_messages: messages of the conversation, checked when a user message arrives.
-    """
+    max_tool_iters: int | None = None
+    """Replies with tool calls; the last one stays in the conversation, and its calls do not run."""
+    max_tool_calls: int | None = None
+    """Tool calls, including those of the last reply."""
+    max_parallel_tool_calls: int | None = None
+    """Calls of one reply; further calls return an error."""
+    max_messages: int | None = None
+    """Messages of the conversation, checked when a user message arrives."""
 
-    def __init__(
-        self,
-        max_tool_iters: int | None = None,
-        max_tool_calls: int | None = None,
-        max_parallel_tool_calls: int | None = None,
-        max_messages: int | None = None,
-    ) -> None:
-        self.max_tool_iters = max_tool_iters
-        self.max_tool_calls = max_tool_calls
-        self.max_parallel_tool_calls = max_parallel_tool_calls
-        self.max_messages = max_messages
+    def __attrs_post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:

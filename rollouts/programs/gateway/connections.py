@@ -25,6 +25,9 @@ __all__ = ["BACKLOG", "Connection", "Connections", "Listener", "most_connections
 BACKLOG = 128
 """Connections that wait to be accepted."""
 _MOST = 1 << 14
+_HEADER_BYTES = 1 << 16
+_KEEP_ALIVE = 3600.0
+"""Seconds; a server that closes idle connections loses requests that are sent at that moment."""
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -47,21 +50,17 @@ class Connections(web.Server):
         most: the number of connections.
         most_of_one: the number of connections of one owner.
         head_seconds: how long a client may take to send the head of a request.
-        options: of aiohttp's connections.
     """
 
-    def __init__(
-        self, handler: Any, malformed: Any, *, most: int, most_of_one: int, head_seconds: float, **options: Any
-    ) -> None:
-        super().__init__(handler, **options)
+    def __init__(self, handler: Any, malformed: Any, *, most: int, most_of_one: int, head_seconds: float) -> None:
+        super().__init__(handler, handler_cancellation=True)
         self.malformed, self.head_seconds = malformed, head_seconds
         self._most, self._most_of_one = most, most_of_one
-        self._options = {name: value for name, value in options.items() if name != "handler_cancellation"}
         self._open: dict[Connection, None] = {}
         self._owned: Counter[object] = Counter()
 
     def __call__(self) -> Connection:
-        return Connection(self, loop=asyncio.get_running_loop(), **self._options)
+        return Connection(self)
 
     def add(self, connection: Connection) -> None:
         """Count a new connection; if there are too many, close an idle one, or this one."""
@@ -103,8 +102,16 @@ class Connection(web.RequestHandler):
         busy: whether a request is being answered.
     """
 
-    def __init__(self, connections: Connections, **options: Any) -> None:
-        super().__init__(connections, **options)
+    def __init__(self, connections: Connections) -> None:
+        super().__init__(
+            connections,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]  # no log
+            keepalive_timeout=_KEEP_ALIVE,
+            max_field_size=_HEADER_BYTES,
+            max_line_size=_HEADER_BYTES,
+            auto_decompress=False,
+        )
         self.owner: object = None
         self.busy = False
         self._connections_of_server = connections

@@ -66,9 +66,6 @@ RETRY = "x-stainless-retry-count"
 """The header in which the SDKs of OpenAI and Anthropic say how often they have sent a request before."""
 _IN_THREAD = 1 << 20
 """A body of more bytes, or with an image, is read in a worker thread: it would hold up the other calls."""
-_HEADER_BYTES = 1 << 16
-_KEEP_ALIVE = 3600.0
-"""Seconds; a server that closes idle connections loses requests that are sent at that moment."""
 _ALL_BODIES = 1 << 30
 """Bytes of the bodies under way of all sessions."""
 _KEY_LENGTH = 16
@@ -137,17 +134,7 @@ class Gateway:
     async def __aenter__(self) -> Self:
         most = self._most_connections or most_connections()
         self._connections = Connections(
-            self._handle,
-            _malformed,
-            most=most,
-            most_of_one=max(most // 4, 1),
-            head_seconds=self._read_seconds,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=_KEEP_ALIVE,
-            max_field_size=_HEADER_BYTES,
-            max_line_size=_HEADER_BYTES,
-            auto_decompress=False,
+            self._handle, _malformed, most=most, most_of_one=max(most // 4, 1), head_seconds=self._read_seconds
         )
         self._runner = web.ServerRunner(self._connections, shutdown_timeout=0.5)
         sock = self._sock or _listening(*self._address)

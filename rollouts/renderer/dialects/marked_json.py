@@ -48,7 +48,8 @@ _NEXT_OBJECT = re.compile(r"\s*(?=\{)")
 class MarkedJson(BlockDialect):
     """An opening mark, JSON, a closing mark. The JSON is one call, or an array of calls.
 
-    A subclass defines ``name`` and ``block``, a pattern for the opening mark and the white space after it.
+    A subclass defines ``name`` and ``marks``, or ``block``: a pattern for the opening mark and the white space after
+    it, by default for any of ``marks``.
     """
 
     closing: ClassVar[str] = ""
@@ -61,6 +62,11 @@ class MarkedJson(BlockDialect):
     name_key: ClassVar[str] = "name"
     argument_keys: ClassVar[tuple[str, ...]] = ("arguments",)
     """The key of the arguments. If there are several, each call has one of them."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "marks" in vars(cls) and "block" not in vars(cls):
+            cls.block = re.compile(rf"(?:{'|'.join(map(re.escape, cls.marks))})\s*")
 
     def convert(self, value: Any, raw: str) -> ToolCall:
         """The call in a JSON value.
@@ -125,7 +131,6 @@ class Hunyuan(MarkedJson):
     name = "hunyuan"
     wrapping: ClassVar[tuple[str, ...]] = ("<answer>", "</answer>")
     marks = ("<tool_calls>",)
-    block = re.compile(r"<tool_calls>\s*")
     closing = "</tool_calls>"
 
 
@@ -150,7 +155,6 @@ class NemotronV2(MarkedJson):
 
     name = "nemotron_v2"
     marks = ("<TOOLCALL>",)
-    block = re.compile(r"<TOOLCALL>\s*")
     closing = "</TOOLCALL>"
 
 
@@ -172,7 +176,6 @@ class CommandR7B(MarkedJson):
 
     name = "command_r7b"
     marks = ("<|START_ACTION|>",)
-    block = re.compile(r"<\|START_ACTION\|>\s*")
     closing = "<|END_ACTION|>"
     name_key = "tool_name"
     argument_keys = ("parameters",)
@@ -219,7 +222,6 @@ class Apertus(MarkedJson):
 
     name = "apertus"
     marks = ("<|tools_prefix|>",)
-    block = re.compile(r"<\|tools_prefix\|>\s*")
     closing = stop_replaces = "<|tools_suffix|>"
     reasoning = ("<|inner_prefix|>", "<|inner_suffix|>")
 
@@ -255,7 +257,6 @@ class Granite20B(MarkedJson):
 
     name = "granite_20b"
     marks = ("<function_call>",)
-    block = re.compile(r"<function_call>\s*")
 
 
 class XLam(MarkedJson):
