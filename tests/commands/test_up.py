@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +103,20 @@ async def test_a_folder_is_refused_before_anything_is_served(workers: list[str],
     assert READY not in printed
     assert "Traceback" not in errors
     assert "workers" not in errors
+
+
+async def test_a_report_of_waits_does_not_end_the_service(tmp_path: Path) -> None:
+    """SIGUSR1 asks for the report, as of a run; by default it would end the process."""
+
+    def reported(url: str) -> None:
+        with up(tmp_path / "run", url) as (process, _):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+
+    async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
+        await anyio.to_thread.run_sync(reported, server.url)
 
 
 async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> None:
