@@ -1,10 +1,9 @@
 """The wait for one server of rewards that cannot be reached: no connection, or status 502, 503 or 504.
 
-Invariant: while requests wait, one of them is sent at a time, once a second, and all go on when the server answers one
-of them. The deadlines around those that wait stand still, and :func:`~rollouts.concurrency.deadlines.pauses` lists the
-wait, so that no new group starts. The wait is logged once, however many requests wait, and so is its end. If the server
-answers nothing for ``outage_seconds``, :class:`ServerAway` ends the run, and its prompts are
-returned.
+Invariant: while requests wait, one of them is sent at a time, once a second, and all continue when the server answers
+one of them. The deadlines around the waiting tasks stand still, and :func:`~rollouts.concurrency.deadlines.pauses` lists
+the wait, so that no new group starts. The wait is logged once, however many requests wait, and so is its end. If the
+server answers nothing for ``outage_seconds``, :class:`ServerAway` ends the run, and its prompts are returned.
 
 This module sends nothing itself.
 """
@@ -162,7 +161,7 @@ class ServerWait:
     def _listed_wait(self) -> Iterator[None]:
         self._waiting += 1
         if self._listed is None:
-            self._since = None if self._since is None else anyio.current_time()  # those who waited before have gone
+            self._since = None if self._since is None else anyio.current_time()  # earlier waits were cancelled
             self._listed = contextlib.ExitStack()
             what = f"no answer from {self.place}"
             self._listed.enter_context(listed_pause(what, lambda: self._waiting, blocks_new_work=True))

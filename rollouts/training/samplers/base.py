@@ -8,14 +8,11 @@ random state: its choice depends on the seed, on the draw and on its state only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rollouts.base.validators import finite
 from rollouts.dtypes import Prompt
 from rollouts.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rollouts.training.data_buffer import DataBuffer
 
 __all__ = ["Sampler", "sampler_metrics"]
 
@@ -67,15 +64,13 @@ class Sampler(Protocol):
         """Restore the output of :meth:`state_dict`, after :meth:`begin` with the same data."""
 
 
-def sampler_metrics(data_buffer: DataBuffer) -> dict[str, float]:
-    """The numbers of a buffer's sampler, with their prefix.
+def sampler_metrics(sampler: object, found: object) -> dict[str, float]:
+    """The numbers of a sampler, with their prefix, from what its :meth:`Sampler.metrics` returned.
 
     Raises:
-        ConfigError: :meth:`Sampler.metrics` returned something else than numbers by name.
-        RolloutsError: it raised.
+        ConfigError: it returned something else than numbers by name.
     """
-    found = data_buffer.ask_sampler("metrics")
-    place = f"{type(data_buffer.sampler).__name__}.metrics()"
+    place = f"{type(sampler).__name__}.metrics()"
     if not isinstance(found, Mapping):
         raise ConfigError.of(place, found, "a dict of numbers by name, empty if the sampler has none")
     numbers: dict[str, float] = {}
