@@ -1,9 +1,10 @@
 """The wait for one server of rewards that cannot be reached: no connection, or status 502, 503 or 504.
 
 Invariant: while requests wait, one of them is sent at a time, once a second, and all continue when the server answers
-one of them. The deadlines around the waiting tasks stand still, and :func:`~rollouts.concurrency.deadlines.pauses` lists
-the wait, so that no new group starts. The wait is logged once, however many requests wait, and so is its end. If the
-server answers nothing for ``outage_seconds``, :class:`ServerAway` ends the run, and its prompts are returned.
+one of them. The deadlines around the waiting tasks stand still, and the wait is in the list of
+:func:`~rollouts.concurrency.deadlines.pauses`, so that no new group starts. The wait is logged once, however many
+requests wait, and so is its end. If the server answers nothing for ``outage_seconds``, :class:`ServerAway` ends the
+run, and its prompts are returned.
 
 This module sends nothing itself.
 """
