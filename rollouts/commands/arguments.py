@@ -133,8 +133,6 @@ def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Resu
     """
     from rollouts.views.terminal.waiting import reporting_on_signal  # here: verbs without a loop have no waits
 
-    uvloop = importlib.util.find_spec("uvloop") is not None
-
     async def interruptible() -> Result:
         loop = asyncio.get_running_loop()
         with anyio.CancelScope() as scope:
@@ -143,7 +141,7 @@ def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Resu
                 return await function(*arguments)
         raise KeyboardInterrupt
 
-    return anyio.run(interruptible, backend_options={"use_uvloop": uvloop})
+    return anyio.run(interruptible, backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None})
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
