@@ -97,7 +97,7 @@ class EndpointRefused(EndpointError):
 
 
 class ContextOverflow(EndpointError):
-    """The request does not fit the model's context. The agent loop turns this error into a stop reason."""
+    """The request does not fit the model's context. The agent loop turns that of its requests into a stop reason."""
 
 
 class ForeignFailure(RolloutsError):

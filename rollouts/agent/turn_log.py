@@ -182,7 +182,9 @@ _OF_RECORD = ("start", "stop", "continues", "temperature")
 
 def prompt_digest(prompt: Prompt) -> int:
     """CRC-32 of a prompt, to recognise the turns of another prompt; of its metadata too, in place of an opening."""
-    crc = zlib.crc32(repr(prompt.prompt).encode("utf-8", "replace"))
+    from rollouts.base.stable_repr import stable_repr  # here: most runs log no turns
+
+    crc = zlib.crc32(stable_repr(prompt.prompt).encode("utf-8", "replace"))
     return crc if prompt.has_opening else zlib.crc32(stable_json(prompt.metadata), crc)
 
 

@@ -127,22 +127,22 @@ def tell(error: RolloutsError, *, debug: bool) -> None:
 def in_loop(function: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
     """Run a coroutine function to completion, on uvloop where that is installed.
 
-    Ctrl-C, SIGTERM and a closed terminal cancel it; a second signal ends the process.
+    Ctrl-C, SIGTERM and a closed terminal cancel it; a second signal ends the process. SIGUSR1 reports its waits.
 
     Raises:
         KeyboardInterrupt: it was cancelled by a signal.
     """
-    uvloop = importlib.util.find_spec("uvloop") is not None
+    from rollouts.views.terminal.waiting import reporting_on_signal  # here: verbs without a loop have no waits
 
     async def interruptible() -> Result:
         loop = asyncio.get_running_loop()
         with anyio.CancelScope() as scope:
             cancel = functools.partial(loop.call_soon_threadsafe, scope.cancel)
-            with waking(loop), handling_interrupts(cancel, signals=stop_signals()):
+            with waking(loop), handling_interrupts(cancel, signals=stop_signals()), reporting_on_signal():
                 return await function(*arguments)
         raise KeyboardInterrupt
 
-    return anyio.run(interruptible, backend_options={"use_uvloop": uvloop})
+    return anyio.run(interruptible, backend_options={"use_uvloop": importlib.util.find_spec("uvloop") is not None})
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

@@ -1,7 +1,8 @@
 """The rehearsal of a run: up to three episodes with random replies, with their reward and filter, then each tool once.
 
 Invariant: no prompt is taken, nothing is stored or counted, and no server is asked. A rehearsal refuses a run only if
-every episode, or every call of a tool, fails for the same reason, not for different failures or slow episodes.
+every episode, or every call of a tool, fails for the same reason, or a server of rewards is away; not for different
+failures or slow episodes.
 
 This module rehearses recipes of agents; it does not know other generate functions.
 """
@@ -20,6 +21,8 @@ import attrs
 
 from rollouts.commands.metric_reads import ReadNames
 from rollouts.concurrency.boundary import function_name
+from rollouts.concurrency.deadlines import pauses
+from rollouts.concurrency.task_groups import first_error
 from rollouts.dtypes import Message, Prompt, Tool
 from rollouts.environments.base import Environment, EnvironmentFactory
 from rollouts.errors import ConfigError, Failure, GenerateFailure, RewardFailure, at
@@ -37,7 +40,7 @@ from rollouts.training.types import GenerateFn, Sample
 
 __all__ = ["rehearse"]
 
-_SECONDS = 30.0
+_SECONDS, _POLL_SECONDS = 30.0, 0.1
 _NEVERTHELESS = "--no-rehearsal starts the run nevertheless"
 _SHARE_OF_CALLS = (0.9, 0.9, 0.0)
 """How often the replies of each episode call a tool; the last episode shows a tool that fails on random arguments."""
@@ -50,7 +53,8 @@ async def rehearse(recipe: Recipe) -> list[str]:
         Doubtful points that do not refuse the run, each as one line.
 
     Raises:
-        GenerateFailure: every episode, or every call of a tool, failed for the same reason; the message has it.
+        GenerateFailure: every episode, or every call of a tool, failed for the same reason, which the message has; or a
+            server of rewards is away.
         ConfigError: prompts lack the label that their reward needs; a tool has no description; a
             function of the recipe, its template or its tokenizer is invalid.
     """
@@ -68,12 +72,24 @@ async def rehearse(recipe: Recipe) -> list[str]:
     read = ReadNames()
     sound = None
     with anyio.move_on_after(_SECONDS), at("the rehearsal"):
-        sound = await _played_one(recipe, prompts, functools.partial(_with_random_replies, generate_fn, renderer, read))
-        if sound is not None:
-            await _check_labels(recipe, sound)
-        await check_tools(factory, prompts, generate_fn.keywords.get("limits"))
+        async with first_error() as tasks:
+            tasks.start_soon(_refuse_waits)
+            replies = functools.partial(_with_random_replies, generate_fn, renderer, read)
+            sound = await _played_one(recipe, prompts, replies)
+            if sound is not None:
+                await _check_labels(recipe, sound)
+            await check_tools(factory, prompts, generate_fn.keywords.get("limits"))
+            tasks.cancel_scope.cancel()
     played = None if sound is None else sound[0]
     return [*read.doubts(), *doubts_of(recipe, played, renderer.stop_texts, shared, shared_lengths(factory))]
+
+
+async def _refuse_waits() -> None:
+    """End the rehearsal when a server of its rewards or tools is away, for which a run would wait."""
+    while True:
+        for pause in pauses():
+            raise GenerateFailure(f"the rehearsal waits: {pause.what}. No prompt was taken; {_NEVERTHELESS}")
+        await anyio.sleep(_POLL_SECONDS)
 
 
 async def _played_one(

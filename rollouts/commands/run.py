@@ -68,7 +68,6 @@ from rollouts.training.config import RolloutConfig
 from rollouts.training.manager import AsyncRolloutManager
 from rollouts.views.terminal.console import SafeConsole
 from rollouts.views.terminal.progress import Progress, summary
-from rollouts.views.terminal.waiting import reporting_on_signal
 
 if TYPE_CHECKING:
     from rollouts.distributed.dispatch import Dispatcher, Workers
@@ -212,7 +211,6 @@ async def launch(
                 show = _together(watches)
                 with contextlib.ExitStack() as files:
                     files.enter_context(run_journal.journal)
-                    files.enter_context(reporting_on_signal())
                     if recording:
                         recording_journal = files.enter_context(Journal(out / RECORDING, batches=0))
                         if recording_journal.torn is not None:

@@ -1,7 +1,8 @@
 """``rollouts up``: run a recipe as a service, whose groups a trainer leases over HTTP.
 
-Invariant: the command continues the run that is in its folder. Requests of trainers are answered with 503 until the
-recipe is checked and its first workers have started. This module knows neither the routes nor the leases.
+Invariant: the command continues the run that is in its folder. It says where it serves once recipe and folder are
+accepted. Requests of trainers are answered with 503 until its first workers have started. This module knows neither the
+routes nor the leases.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,30 +140,47 @@ async def _serve(args: argparse.Namespace, on_ready: Callable[[str], None]) -> N
         service.fed = recipe.data_buffer if isinstance(recipe.data_buffer, FedBuffer) else None
         description = await anyio.to_thread.run_sync(description_of, target, recipe, server)
         service.publish = functools.partial(_publish, recipe.endpoint)
-        on_ready(url)
         if joined is not None:
             await anyio.to_thread.run_sync(check_plain, recipe.data_buffer.prompts)
             if recipe.endpoint.priority:
                 expected = "False with --remote-workers: the requests of workers on a network have no priorities"
                 raise ConfigError.of("Endpoint.priority", True, expected)
             joined.facts = _facts(target, recipe, sha256)
-            tell(f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}")
-            workers = await stack.enter_async_context(joined.dispatcher(args.remote_workers))
-            recipe = attrs.evolve(recipe, config=workers.config(recipe.config), lifetime=None)
-        if args.workers is not None:
-            config, workers = await stack.enter_async_context(in_workers(args.workers, target, recipe))
-            recipe = attrs.evolve(recipe, config=config, lifetime=None)  # its rollouts are not here
-            service.numbers = workers.numbers
+
+        @contextlib.asynccontextmanager
+        async def players() -> AsyncIterator[Recipe]:
+            on_ready(url)  # the folder is open, and workers may join
+            async with _players(args, target, recipe, joined, url) as (played, numbers):
+                service.numbers = numbers or service.numbers
+                yield played
+
         options: Mapping[str, Any] = {"groups_in_work": args.groups_in_work, "max_staleness": args.max_staleness}
         options = {**options, "description": description, "allow_changes": args.allow_changes}
         service.leases = await stack.enter_async_context(
-            leased_run(args.out, recipe, watch=_watch, trains_here=False, **options)
+            leased_run(args.out, recipe, watch=_watch, trains_here=False, players=players, **options)
         )
         stack.callback(setattr, service, "leases", None)  # from here on 503: the trainer waits for the next process
         tell(f"run: {recipe.name}, {recipe.batches} batches of {recipe.config.batch_size} groups, in {args.out}")
         if engine is not None:
             raise await engine.death()
         await anyio.sleep_forever()
+
+
+@contextlib.asynccontextmanager
+async def _players(
+    args: argparse.Namespace, target: RunTarget, recipe: Recipe, joined: JoinedWorkers | None, url: str
+) -> AsyncIterator[tuple[Recipe, Callable[[], Mapping[str, float]] | None]]:
+    """Start the workers, if any; yields the recipe that plays in them, and the gauges of local ones."""
+    if joined is not None:
+        first = f"workers: waiting for the first of {args.remote_workers}: rollouts work --join {url}"
+        say(first, file=sys.stderr, flush=True)
+        async with joined.dispatcher(args.remote_workers) as workers:
+            yield attrs.evolve(recipe, config=workers.config(recipe.config), lifetime=None), None
+    elif args.workers is not None:
+        async with in_workers(args.workers, target, recipe) as (config, workers):
+            yield attrs.evolve(recipe, config=config, lifetime=None), workers.numbers  # its rollouts are not here
+    else:
+        yield recipe, None
 
 
 def _check_groups_in_work(groups: int | None, batch_size: int) -> None:

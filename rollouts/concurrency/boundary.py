@@ -2,9 +2,9 @@
 
 Invariant: any exception of user code leaves :func:`boundary` as a typed failure with its place, its source line and its
 cause, within its deadline. ``KeyboardInterrupt`` and a cancellation from outside pass through unchanged, and so does a
-:class:`RolloutsError`; but a :class:`ConfigError` or a broken law that an environment, a reward or a filter raises is
-their failure. The result of a function that suppressed its deadline or its cancellation is discarded, and cancel scopes
-that it leaves open are exited. :func:`waits` lists all code inside a boundary.
+:class:`RolloutsError`; but a :class:`ConfigError`, a :class:`ContextOverflow` or a broken law that an environment, a
+reward or a filter raises is their failure. The result of a function that suppressed its deadline or its cancellation is
+discarded, and cancel scopes that it leaves open are exited. :func:`waits` lists all code inside a boundary.
 
 This module does not know the code inside.
 """
@@ -28,6 +28,7 @@ from rollouts.concurrency.cancellation import CancellationGuard
 from rollouts.concurrency.deadlines import deadline, exit_scopes_inside
 from rollouts.errors import (
     ConfigError,
+    ContextOverflow,
     EndpointAway,
     EnvironmentFailure,
     FilterFailure,
@@ -245,7 +246,7 @@ class boundary(deadline):  # noqa: N801 - used as `with boundary(...)`, like dea
 
     def _passes(self, error: BaseException) -> bool:
         """Whether an error leaves unchanged."""
-        if isinstance(error, ConfigError | TokenMismatchError):
+        if isinstance(error, ConfigError | ContextOverflow | TokenMismatchError):
             return self._before_work or not issubclass(self._failure, _OF_USERS)
         if isinstance(error, GeneratorExit):  # the interpreter closes the coroutine, in no task or in another one
             return self._task is None or asyncio.current_task() is not self._task

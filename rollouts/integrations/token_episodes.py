@@ -22,7 +22,7 @@ from rollouts.concurrency.boundary import boundary, call_foreign, function_name
 from rollouts.dtypes import Completion, Endpoint, Limits, Message, Prompt, SamplingParams, StopReason, packed_tokens
 from rollouts.dtypes.lazy_numpy import np
 from rollouts.environments.base import StepResult, bad_step, sound_step
-from rollouts.errors import ConfigError, EnvironmentFailure, Failure
+from rollouts.errors import ConfigError, ContextOverflow, EnvironmentFailure, Failure
 from rollouts.inference.base import CompletionRequest, Policy, describe_once
 from rollouts.inference.shared import shared_policy
 from rollouts.training.agent_integration import generate_all, resuming
@@ -150,9 +150,14 @@ class _Episode:
     async def _call(self, what: str, function: Callable[..., Any], argument: object) -> Observation:
         """Call the environment, and add its reward and metrics to the trajectory of the reply."""
         kind: Any = "environment_start" if what.endswith(".start") else "environment_step"
-        seen = await call_foreign(
-            EnvironmentFailure, what, function, argument, seconds=self.limits.step_seconds, kind=kind
-        )
+        try:
+            seen = await call_foreign(
+                EnvironmentFailure, what, function, argument, seconds=self.limits.step_seconds, kind=kind
+            )
+        except EnvironmentFailure as error:
+            if isinstance(error.__cause__, ContextOverflow) and kind == "environment_start":
+                raise error.__cause__ from None
+            raise
         if not isinstance(seen, Observation):
             raise bad_step(what, f"got {type(seen).__name__}; expected an Observation")
         step = sound_step(StepResult(done=bool(seen.done), reward=seen.reward, metrics=seen.metrics), what)

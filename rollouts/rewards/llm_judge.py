@@ -82,7 +82,8 @@ class LLMJudge:
         temperature: sampling temperature of the judges.
         max_tokens: maximum tokens of a verdict.
         **options: of :class:`~rollouts.rewards.http.Poster`: ``attempts``, ``backoff_seconds``, ``seconds``,
-            ``at_once``, ``rate_limit_seconds``; for each judge.
+            ``at_once``, ``rate_limit_seconds``, ``outage_seconds``; for each judge. With a quorum below the number of
+            judges, ``outage_seconds`` is 0 by default: a judge that is away gives no verdict.
 
     Raises:
         ConfigError: an invalid option, or an API key that is not in the environment.
@@ -120,6 +121,8 @@ class LLMJudge:
         self._request: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
         if structured:
             self._request["response_format"] = _schema(scale)
+        if self.quorum < len(self.judges):
+            options.setdefault("outage_seconds", 0)
         self._posters = [
             Poster(
                 f"{judge.base_url.rstrip('/')}/chat/completions",

@@ -4,7 +4,8 @@ Wire format: ``POST url`` with ``{"samples": [{"prompt", "response", "messages",
 response is ``{"rewards": [number, …]}`` in the same order.
 
 Invariant: each sample gets its own reward, or all samples of the batch fail with one reason. Cancelling one sample's
-scoring does not affect the others of its batch: they are sent again.
+scoring does not affect the others of its batch: they are sent again. While a batch waits for its server, the deadlines
+of all its samples stand still.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import attrs
 import msgspec
 
 from rollouts.base.validators import is_int, is_number
+from rollouts.concurrency.deadlines import Clocks
 from rollouts.errors import ConfigError, RewardFailure, shortened
 from rollouts.rewards.http import Poster
 from rollouts.training.types import Sample
@@ -37,6 +39,8 @@ class _Batch:
     bodies: list[msgspec.Raw] = attrs.field(factory=list)
     full: anyio.Event = attrs.field(factory=anyio.Event)
     ended: anyio.Event = attrs.field(factory=anyio.Event)
+    clocks: list[Clocks] = attrs.field(factory=list)
+    """The deadlines of the samples."""
     rewards: Sequence[float] | None = None
     failure: str | None = None
     """Reason of a failure. If rewards and failure are both ``None``, the sending task was cancelled."""
@@ -51,7 +55,7 @@ class RemoteReward:
         linger_seconds: how long the first sample of a batch waits for others.
         encode: converts a sample to the JSON object that is sent.
         **options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``,
-            ``backoff_seconds``, ``seconds``, ``at_once``, ``rate_limit_seconds``.
+            ``backoff_seconds``, ``seconds``, ``at_once``, ``rate_limit_seconds``, ``outage_seconds``.
 
     Raises:
         ConfigError: an invalid option.
@@ -92,6 +96,7 @@ class RemoteReward:
                 batch = self._open = _Batch()
             place = len(batch.bodies)
             batch.bodies.append(body)
+            batch.clocks.append(Clocks())
             if len(batch.bodies) == self._batch_size:
                 self._open = None
                 batch.full.set()
@@ -121,7 +126,7 @@ class RemoteReward:
                 await batch.full.wait()
             if self._open is batch:
                 self._open = None
-            batch.rewards = await self._rewards(batch.bodies)
+            batch.rewards = await self._rewards(batch.bodies, batch.clocks)
         except RewardFailure as error:
             batch.failure = str(error)
             raise
@@ -130,8 +135,8 @@ class RemoteReward:
                 self._open = None
             batch.ended.set()
 
-    async def _rewards(self, bodies: Sequence[msgspec.Raw]) -> Sequence[float]:
-        answer = await self._post({"samples": bodies}, "remote reward")
+    async def _rewards(self, bodies: Sequence[msgspec.Raw], clocks: Sequence[Clocks] = ()) -> Sequence[float]:
+        answer = await self._post({"samples": bodies}, "remote reward", clocks)
         rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
         if not isinstance(rewards, list) or len(rewards) != len(bodies) or not all(map(is_number, rewards)):
             expected = f'{{"rewards": [{len(bodies)} finite numbers]}}'

@@ -47,7 +47,8 @@ class Teacher:
         temperature: 1, that of prompt logprobs whatever the request says; the rollouts have to be sampled at it.
         tokenizers: those of the teacher and of the policy, by folder or name, to compare every id; ``None`` leaves that
             to the caller.
-        options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``, ``seconds``, ``at_once``.
+        options: of :class:`~rollouts.rewards.http.Poster`: ``api_key``, ``attempts``, ``seconds``, ``at_once``,
+            ``outage_seconds``.
 
     Raises:
         ConfigError: an invalid argument.
@@ -155,6 +156,7 @@ def _client(server: str | Endpoint, options: Mapping[str, Any]) -> tuple[Protoco
         raise ConfigError.of("Teacher(Endpoint)", server, expected)
     protocol = PROTOCOLS[server.provider]
     of_endpoint: dict[str, Any] = {"api_key": server.api_key, "seconds": server.request_seconds}
+    of_endpoint["outage_seconds"] = server.outage_seconds
     if isinstance(server.concurrency, int):
         of_endpoint["at_once"] = server.concurrency
     return protocol, Poster(f"{server.base_url[0]}{protocol.path}", **{**of_endpoint, **options})

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import anyio.to_thread
 
@@ -36,6 +36,8 @@ LEASES = "leases.log"
 PROMPTS = "prompts.log"
 """The log of prompts in the folder of a run whose buffer is a :class:`FedBuffer`."""
 
+Players: TypeAlias = Callable[[], contextlib.AbstractAsyncContextManager[Recipe]]
+
 
 @contextlib.asynccontextmanager
 async def leased_run(
@@ -48,6 +50,7 @@ async def leased_run(
     trains_here: bool = True,
     description: Mapping[str, Any] | None = None,
     allow_changes: bool = False,
+    players: Players | None = None,
 ) -> AsyncIterator[Leases]:
     """Run a recipe in a folder while the context is open, and lease its groups.
 
@@ -60,6 +63,7 @@ async def leased_run(
         trains_here: whether the consumer is in this process, so that its objects are freed as usual.
         description: more fields of ``run.json``, such as ``settings``, which a continued run is compared with.
         allow_changes: continue a run with other settings, and record them.
+        players: starts what plays the recipe, once the folder is open; yields the recipe with the config to play.
 
     Raises:
         ConfigError: the recipe is on a chat API, whose samples no trainer takes.
@@ -97,13 +101,14 @@ async def leased_run(
                 await leases.room_for(size)
             state = None if found is None else found.state
             options: dict[str, Any] = {"watch": watch, "deliver": deliver, "trains_here": trains_here}
-            result = await run(recipe, writer, run_journal=run_journal, state=state, **options)
+            result = await run(played, writer, run_journal=run_journal, state=state, **options)
             leases.finish(result.error)
 
-        async with first_error() as tasks:
-            tasks.start_soon(generate)
-            yield leases
-            tasks.cancel_scope.cancel()
+        async with players() if players is not None else contextlib.nullcontext(recipe) as played:
+            async with first_error() as tasks:
+                tasks.start_soon(generate)
+                yield leases
+                tasks.cancel_scope.cancel()
 
 
 async def _watch_fed(buffer: FedBuffer, watch: Watch | None, manager: AsyncRolloutManager) -> None:

@@ -41,6 +41,7 @@ _TOKENS = 1 << 32
 """Tokens of one opening of the log."""
 _MOST_STEPS = 1 << 63
 _LEASE_SECONDS = 600.0
+_MOST_SECONDS = 604_800.0
 
 
 class LeaseLost(RolloutsError):
@@ -409,5 +410,6 @@ def _versions(samples: Iterable[Sample]) -> list[str]:
 
 
 def _check_seconds(lease_seconds: float) -> None:
-    if not is_number(lease_seconds) or lease_seconds <= 0:
-        raise ConfigError.of("lease_seconds", lease_seconds, "a number of seconds > 0")
+    if not is_number(lease_seconds) or not 0 < lease_seconds <= _MOST_SECONDS:
+        expected = f"a number of seconds > 0, and at most {_MOST_SECONDS:g} (a week): renew the lease"
+        raise ConfigError.of("lease_seconds", lease_seconds, expected)

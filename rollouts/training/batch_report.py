@@ -68,6 +68,10 @@ class BatchReport:
         if self.staleness.drops:
             self.length_bias.trained.add(self.config.batch_size, samples)
             numbers |= self.length_bias.metrics()
+        if (sampler := self.ledger.data_buffer.sampler) is not None:
+            from rollouts.training.samplers.base import sampler_metrics  # here: most runs have none
+
+            numbers |= sampler_metrics(sampler, self.ledger.data_buffer.ask_sampler("metrics"))
         if waited is not None:
             numbers |= {"idle/trainer_seconds": waited, "idle/generator_seconds": self.idle.take()}
         return {
@@ -78,5 +82,4 @@ class BatchReport:
             "abandoned_threads": len(abandoned()),
             "abandoned_coroutines": len(left_behind()),
             **{f"prompts/{name}": count for name, count in attrs.asdict(accounting).items()},
-            **self.ledger.sampler_metrics(),
         }

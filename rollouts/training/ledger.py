@@ -79,10 +79,6 @@ class Ledger:
         if group.outcome != "failed" and self.data_buffer.sampler is not None:
             self.data_buffer.observe(group.prompt, group.rollout_rewards)
 
-    def sampler_metrics(self) -> dict[str, float]:
-        """The numbers of the sampler, if there is one."""
-        return {f"sampler/{name}": value for name, value in (self.data_buffer.ask_sampler("metrics") or {}).items()}
-
     def is_needed(self, spare: int) -> bool:
         """Decide whether the batch needs a group that the filter would else drop; call it once for each such group.
 

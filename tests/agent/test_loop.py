@@ -239,7 +239,10 @@ class Breaking(CalculatorEnvironment):
 
 
 @pytest.mark.parametrize("where", ["init", "start", "step"])
-@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), ExceptionGroup("g", [KeyError("k")]), None])
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("boom"), SystemExit(3), ExceptionGroup("g", [KeyError("k")]), ContextOverflow("a model's"), None],
+)
 async def test_what_an_environment_raises_is_data(
     renderer: Renderer, ids: Any, where: str, error: BaseException | None
 ) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -350,3 +353,31 @@ def test_the_ready_made_environments_can_be_resumed() -> None:
     assert isinstance(CalculatorEnvironment(), Resumable)
     assert isinstance(SingleTurnEnvironment(), Resumable)
     assert not isinstance(Forgetful(), Resumable)
+
+
+_DIGESTS = """
+import sys
+from rollouts.agent.turn_log import prompt_digest
+from rollouts.dtypes import Message, Prompt, ToolCall
+class Place: pass
+def digest(arguments):
+    call = ToolCall("f", arguments)
+    return prompt_digest(Prompt([Message("user", "x"), Message("assistant", "", tool_calls=(call,))]))
+held = [Place() for _ in range(int(sys.argv[1]))]
+print(digest({"a": {"x", "y", "z", "w"}}), digest({"a": [Place()]}), digest({"a": {"b": frozenset("xyz")}}))
+print(digest({"a": 1, "b": [1, 2]}), prompt_digest(Prompt("x")), prompt_digest(Prompt([Message("user", "hi")])))
+"""
+
+
+def test_the_digest_of_a_prompt_is_equal_in_every_process() -> None:
+    """Also if a call in its messages has a set or an object: else each resume would play its rollouts again.
+
+    Digests of plain data are those of stored runs.
+    """
+    printed = set()
+    for seed in (1, 2, 3):
+        line = [sys.executable, "-c", _DIGESTS, str(seed * 1000)]
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+        printed.add(subprocess.run(line, env=environment, capture_output=True, text=True, check=True).stdout)
+    (only,) = printed
+    assert only.splitlines()[1] == "3088909920 2159005666 645275091"

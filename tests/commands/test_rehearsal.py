@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import anyio
 import attrs
 import pytest
 
@@ -72,7 +73,10 @@ def no_bool(samples: Sequence[Sample]) -> Any:
         ({"reward_fn": lambda sample: "good"}, "got 'good'; expected a finite number"),
         ({"reward_fn": one_for_all, "group_rm": True}, "returned 1 rewards for 3 samples"),
         ({"filter_fn": no_bool}, "FilterFailure: filter no_bool: got None; expected True or False"),
-        ({"reward_fn": RemoteReward("http://127.0.0.1:9", attempts=1)}, "remote reward at http://127.0.0.1:9"),
+        (
+            {"reward_fn": RemoteReward("http://127.0.0.1:9", attempts=1, outage_seconds=0)},
+            "remote reward at http://127.0.0.1:9",
+        ),
     ],
     ids=["start", "step", "reward", "text", "group", "filter", "judge"],
 )
@@ -85,6 +89,16 @@ async def test_what_cannot_work_is_refused_before_work(fields: dict[str, Any], w
     assert words in str(caught.value)
     assert "--no-rehearsal" in str(caught.value)
     assert repr(recipe.data_buffer) == before
+
+
+async def test_a_reward_server_that_is_away_is_refused_before_work() -> None:
+    """A run waits for it; its URL may be wrong, so that a rehearsal does not."""
+    recipe = recipe_of(reward_fn=RemoteReward("http://127.0.0.1:9", attempts=1))
+    with (
+        anyio.fail_after(20),
+        pytest.raises(GenerateFailure, match=r"waits: no answer from http://127.0.0.1:9. No pro"),
+    ):
+        await rehearse(recipe)
 
 
 async def test_a_sound_recipe_is_played_once() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +81,42 @@ def test_options_that_no_trainer_could_use_are_refused_at_the_start(
     with pytest.raises(ConfigError, match=match):
         up_command._up(verbs.choices["up"].parse_args(line))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "workers", [[], ["--workers", "1"], ["--remote-workers", "1"]], ids=["here", "local", "remote"]
+)
+async def test_a_folder_is_refused_before_anything_is_served(workers: list[str], tmp_path: Path) -> None:
+    """No line says where it serves, and no worker is started or waited for."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "batches").mkdir()
+
+    def ended(url: str) -> tuple[int, str, str]:
+        line = [sys.executable, "-m", "rollouts", "up", "calculator", "--endpoint", url, "--model", str(DEMO_MODEL)]
+        line += ["--out", str(tmp_path), "--port", "0", *workers]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
+        code, printed, errors = await anyio.to_thread.run_sync(ended, server.url)
+    assert code == 2, errors
+    assert READY not in printed
+    assert "Traceback" not in errors
+    assert "workers" not in errors
+
+
+async def test_a_report_of_waits_does_not_end_the_service(tmp_path: Path) -> None:
+    """SIGUSR1 asks for the report, as of a run; by default it would end the process."""
+
+    def reported(url: str) -> None:
+        with up(tmp_path / "run", url) as (process, _):
+            process.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+
+    async with StubServer(model_info={"model_path": str(DEMO_MODEL), "weight_version": "v1"}) as server:
+        await anyio.to_thread.run_sync(reported, server.url)
 
 
 async def test_a_trainer_gets_every_group_once_over_a_kill(tmp_path: Path) -> None:

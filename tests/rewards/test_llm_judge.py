@@ -205,7 +205,7 @@ async def test_a_fault_of_a_judge_is_repaired_or_a_failure(fault: Any) -> None:
         assert len(server.asked) == 3
     async with ChatServer(fair, key=None, fault=lambda number: fault) as server:
         with pytest.raises(RewardFailure, match="no reply in 2 attempts; the last: "):
-            await referee(server, attempts=2)(Sample(**SAMPLE))
+            await referee(server, attempts=2, outage_seconds=0)(Sample(**SAMPLE))
         assert len(server.asked) == 2
 
 

@@ -54,7 +54,7 @@ async def test_an_error_that_quotes_the_key_is_shown_without_it() -> None:
         refusal = {"error": {"message": f"Incorrect API key provided: {quoted}"}}
         for status in (401, 503):
             async with JsonServer(lambda asked, status=status, refusal=refusal: (status, refusal)) as server:
-                (text,) = await scored(RemoteReward(server.url, api_key=key, attempts=1), some(1))
+                (text,) = await scored(RemoteReward(server.url, api_key=key, attempts=1, outage_seconds=0), some(1))
             assert f"status {status}: Incorrect API key provided: " in str(text)
             assert key[:8] not in str(text)
 
@@ -76,15 +76,15 @@ async def test_an_overloaded_server_is_retried(status: int) -> None:
         assert len(server.asked) == 3
     async with JsonServer(lambda asked: (status, {"error": "busy"})) as server:
         with pytest.raises(RewardFailure, match=rf"no reply in 2 attempts; the last: status {status}: busy"):
-            await RemoteReward(server.url, backoff_seconds=0, attempts=2)(some(1)[0])
+            await RemoteReward(server.url, backoff_seconds=0, attempts=2, outage_seconds=0)(some(1)[0])
 
 
 async def test_a_server_that_is_down_is_a_failure() -> None:
-    """Of the reward, not of the endpoint that samples."""
+    """Of the reward, not of the endpoint that samples, if it is not waited for."""
     async with JsonServer(lengths) as server:
         url = server.url
     with pytest.raises(RewardFailure, match=r"no reply in 2 attempts; the last: .*cannot connect"):
-        await RemoteReward(url, attempts=2, backoff_seconds=0)(some(1)[0])
+        await RemoteReward(url, attempts=2, backoff_seconds=0, outage_seconds=0)(some(1)[0])
 
 
 async def test_a_server_that_never_answers_is_late() -> None:
@@ -128,7 +128,7 @@ async def test_a_sample_that_is_no_json_fails_alone() -> None:
 
 async def test_a_password_in_the_url_is_never_printed() -> None:
     """Neither in a message nor in a repr."""
-    reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1)
+    reward = RemoteReward("http://ada:secret@127.0.0.1:9/", attempts=1, outage_seconds=0)
     assert "secret" not in repr(reward)
     with pytest.raises(RewardFailure) as caught:
         await reward(some(1)[0])

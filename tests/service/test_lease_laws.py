@@ -468,6 +468,7 @@ async def test_bad_arguments_are_errors(tmp_path: Path) -> None:
     with Leases(tmp_path / "log", groups_in_work=3) as leases:
         bad: list[dict[str, Any]] = [{"groups": 0}, {"groups": 4}, {"groups": True}]
         bad += [{"groups": 1, "lease_seconds": 0}, {"groups": 1, "wait_seconds": -1}]
+        bad += [{"groups": 1, "lease_seconds": seconds} for seconds in TOO_LONG]
         for options in bad:
             with pytest.raises(ConfigError, match=list(options)[-1]):
                 await leases.take(**options)
@@ -475,6 +476,22 @@ async def test_bad_arguments_are_errors(tmp_path: Path) -> None:
             Leases(tmp_path / "log", groups_in_work=3)
     with pytest.raises(ConfigError, match="groups_in_work"):
         Leases(tmp_path / "other", groups_in_work=0)
+
+
+TOO_LONG: tuple[Any, ...] = (1e308, float("inf"), float("nan"), 10**400, 604_801, "600", True)
+"""No lease is this long: its groups would never return from a consumer that died."""
+
+
+@pytest.mark.parametrize("seconds", TOO_LONG, ids=["1e308", "inf", "nan", "10**400", "a week", "text", "bool"])
+async def test_a_lease_is_renewed_for_a_sensible_time(tmp_path: Path, seconds: Any) -> None:
+    """Refused by name, and the lease ends when it would have ended."""
+    with Leases(tmp_path / "log", groups_in_work=3) as leases:
+        leases.add(groups(0))
+        lease = await taken(leases, 1, lease_seconds=0.05)
+        with pytest.raises(ConfigError, match=r"lease_seconds: got .*; expected a number of seconds > 0"):
+            leases.renew(lease.token, lease_seconds=seconds)
+        await anyio.sleep(0.06)
+        assert await leases.take(1) is not None
 
 
 def test_a_log_belongs_to_one_run(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from rollouts.base.validators import finite
 from rollouts.dtypes import Prompt
+from rollouts.errors import ConfigError
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "sampler_metrics"]
 
 
 class Sampler(Protocol):
@@ -60,3 +62,23 @@ class Sampler(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the output of :meth:`state_dict`, after :meth:`begin` with the same data."""
+
+
+def sampler_metrics(sampler: object, found: object) -> dict[str, float]:
+    """The numbers of a sampler, with their prefix, from what its :meth:`Sampler.metrics` returned.
+
+    Raises:
+        ConfigError: it returned something else than numbers by name.
+    """
+    place = f"{type(sampler).__name__}.metrics()"
+    if not isinstance(found, Mapping):
+        raise ConfigError.of(place, found, "a dict of numbers by name, empty if the sampler has none")
+    numbers: dict[str, float] = {}
+    for name, value in found.items():
+        if not isinstance(name, str):
+            raise ConfigError.of(f"{place}, a key", name, "a string")
+        number = value if isinstance(value, int | float) else finite(value)
+        if number is None:
+            raise ConfigError.of(f"{place}[{name!r}]", value, "a number")
+        numbers[f"sampler/{name}"] = number
+    return numbers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ def _line(what: str, group: list[Wait]) -> str:
 @contextlib.contextmanager
 def reporting_on_signal(number: int = getattr(signal, "SIGUSR1", 0), file: TextIO | None = None) -> Iterator[None]:
     """Write a :func:`report` to standard error at each signal ``number``, also while the event loop is blocked."""
-    if not number:  # the platform has no such signal
+    if not number or threading.current_thread() is not threading.main_thread():  # no such signal, or none for threads
         yield
         return
 

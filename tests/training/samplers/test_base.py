@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.training import DataBuffer, Prompt
+from rollouts.training import DataBuffer, Prompt, RolloutConfig, Sample
 from rollouts.training.buffer_state import CLASS
 from rollouts.training.data_buffer import Draw
+from rollouts.training.manager import AsyncRolloutManager
 from rollouts.training.mixing import mixed_prompts
 from rollouts.training.samplers import LevelSampler, PassRateSampler, PoolSampler, Sampler
 
@@ -160,6 +163,39 @@ def test_a_sampler_whose_state_is_no_dict_is_named() -> None:
     sampler: Any = type("Silent", (LevelSampler,), {"state_dict": lambda self: None})()
     with pytest.raises(ConfigError, match=r"^Silent\.state_dict\(\): got None; expected a dict"):
         DataBuffer(rows(3), sampler=sampler).save_state()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"pool": "hard"}, r"Odd\.metrics\(\)\['pool'\]: got 'hard'; expected a number"),
+        ({"pool": None}, r"Odd\.metrics\(\)\['pool'\]: got None; expected a number"),
+        ({"pool": [1.0]}, r"Odd\.metrics\(\)\['pool'\]: got \[1.0\]; expected a number"),
+        ({3: 1.0}, r"Odd\.metrics\(\), a key: got 3; expected a string"),
+        (None, r"Odd\.metrics\(\): got None; expected a dict of numbers by name"),
+    ],
+)
+async def test_a_metric_of_a_sampler_that_is_no_number_is_named(numbers: Any, message: str) -> None:
+    """It would else reach ``metrics.jsonl``, or end a logger."""
+    sampler: Any = type("Odd", (LevelSampler,), {"metrics": lambda self: numbers})()
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, generate_fn=play)
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        await AsyncRolloutManager(config, DataBuffer(rows(3), sampler=sampler)).generate_batch()
+
+
+async def test_numbers_of_numpy_are_metrics_of_a_sampler() -> None:
+    """And NaN, of a mean over nothing."""
+    numbers = {"a": np.float32(0.5), "b": np.int64(2), "c": 3, "d": math.nan}
+    sampler: Any = type("Even", (LevelSampler,), {"metrics": lambda self: numbers})()
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, generate_fn=play)
+    manager = AsyncRolloutManager(config, DataBuffer(rows(3), sampler=sampler))
+    await manager.generate_batch()
+    assert [manager.metrics[f"sampler/{name}"] for name in "abc"] == [0.5, 2, 3]
+    assert math.isnan(manager.metrics["sampler/d"])
+
+
+async def play(prompts: Sequence[Prompt]) -> list[Sample]:
+    return [Sample(tokens=[1, 2], loss_mask=[0, 1], reward=1.0)]
 
 
 def test_a_run_without_a_sampler_continues_with_one() -> None:
