@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __all__ = ["np", "npt"]
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 else:
 
-    class _Lazy(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            value = getattr(importlib.import_module(self.__name__), name)
-            setattr(self, name, value)
-            return value
+    def _lazy(name: str) -> ModuleType:  # PEP 562: later accesses cost no more than those of the module
+        here = vars(module := ModuleType(name))
+        here["__getattr__"] = lambda key: here.setdefault(key, getattr(importlib.import_module(name), key))
+        return module
 
-    np, npt = _Lazy("numpy"), _Lazy("numpy.typing")
+    np, npt = _lazy("numpy"), _lazy("numpy.typing")
