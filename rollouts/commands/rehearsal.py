@@ -87,8 +87,8 @@ async def rehearse(recipe: Recipe) -> list[str]:
 async def _refuse_waits() -> None:
     """End the rehearsal when a server of its rewards or tools is away, for which a run would wait."""
     while True:
-        for pause in pauses():
-            raise GenerateFailure(f"the rehearsal waits: {pause.what}. No prompt was taken; {_NEVERTHELESS}")
+        if found := pauses():
+            raise GenerateFailure(f"the rehearsal waits: {found[0].what}. No prompt was taken; {_NEVERTHELESS}")
         await anyio.sleep(_POLL_SECONDS)
 
 

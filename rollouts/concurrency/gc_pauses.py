@@ -48,7 +48,8 @@ def calm_collector(*, shared: bool = False) -> Iterator[None]:
         shared: whether other work of the process, such as a trainer, creates objects meanwhile: its cycles, which may
             hold tensors, are then freed also after a long collection, and long collections are repeated.
     """
-    if not shared and "mmap_threshold" not in str(os.environ).lower():  # the user has not set it
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if not (shared or "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in tunables):
         _call_glibc("mallopt", _M_MMAP_THRESHOLD, _LARGE_BLOCK)
     if gc.get_freeze_count() > _FROZEN_BY_PYTHON or not gc.isenabled():  # the user has set the collector already
         yield

@@ -37,6 +37,7 @@ PROMPTS = "prompts.log"
 """The log of prompts in the folder of a run whose buffer is a :class:`FedBuffer`."""
 
 Players: TypeAlias = Callable[[], contextlib.AbstractAsyncContextManager[Recipe]]
+"""Starts what plays a recipe, such as workers; yields the recipe with the config that plays there."""
 
 
 @contextlib.asynccontextmanager
