@@ -14,8 +14,8 @@ from collections import deque
 
 __all__ = ["FairTurns"]
 
-LIMIT = 32
-"""Of tasks that take about a millisecond each: a turn of the loop then takes some tens of milliseconds."""
+LIMIT = 8
+"""Of tasks that take one to three milliseconds each: a timer then waits some tens of milliseconds, of two turns."""
 
 
 class FairTurns:

@@ -222,7 +222,7 @@ class Dispatcher:
         self.rollouts = self.messages = self.bytes = 0
         self.deaths = self.departures = self.cut_off = self.refused = 0
         self._silent_seconds = silent_seconds
-        self._turns = FairTurns(16)  # a result, with its checks and its record in the journal, takes two milliseconds
+        self._turns = FairTurns()  # of results that arrive together
 
     def __repr__(self) -> str:
         loads = ", ".join(str(len(slot.pending)) for slot in self._slots)
