@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import math
 import time
+import weakref
 from collections.abc import Awaitable, Generator
 from typing import Any
 
@@ -33,6 +34,8 @@ _POLL_SECONDS = 1.0
 """Delay of the next check of a deadline that is paused or has expired."""
 
 _ABANDONED: list[CancellationGuard] = []
+_CHECKS: weakref.WeakKeyDictionary[Any, dict[float, dict[CancellationGuard, None]]] = weakref.WeakKeyDictionary()
+"""By event loop and second of its clock: the guards to check. They share a timer: asyncio sorts its timers again."""
 
 
 def left_behind() -> list[CancellationGuard]:
@@ -56,20 +59,15 @@ class CancellationGuard:
     _forced = 0
     _suppressed = 0
     _since = 0.0
-    _timer: asyncio.TimerHandle | None = None
+    _checks: dict[CancellationGuard, None] | None = None
 
     def __init__(
         self, awaitable: Awaitable[Any], around: deadline, what: str, place: str = "here", *, grace: float = 10.0
     ) -> None:
         self.awaitable = awaitable
-        self._what, self._place = what, place
+        self.what = f"{place}: {what}"
         self._around = around
         self._grace = grace
-
-    @property
-    def what(self) -> str:
-        """Place and name, for reports."""
-        return f"{self._place}: {self._what}"
 
     def __repr__(self) -> str:
         return f"<CancellationGuard {self.what}: {self._suppressed} cancellations suppressed>"
@@ -77,7 +75,6 @@ class CancellationGuard:
     def __await__(self) -> Generator[Any, Any, Any]:
         inner: Any = self.awaitable.__await__()
         error: BaseException | None = None
-        armed = False  # from the first wait: many coroutines never wait, and a timer costs more than they do
         try:
             while True:
                 try:
@@ -99,8 +96,7 @@ class CancellationGuard:
                         raise error
                     break
                 error = None
-                if not armed:
-                    armed = True
+                if self._checks is None:  # the first wait: many coroutines never wait, and a timer costs more
                     self._around.arm(self._check_grace)
                 try:
                     yield self._waits_for
@@ -112,23 +108,28 @@ class CancellationGuard:
                     error = error or asyncio.CancelledError()
         finally:
             error = None  # its traceback refers to this frame: a cycle that only the collector would free
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._checks is not None:
+                self._checks.pop(self, None)
         yield from anyio.lowlevel.checkpoint().__await__()  # raises the cancellation of our scope
         raise asyncio.CancelledError
 
     def _check_grace(self) -> None:
         """Cancel the future that the coroutine waits for if the grace period is over; else check again later."""
         loop = asyncio.get_running_loop()
-        left = self._around.ends + self._grace - loop.time()
-        if left == math.inf and not self._around.paused:
+        now, over = loop.time(), self._around.ends + self._grace
+        if over == math.inf and not self._around.pauses:
+            self._checks = {}
             return
-        if left <= 0 and self._around.expired:
+        if over <= now and self._around.expired:
             self._overdue = True
             if isinstance(self._waits_for, asyncio.Future):
                 self._waits_for.cancel()
-        delay = min(left, 3600.0) if 0 < left < math.inf else _POLL_SECONDS
-        self._timer = loop.call_later(delay, self._check_grace)
+        second = (over if now < over < math.inf else now + _POLL_SECONDS) // 1 + 1
+        seconds = _CHECKS.setdefault(loop, {})
+        if second not in seconds:
+            loop.call_at(second, _check_all, seconds, second)
+        self._checks = seconds.setdefault(second, {})
+        self._checks[self] = None
 
     def _count(self, thrown: BaseException) -> None:
         # Timeouts of the coroutine itself do not count: it may wait in any number of them.
@@ -139,3 +140,8 @@ class CancellationGuard:
     def _is_hopeless(self) -> bool:
         suppresses = self._suppressed >= _MAX_SUPPRESSED and time.monotonic() - self._since >= _SUPPRESSING_SECONDS
         return suppresses or self._forced >= _MAX_FORCED
+
+
+def _check_all(seconds: dict[float, dict[CancellationGuard, None]], second: float) -> None:
+    for guard in seconds.pop(second):
+        guard._check_grace()

@@ -45,12 +45,12 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
         shield: whether cancellations from outside wait until the code inside has ended.
     """
 
-    __slots__ = ("_armed", "_left", "_loop", "_pauses", "_token", "ends", "scope")
+    __slots__ = ("_armed", "_left", "_loop", "_token", "ends", "pauses", "scope")
 
     def __init__(self, seconds: float | None, *, armed: bool = True, shield: bool = False) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
-        self._pauses, self._left, self.ends = 0, 0.0, math.inf
+        self.pauses, self._left, self.ends = 0, 0.0, math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scope: anyio.CancelScope | None = None
         if seconds is not None:
@@ -94,25 +94,21 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
             self.scope.deadline = self.ends
         then()
 
-    @property
-    def paused(self) -> bool:
-        return self._pauses > 0
-
     def pause(self) -> bool:
         """Pause once more; false for a deadline that has expired or has no limit."""
-        if not self._pauses:
+        if not self.pauses:
             left = self.ends - asyncio.get_running_loop().time()
             if not 0 < left < math.inf:
                 return False
             self._left = left
             self._move(math.inf)
-        self._pauses += 1
+        self.pauses += 1
         return True
 
     def resume(self) -> None:
         """End one pause; after the last one, as much time is left as before the first."""
-        self._pauses -= 1
-        if not self._pauses:
+        self.pauses -= 1
+        if not self.pauses:
             self._move(asyncio.get_running_loop().time() + self._left)
 
     def _move(self, ends: float) -> None:

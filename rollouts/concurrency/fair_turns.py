@@ -14,20 +14,18 @@ from collections import deque
 
 __all__ = ["FairTurns"]
 
-LIMIT = 8
-"""Of tasks that take one to three milliseconds each: a timer then waits some tens of milliseconds, of two turns."""
-
 
 class FairTurns:
     """One gate of one event loop at a time.
 
     Args:
-        limit: most tasks that pass in a turn.
+        limit: most tasks that pass in a turn. A timer waits for up to two turns: for some tens of milliseconds, if a
+            task takes one to three.
     """
 
     __slots__ = ("_limit", "_loop", "_passed", "_waiting")
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = 8) -> None:
         self._limit = limit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._passed = 0

@@ -56,11 +56,11 @@ class _Marker(deadline):
         self._say = say
 
     def pause(self) -> bool:
-        if not self.paused:
+        if not self.pauses:
             self._say(True)
         return super().pause()
 
     def resume(self) -> None:
         super().resume()
-        if not self.paused:
+        if not self.pauses:
             self._say(False)

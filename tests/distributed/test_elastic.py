@@ -197,7 +197,7 @@ def test_the_only_worker_that_leaves_is_followed_by_another() -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_workers_come_and_go_at_random(seed: int) -> None:
-    """Ten joins and leaves a minute for ten minutes: every rollout once, groups whole, no attempt lost."""
+    """Ten joins and leaves a minute for five minutes: every rollout once, groups whole, no attempt lost."""
 
     async def run() -> None:
         dice = random.Random(seed)
@@ -214,7 +214,7 @@ def test_workers_come_and_go_at_random(seed: int) -> None:
 
             async with AsyncRolloutManager(shared, prompts) as manager, anyio.create_task_group() as tasks:
                 tasks.start_soon(play, manager)
-                for _ in range(100):
+                for _ in range(50):
                     await anyio.sleep(dice.expovariate(1 / 6))
                     rooms ^= {dice.randrange(1, 5)}
                     alive = [link for link in local.links if not link.scope.cancel_called]
@@ -223,12 +223,12 @@ def test_workers_come_and_go_at_random(seed: int) -> None:
                 tasks.cancel_scope.cancel()
             manager.accounting.check()
         indices = [sample.index for sample in samples]
-        assert len(indices) == len(set(indices)) > 1500
+        assert len(indices) == len(set(indices)) > 750
         for start in range(0, len(samples), 4):
             assert len({sample.group_index for sample in samples[start : start + 4]}) == 1
         assert (manager.failures.lost.total(), workers.deaths, manager.accounting.failed) == (0, 0, 0)
-        assert workers.departures > 50
-        assert len(local.links) > 50
+        assert workers.departures > 25
+        assert len(local.links) > 25
 
     on_virtual_clock(run)
 
