@@ -19,8 +19,7 @@ class FairTurns:
     """One gate of one event loop at a time.
 
     Args:
-        limit: most tasks that pass in a turn. A timer waits for up to two turns: for some tens of milliseconds, if a
-            task takes one to three.
+        limit: most tasks that pass in a turn, of some milliseconds each; a timer waits for up to two turns.
     """
 
     __slots__ = ("_limit", "_loop", "_passed", "_waiting")
