@@ -50,7 +50,7 @@ class deadline:  # noqa: N801 - used as `with deadline(...)`; no generator, as e
     def __init__(self, seconds: float | None, *, armed: bool = True, shield: bool = False) -> None:
         self._token: contextvars.Token[tuple[deadline, ...]] | None = None
         self._armed = armed
-        self.pauses, self._left, self.ends = 0, 0.0, math.inf
+        self.pauses, self._left, self.ends = 0, 0.0, math.inf  # pauses: how many have not ended
         self._loop: asyncio.AbstractEventLoop | None = None
         self.scope: anyio.CancelScope | None = None
         if seconds is not None:

@@ -269,3 +269,12 @@ def test_no_loop_outlives_its_guards() -> None:
     loop = anyio.run(play)
     gc.collect()
     assert loop() is None
+
+
+async def test_the_timers_that_guards_leave_are_due_within_an_hour() -> None:
+    """A deadline of days does not keep a timer of each second in which a rollout started until it ends."""
+    loop: Any = asyncio.get_running_loop()
+    with boundary(EnvironmentFailure, "step", seconds=1e6, armed=False) as entered:
+        await entered.guarded(anyio.lowlevel.checkpoint())
+    left = [timer.when() - loop.time() for timer in loop._scheduled if not timer.cancelled()]
+    assert 3590 < max(left) < 3602
